@@ -80,7 +80,7 @@ async def measure(stack: LocalStack, sessions: list[Session], tokens: int) -> Fi
         )
         turns = [await session.turn(http, tokens) for session in sessions]
     logged = [line for path in stack.logs.glob("executor*.log") for line in path.read_text().splitlines()]
-    given = next((json.loads(line) for line in logged if '"handed_over"' in line), {})
+    given = next((json.loads(line) for line in logged if '"handover_sent"' in line), {})
     found, reusable, seconds = zip(*turns, strict=True)
     return Figures(sum(found) / sum(reusable), statistics.mean(seconds), given)
 

@@ -1,8 +1,8 @@
-"""The process of one rank: `python -m services.executor.rank EVENTS_FD`, started by the orchestrator, or forked by its
+"""The process of one rank: `python -m services.executor.rank EVENTS_FD`, started by the supervisor, or forked by its
 fork server.
 
 Standard input brings the rank's specification, where the ring meets, and later "drain"; its end
-means that the orchestrator is gone, and the rank goes too. Rank 0 is the leader.
+means that the supervisor is gone, and the rank goes too. Rank 0 is the leader.
 
 torch is imported only where the settings ask for it.
 """
@@ -23,7 +23,7 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver
 from services.executor.ipc.rank_pipe import Failed, RankSpec, Rendezvous, SupervisorPipe, read_spec
 from services.executor.supervisor.fork_server import leave
-from services.executor.worker.diagnostics import RankDesk
+from services.executor.worker.diagnostics import RankDebug
 from services.executor.worker.stub import StubEngine, StubSettings
 from shared import tracing
 from shared.errors import InternalError, ModelLoadError, RingLost, RyzansteinError
@@ -98,7 +98,7 @@ def main(events_fd: int) -> int:
     """The process. `events_fd`: where its events go."""
     spec = read_spec(sys.stdin.buffer)
     settings = ExecutorSettings.model_validate(spec.settings)
-    desk = RankDesk(spec)
+    desk = RankDebug(spec)
     supervisor = SupervisorPipe(sys.stdin.buffer, events_fd, desk)
     configure_logging(
         "executor",

@@ -51,7 +51,7 @@ def group_of(executor: str) -> str:
 
 @dataclass
 class _OfRing:
-    """Faults of a ring that its orchestrator sees: it is taken down and up without our help."""
+    """Faults of a ring that its supervisor sees: it is taken down and up without our help."""
 
     executor: str
     rank: int = 0
@@ -92,7 +92,7 @@ class StopRank(_OfRing):
 
 
 class KillRing(_OfRing):
-    """The orchestrator and every rank at the same moment."""
+    """The supervisor and every rank at the same moment."""
 
     name = "kill -9 of a whole ring"
 
@@ -106,7 +106,7 @@ class KillRing(_OfRing):
 
 
 class StopRing(_OfRing):
-    """The orchestrator and every rank stand still; replaced meanwhile, they wake and go on talking."""
+    """The supervisor and every rank stand still; replaced meanwhile, they wake and go on talking."""
 
     name = "SIGSTOP of a whole ring, woken after others took over"
     _ranks: list[int] = []
@@ -118,7 +118,7 @@ class StopRing(_OfRing):
             os.kill(pid, signal.SIGSTOP)
 
     async def heal(self, house: House) -> None:
-        """Once another ring has taken over; the ranks first, so that they talk before their orchestrator
+        """Once another ring has taken over; the ranks first, so that they talk before their supervisor
         wakes and ends them: it finds that they have not moved for long. (A ring without work says nothing.)"""
         watch = house.watch
         with contextlib.suppress(AssertionError):

@@ -148,7 +148,7 @@ async def test_batch_jobs_appear_and_are_counted(tab: Tab, stack: Stack) -> None
 
 
 def executor_of(stack: Stack) -> int:
-    """One executor of two: its orchestrator, with which the ring goes."""
+    """One executor of two: its supervisor, with which the ring goes."""
     found = [
         process.pid
         for process in stack.descendants()

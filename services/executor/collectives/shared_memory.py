@@ -78,7 +78,7 @@ def host_has_shared_areas() -> bool:
 PIECE_BYTES = 128 * 1024
 """Of one rank's contribution that are in the area at a time: what a core's second-level cache holds well."""
 IDLE_TIMEOUT = 86400.0
-"""A hang is seen by the orchestrator, and a rank that loads for long is no hang."""
+"""A hang is seen by the supervisor, and a rank that loads for long is no hang."""
 
 _REASONS = {
     -1: "another rank has given up",
@@ -213,7 +213,7 @@ class SharedMemory:
         except ProcessLookupError:
             raise _lost(-3, 0) from None
         except (AttributeError, OSError):
-            return  # an old kernel: the orchestrator still sees a rank's end
+            return  # an old kernel: the supervisor still sees a rank's end
         self._library.rz_ring_watch(self._ring, (ctypes.c_int * len(pids))(*self._pidfds), len(pids))
 
     def _gather_to_all(self, tensor: Tensor) -> list[Tensor]:

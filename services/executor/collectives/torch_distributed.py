@@ -54,7 +54,7 @@ class TorchDistributed:
             store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(days=1),  # a hang is seen by the orchestrator, and idle is no hang
+            timeout=timedelta(days=1),  # a hang is seen by the supervisor, and idle is no hang
             device_id=device if backend == "nccl" else None,
         )
         assert dist.group.WORLD is not None

@@ -1,6 +1,6 @@
 """What an error of a GPU means, and what to do about it, in one sentence. Pure, and without torch.
 
-After most of them the process can use its GPU no more, not even to clean up: the rank ends, the orchestrator ends
+After most of them the process can use its GPU no more, not even to clean up: the rank ends, the supervisor ends
 the others, and the ring starts anew in new processes. Codes: cudaError_t, in CUDA's runtime API reference.
 """
 

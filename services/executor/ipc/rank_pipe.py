@@ -1,7 +1,7 @@
 """The pipe between a rank and the process that has started it: what either says, one JSON line each.
 
-orchestrator ──standard input──▶ rank     its specification, where the ring meets, "debug {...}", "drain"
-rank ──────────events──────────▶ orchestrator
+supervisor ──standard input──▶ rank     its specification, where the ring meets, "debug {...}", "drain"
+rank ──────────events──────────▶ supervisor
 """
 
 import os
@@ -30,7 +30,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
-    """Rank 0 → orchestrator → the other ranks: where the ring meets, and what it loads."""
+    """Rank 0 → supervisor → the other ranks: where the ring meets, and what it loads."""
 
     host: str
     plan_port: int
@@ -137,7 +137,7 @@ def write_answer(path: Path, answer: msgspec.Struct) -> None:
     unfinished.replace(path)
 
 
-class Desk(Protocol):
+class DebugResponder(Protocol):
     """Who answers what is asked about this rank."""
 
     def answer(self, line: bytes) -> None: ...
@@ -153,7 +153,7 @@ def read_spec(commands: BinaryIO) -> RankSpec:
 class SupervisorPipe:
     """The rank's end, once its specification has been read."""
 
-    def __init__(self, commands: BinaryIO, events_fd: int, desk: Desk) -> None:
+    def __init__(self, commands: BinaryIO, events_fd: int, desk: DebugResponder) -> None:
         """`desk` answers what is asked about this rank."""
         self._commands = commands
         self._events_fd = events_fd
@@ -170,7 +170,7 @@ class SupervisorPipe:
 
     def listen(self, drain: Callable[[], object] = lambda: None) -> None:
         """Calls `drain`, from another thread, when the ring is to. Ends the process when the supervisor is gone."""
-        thread = threading.Thread(target=self._listen, args=(drain,), name="orchestrator", daemon=True)
+        thread = threading.Thread(target=self._listen, args=(drain,), name="supervisor", daemon=True)
         thread.start()
 
     def _listen(self, drain: Callable[[], object]) -> None:

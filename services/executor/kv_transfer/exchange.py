@@ -199,7 +199,7 @@ class Arrivals:
         return [arrival.block for arrival in (*self._wanted[self._next :], *self._adopted)]
 
 
-class Gift(NamedTuple):
+class OutgoingBlock(NamedTuple):
     """One block on its way to a peer."""
 
     block: int
@@ -219,7 +219,7 @@ class Departures:
         """Digests by peer: what it has been offered, and has taken, had, or cannot use."""
         self._done: dict[tuple[str, str], float] = {}
         """(peer, session) of whose blocks all have been offered: when the session had been used last."""
-        self._shared: list[Gift] = []
+        self._shared: list[OutgoingBlock] = []
         self.batches = 0
         """Sent so far, by number."""
         self.crowded = False
@@ -238,10 +238,10 @@ class Departures:
         """Blocks that are kept for it."""
         return len(self._allocator.blocks_of(session, self._root))
 
-    def next_batch(self, peer: str, home: Callable[[str], str], most: int) -> list[Gift]:
+    def next_batch(self, peer: str, home: Callable[[str], str], most: int) -> list[OutgoingBlock]:
         """The next blocks, `most` at most, of the sessions whose `home` is to be `peer`; empty: there are none.
         They are shared until `release`."""
-        batch: list[Gift] = []
+        batch: list[OutgoingBlock] = []
         for session, last_used in self._allocator.sessions():
             if self._done.get((peer, session)) == last_used or home(session) != peer:
                 continue
@@ -250,7 +250,7 @@ class Departures:
             self._done[peer, session] = last_used
         return batch
 
-    def _add(self, batch: list[Gift], peer: str, session: str, last_used: float, most: int) -> bool:
+    def _add(self, batch: list[OutgoingBlock], peer: str, session: str, last_used: float, most: int) -> bool:
         """Whether there is room for all of the session's blocks."""
         offered = self._offered.setdefault(peer, set())
         for block in self._allocator.blocks_of(session, self._root):
@@ -259,21 +259,21 @@ class Departures:
                 continue
             if len(batch) >= most:
                 return False
-            gift = Gift(block, key, session, last_used)
+            gift = OutgoingBlock(block, key, session, last_used)
             self._allocator.share([block])
             self._shared.append(gift)
             offered.add(key.digest)
             batch.append(gift)
         return True
 
-    def release(self, batch: list[Gift]) -> None:
+    def release(self, batch: list[OutgoingBlock]) -> None:
         """No rank reads the blocks any more."""
         for gift in reversed(batch):
             self._shared.remove(gift)
             self._allocator.release([gift.block], gift.session, gift.last_used)
         self._allocator.sort_sessions()
 
-    def again(self, peer: str, batch: list[Gift]) -> None:
+    def again(self, peer: str, batch: list[OutgoingBlock]) -> None:
         """What has not arrived of `batch` is to be offered to `peer` once more."""
         self._offered[peer] -= {gift.key.digest for gift in batch}
         for session in {gift.session for gift in batch}:

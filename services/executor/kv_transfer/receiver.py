@@ -33,7 +33,7 @@ QUIET_TIMEOUT = 6.0
 """Seconds without a block, or a word, after which a leaving ring is taken for lost."""
 
 
-class Taker:
+class HandoverReceiver:
     """Takes sessions' blocks over. Its caller decides whether this ring is one that does."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Taker:
         now = time.monotonic()
         if self._source is None:
             self._source, self._began = (offer.group, offer.epoch), now
-            log.info("handover_from", group=offer.group)
+            log.info("handover_started", group=offer.group)
         sessions = [(session.name, now - max(0.0, session.idle)) for session in offer.sessions]
         self._settle()
         wanted = self._exchange.arrivals.begin(
@@ -162,7 +162,7 @@ class Taker:
         self._board.totals.count += 1
         assert self._source is not None
         log.info(
-            "handover_taken",
+            "handover_received",
             group=self._source[0],
             how=how,
             blocks=self._blocks,

@@ -23,7 +23,7 @@ from services.executor.kv_transfer.board import (
     until,
 )
 from services.executor.kv_transfer.endpoint import ENDED, IDLE_TIMEOUT
-from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, Gift
+from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, OutgoingBlock
 from shared.errors import RyzansteinError
 from shared.messages import GroupRecord, SessionPin
 from shared.messages.groups import (
@@ -151,7 +151,7 @@ class PinMover:
                 await bucket.update(key, pin, entry.revision)
         except RyzansteinError as error:
             self._away = True
-            log.warning("session_not_moved", error=str(error))
+            log.warning("session_pin_not_moved", error=str(error))
 
     async def _open(self) -> Bucket[SessionPin]:
         if self._bucket is None:
@@ -170,7 +170,7 @@ MOST_OFFER_BYTES = 256 << 10
 """Of tokens in one offer: NATS takes a megabyte in a message."""
 
 
-class Giver:
+class HandoverSender:
     """Gives a ring's sessions away. `run` once; `stop` has it end soon."""
 
     def __init__(
@@ -234,7 +234,7 @@ class Giver:
         self._board.totals.seconds += seconds
         self._board.totals.count += 1
         log.info(
-            "handed_over",
+            "handover_sent",
             blocks=self.sent,
             bytes_per_rank=self.sent * self._block_bytes,
             peers=sorted(self._begun),
@@ -283,7 +283,7 @@ class Giver:
 
     # --- one batch -------------------------------------------------------------------------------
 
-    async def _give(self, peer: str, batch: list[Gift]) -> bool:
+    async def _give(self, peer: str, batch: list[OutgoingBlock]) -> bool:
         """Whether the peer may be offered more."""
         ended = True
         try:
@@ -307,7 +307,7 @@ class Giver:
             if ended:  # else some rank may still read them: they stay as they are until the ring ends
                 self._exchange.departures.release(batch)
 
-    def _offer(self, batch: list[Gift]) -> BlockOffer:
+    def _offer(self, batch: list[OutgoingBlock]) -> BlockOffer:
         now = time.monotonic()
         names = dict.fromkeys(gift.session for gift in batch)
         last_used = {gift.session: gift.last_used for gift in batch}
@@ -321,7 +321,7 @@ class Giver:
         )
 
     @staticmethod
-    def _whole_sessions(batch: list[Gift], held: bytes) -> list[str]:
+    def _whole_sessions(batch: list[OutgoingBlock], held: bytes) -> list[str]:
         """Those of which the peer has everything that was offered."""
         missing = {gift.session for gift, has in zip(batch, held, strict=True) if not has}
         return [name for name in dict.fromkeys(gift.session for gift in batch) if name not in missing]

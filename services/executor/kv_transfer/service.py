@@ -10,8 +10,8 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.exchange import Exchange
-from services.executor.kv_transfer.receiver import Taker
-from services.executor.kv_transfer.sender import Giver, PinMover
+from services.executor.kv_transfer.receiver import HandoverReceiver
+from services.executor.kv_transfer.sender import HandoverSender, PinMover
 from shared.errors import RyzansteinError
 from shared.messages.groups import HandoverMessage, HandoverReply
 from shared.nats import subjects
@@ -45,8 +45,8 @@ class Handover:
         self._board = HandoverBoard.beside(spec.board, spec.world_size) if engine_spec.kv_format else None
         self._bus: Bus | None = None
         self._format = ""
-        self._taker: Taker | None = None
-        self._giver: Giver | None = None
+        self._taker: HandoverReceiver | None = None
+        self._giver: HandoverSender | None = None
         self._giving: asyncio.Task[None] | None = None
 
     async def open(self, bus: Bus, fingerprint: str) -> None:
@@ -56,7 +56,7 @@ class Handover:
             return
         spec = self._engine_spec
         self._format = f"{fingerprint}/{self._spec.world_size}/{spec.kv_format}"
-        self._taker = Taker(
+        self._taker = HandoverReceiver(
             self._exchange,
             self._board,
             host=self._settings.ring_host,
@@ -82,7 +82,7 @@ class Handover:
         if self._giving or self._taker is None or self._board is None or self._bus is None or not timeout:
             return
         spec = self._spec
-        self._giver = Giver(
+        self._giver = HandoverSender(
             self._bus,
             self._exchange,
             self._board,
@@ -97,7 +97,7 @@ class Handover:
         )
         self._giving = asyncio.create_task(self._give(self._giver, finished, timeout))
 
-    async def _give(self, giver: Giver, finished: Callable[[], bool], timeout: float) -> None:
+    async def _give(self, giver: HandoverSender, finished: Callable[[], bool], timeout: float) -> None:
         try:
             await giver.run(finished, timeout)
         except RyzansteinError as error:

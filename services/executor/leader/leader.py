@@ -306,7 +306,7 @@ class Leader:
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
 
     def _leave(self) -> None:
-        """The orchestrator ends, and takes the ring with it."""
+        """The supervisor ends, and takes the ring with it."""
         self._leaving = True
         self._drain()
 
@@ -329,7 +329,7 @@ class Leader:
             self._draining = False
             self._handover.stop()
             self._board.set_state(RingState.READY)
-            log.info("not_draining", group=self._spec.group)
+            log.info("drain_cancelled", group=self._spec.group)
         return True
 
     # --- steps -----------------------------------------------------------------------------------

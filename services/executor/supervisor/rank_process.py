@@ -202,12 +202,12 @@ def _is_subreaper() -> bool:
 
 SPIN_COUNT = RUNTIME["GOMP_SPINCOUNT"]
 
-NCCL_IS_LOUD = {
+NCCL_DEFAULTS = {
     # An error that NCCL reports on its own (a peer's socket closed, a link down) ends the process, which the
-    # orchestrator sees at once; PyTorch's thread that watches must not try to clean up first, where it can hang.
+    # supervisor sees at once; PyTorch's thread that watches must not try to clean up first, where it can hang.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     # A thread that is stuck in the driver ends its process too, after PyTorch's 8 minutes; a hang with a step in
-    # flight has been seen by the orchestrator long before.
+    # flight has been seen by the supervisor long before.
     "TORCH_NCCL_ENABLE_MONITORING": "1",
     # Waiting on the host would be a synchronisation per sum, which a CUDA graph cannot hold.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -334,7 +334,7 @@ async def _executed(commands: int, events: int, environment: dict[str, str]) -> 
         stdin=commands,
         pass_fds=(events,),
         preexec_fn=die_with_parent(signal.SIGKILL),
-        start_new_session=True,  # Ctrl-C goes to the orchestrator alone, which drains the ring
+        start_new_session=True,  # Ctrl-C goes to the supervisor alone, which drains the ring
         env=environment,
     )
 
@@ -343,7 +343,7 @@ def variables(threads: int, settings: ExecutorSettings) -> dict[str, str]:
     """Of a rank's environment, where the operator has not set them. OpenMP reads its own when torch is imported. A
     thread that waits spins for a moment only, which bridges the gap between two operations: one that spins for long
     takes the core from the other ranks and services of the machine, and one that sleeps at once is woken too late."""
-    own = {**RUNTIME, "OMP_NUM_THREADS": str(threads), **NCCL_IS_LOUD}
+    own = {**RUNTIME, "OMP_NUM_THREADS": str(threads), **NCCL_DEFAULTS}
     if ipaddress.ip_address(socket.gethostbyname(settings.meeting_host)).is_loopback:
         own |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return own

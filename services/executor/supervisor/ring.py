@@ -24,7 +24,7 @@ from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
-from services.executor.supervisor.multinode.head import NodesHead, RemoteRank
+from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
 from services.executor.supervisor.rank_process import ForkClient, LocalRank
 from shared.messages import RingDeath
 
@@ -59,7 +59,7 @@ class Ring:
         group: str,
         instance: str,
         epoch: int,
-        nodes: NodesHead | None = None,
+        nodes: HeadNode | None = None,
         forks: ForkClient | None = None,
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
@@ -77,7 +77,7 @@ class Ring:
         self.imports: list[str] = []
         """What `Ready` tells of them."""
         self.given_up = ""
-        """Why the orchestrator has had enough of it, where it has."""
+        """Why the supervisor has had enough of it, where it has."""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
         self.board = RingBoard(self._directory / "board", settings.tp, create=True)
         self.flight = FlightRecorder.beside(self._directory / "board", settings.tp, create=True)
@@ -105,7 +105,7 @@ class Ring:
         return await asyncio.shield(self._end)
 
     def lose(self, reason: str, cause: str = EXTERNAL) -> None:
-        """Gives the ring up, because of something that only the orchestrator sees."""
+        """Gives the ring up, because of something that only the supervisor sees."""
         self.given_up = reason
         self._finish(RingEnd("died", reason, cause=cause))
 

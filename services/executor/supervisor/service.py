@@ -15,10 +15,10 @@ from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.board import RingState
 from services.executor.supervisor.diagnostics.dump import Group
 from services.executor.supervisor.diagnostics.processes import is_stopped
-from services.executor.supervisor.diagnostics.service import DebugDesk
+from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector, vllm_aliases
-from services.executor.supervisor.multinode.head import NodesHead
+from services.executor.supervisor.multinode.head import HeadNode
 from services.executor.supervisor.rank_process import fork_client
 from services.executor.supervisor.ring import Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, error_from_code
@@ -55,7 +55,7 @@ class ExecutorService(Service):
             )
         self.group = settings.group or self.instance
         self._model = served_name(settings)
-        self._nodes = NodesHead(settings) if settings.nnodes > 1 else None
+        self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
         self._forks = fork_client(settings)
         self._ring: Ring | None = None
         self._message = ""
@@ -73,7 +73,7 @@ class ExecutorService(Service):
             lambda: self._ring.board if self._ring else None, lambda: Labels(self.group, self._model)
         )
         self.registry.register(self._collector)
-        self._debug = DebugDesk(settings, lambda: (self._ring, self._whose()))
+        self._debug = DebugService(settings, lambda: (self._ring, self._whose()))
         self.registry.register(self._debug)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(self._collector))
@@ -180,7 +180,7 @@ class ExecutorService(Service):
             return True
         hosts = ", ".join(map(str, self._nodes.missing()))
         self._message = f"the ring waits for its host {hosts}" if not self._message else self._message
-        log.info("waiting_for_hosts", group=self.group, missing=hosts)
+        log.info("waiting_for_nodes", group=self.group, missing=hosts)
         complete = asyncio.create_task(self._nodes.complete())
         stopping = asyncio.create_task(self._stopping.wait())
         try:

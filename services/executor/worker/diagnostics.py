@@ -1,6 +1,6 @@
 """A rank's side of the debugging: writes its stacks when signalled, answers what it is asked.
 
-    orchestrator ──"debug {...}" on standard input──▶ the rank's listening thread ──▶ a file, named in the command
+    supervisor ──"debug {...}" on standard input──▶ the rank's listening thread ──▶ a file, named in the command
 
 The listening thread needs the interpreter's lock, so a rank that is stuck with it does not answer; its stacks and
 its row in the flight recorder are there all the same.
@@ -32,7 +32,7 @@ from shared.messages.debugging import LeaderDump
 log = structlog.get_logger(__name__)
 
 
-class RankDesk:
+class RankDebug:
     """Answers for one rank."""
 
     def __init__(self, spec: RankSpec) -> None:
@@ -50,7 +50,7 @@ class RankDesk:
         self._leader = leader
 
     def answer(self, line: bytes) -> None:
-        """To one line of the orchestrator's, which begins with `PREFIX`. Raises nothing: the rank goes on."""
+        """To one line of the supervisor's, which begins with `PREFIX`. Raises nothing: the rank goes on."""
         try:
             question = question_of(line)
             match question:

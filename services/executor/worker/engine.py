@@ -222,7 +222,7 @@ def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
     return receiver.receive()
 
 
-class Laps:
+class LoadTimings:
     """What the parts of a load have taken, for the log."""
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
-        laps = Laps()
+        laps = LoadTimings()
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
             watch_device(board, device)

@@ -1,6 +1,6 @@
 """A rank of the stub engine on a GPU that is a double: it computes nothing, and its device hangs when it is told to.
 
-`python -m tests.integration.executor.gpu_rank EVENTS_FD`, as the orchestrator starts ranks. RYZANSTEIN_TEST_GPU names
+`python -m tests.integration.executor.gpu_rank EVENTS_FD`, as the supervisor starts ranks. RYZANSTEIN_TEST_GPU names
 a file, which says in one line "EPOCH RANK": all devices of that ring stand still from then on, as in a collective that
 one does not come to; the RANK's is lost (below 0: none is).
 """

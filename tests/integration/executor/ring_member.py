@@ -1,8 +1,8 @@
-"""One rank of a ring without NATS and orchestrator, which shows at its end what its KV blocks hold.
+"""One rank of a ring without NATS and supervisor, which shows at its end what its KV blocks hold.
 
 `python -m tests.integration.executor.ring_member RANK DIRECTORY`: the engine, the plan channel and the
 collectives are the production ones; the directory holds the model, the settings and the requests. Standard
-input and output take the orchestrator's part: where the ring meets, and the tokens of each step.
+input and output take the supervisor's part: where the ring meets, and the tokens of each step.
 """
 
 import sys

@@ -154,7 +154,7 @@ async def test_a_ring_that_is_well_shows_all_there_is_to_see(
         assert [rank.pid for rank in found.ranks] == [rank.pid for rank in ring(process).ranks]
         for rank in found.ranks:
             assert rank.answered
-            assert {"MainThread", "orchestrator"} <= {stack.thread for stack in rank.stacks}
+            assert {"MainThread", "supervisor"} <= {stack.thread for stack in rank.stacks}
             assert [step.step for step in rank.steps] == sorted(step.step for step in rank.steps)
             assert rank.steps[-1].step > 0
             assert len(rank.threads) >= 2

@@ -62,7 +62,7 @@ class Life:
         return [await asyncio.wait_for(process.wait(), 60) for process in self.processes]
 
     async def kill(self, rank: int) -> None:
-        """One rank dies, and the others are taken down, as the orchestrator does."""
+        """One rank dies, and the others are taken down, as the supervisor does."""
         self.processes[rank].send_signal(signal.SIGKILL)
         await self.processes[rank].wait()
         for process in self.processes:

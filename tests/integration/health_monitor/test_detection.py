@@ -67,11 +67,11 @@ async def lost(seen: Seen, epoch: int, what: str, began: float) -> None:
     print(f"{what}: known after {time.monotonic() - began:.2f} s")  # noqa: T201
 
 
-@pytest.mark.parametrize("victim", ["orchestrator", "leader"])
+@pytest.mark.parametrize("victim", ["supervisor", "leader"])
 async def test_a_killed_executor_is_known_without_a_word_or_a_silence(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, victim: str
 ) -> None:
-    """The whole executor dies with its orchestrator; of a leader whose orchestrator is stopped, nobody tells."""
+    """The whole executor dies with its supervisor; of a leader whose supervisor is stopped, nobody tells."""
     async with (
         monitor(bus, nats_settings, tmp_path, *DEAF),
         executor(bus, nats_settings, tmp_path) as process,
@@ -118,7 +118,7 @@ def _port(service: str) -> tuple[str, ...]:
     return ("--port", "0") if service == "gateway" else ()
 
 
-@pytest.mark.parametrize("stopped", ["rank 0", "rank 1", "the ring", "the orchestrator", "everything"])
+@pytest.mark.parametrize("stopped", ["rank 0", "rank 1", "the ring", "the supervisor", "everything"])
 async def test_a_stopped_process_is_known_by_what_stands_still(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, seen: Seen, stopped: str
 ) -> None:
@@ -130,7 +130,7 @@ async def test_a_stopped_process_is_known_by_what_stands_still(
             "rank 0": ranks[:1],
             "rank 1": ranks[1:],
             "the ring": ranks,
-            "the orchestrator": [process.process.pid],
+            "the supervisor": [process.process.pid],
             "everything": [process.process.pid, *ranks],
         }[stopped]
         began = time.monotonic()
@@ -141,7 +141,7 @@ async def test_a_stopped_process_is_known_by_what_stands_still(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         await seen.until(lambda: seen.groups["g"].state == "ready")
-        if stopped in ("the orchestrator", "everything"):
+        if stopped in ("the supervisor", "everything"):
             assert ring(process).epoch == before.epoch, "a ring that wakes is not shot for having slept"
 
 
@@ -160,7 +160,7 @@ async def test_one_of_two_monitors_is_killed_while_a_ring_fails(
         process.process.send_signal(signal.SIGSTOP)
         first.process.kill()
         await seen.until(lambda: seen.services["monitor-1"].state == "gone")
-        await lost(seen, before.epoch, "the orchestrator stopped, a monitor killed", began)
+        await lost(seen, before.epoch, "the supervisor stopped, a monitor killed", began)
         await seen.until_state("g", "gone", before.epoch)
         process.process.send_signal(signal.SIGCONT)
         await seen.until_state("g", "ready", before.epoch)

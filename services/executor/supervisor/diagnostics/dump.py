@@ -1,4 +1,4 @@
-"""Takes a dump of a ring from outside, as the orchestrator: whatever state its ranks are in.
+"""Takes a dump of a ring from outside, as the supervisor: whatever state its ranks are in.
 
 signal ──▶ stacks, by a file per rank          needs no interpreter, only a process that is not stopped
 /proc  ──▶ threads, twice                      needs nothing
@@ -27,7 +27,7 @@ from services.executor.ipc.flight_recorder import Collective, RankRecord, StepTi
 from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.supervisor.diagnostics import processes
 from services.executor.supervisor.diagnostics.processes import StackRequest
-from services.executor.supervisor.diagnostics.verdict import Stillness, verdict
+from services.executor.supervisor.diagnostics.verdict import ProgressAge, verdict
 from services.executor.supervisor.ring import Ring
 from shared.keys import redact
 from shared.messages.debugging import (
@@ -62,7 +62,7 @@ async def take_dump(
     ring: Ring | None,
     group: Group,
     settings: ExecutorSettings,
-    still: Stillness,
+    still: ProgressAge,
     wait: float,
     reason: str = "",
 ) -> Dump:
@@ -93,7 +93,7 @@ async def take_dump(
 class _Gathering:
     """One dump of one ring."""
 
-    def __init__(self, ring: Ring, still: Stillness) -> None:
+    def __init__(self, ring: Ring, still: ProgressAge) -> None:
         self._ring = ring
         self._pids = ring.pids
         self._still = still

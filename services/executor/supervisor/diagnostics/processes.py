@@ -1,7 +1,7 @@
 """A process, looked at from outside: what /proc says of it and its threads, which asks nothing of the process itself;
 and its Python stacks, asked for by a signal: its interpreter need not take part.
 
-    orchestrator ──SIGUSR2──▶ rank: faulthandler's handler, in C, writes to a file ──▶ orchestrator reads it
+    supervisor ──SIGUSR2──▶ rank: faulthandler's handler, in C, writes to a file ──▶ supervisor reads it
 
 It works while a thread sits in native code with the interpreter's lock. It does not while the process is stopped,
 or where the kernel does not let it be interrupted. The signal ends a process that has no handler, so that is asked

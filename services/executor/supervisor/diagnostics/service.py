@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import ProfileQuestion, ask
 from services.executor.supervisor.diagnostics.dump import Group, default_directory, take_dump, write_dump
-from services.executor.supervisor.diagnostics.verdict import Stillness
+from services.executor.supervisor.diagnostics.verdict import ProgressAge
 from services.executor.supervisor.ring import Ring
 from shared.errors import ConfigurationError, RingLost, RyzansteinError
 from shared.messages import RankBeat
@@ -249,14 +249,14 @@ HUNG_LIMIT = 2.0
 """Seconds after which the ring is taken down without it."""
 
 
-class DebugDesk(Collector):
+class DebugService(Collector):
     """One executor's."""
 
     def __init__(self, settings: ExecutorSettings, now: Callable[[], tuple[Ring | None, Group]]) -> None:
         """`now`: the ring that is up, if any, and whom it belongs to."""
         self._settings = settings
         self._now = now
-        self._still = Stillness()
+        self._still = ProgressAge()
         self._jobs: Jobs | None = None
         self._profile: Job | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -278,7 +278,7 @@ class DebugDesk(Collector):
         if self._jobs is not None:
             await self._jobs.close()
 
-    # --- for the orchestrator --------------------------------------------------------------------
+    # --- for the supervisor --------------------------------------------------------------------
 
     def excuses(self, ring: Ring) -> bool:
         """Whether some rank of the ring is busy with a profile, and stands still for that."""
@@ -304,7 +304,7 @@ class DebugDesk(Collector):
                 path = await asyncio.to_thread(write_dump, directory, dump, self._settings.dump_keep)
             log.warning("dump_written", path=str(path), verdict=dump.verdict)
         except TimeoutError:
-            log.warning("dump_took_too_long", seconds=HUNG_LIMIT)
+            log.warning("dump_timed_out", seconds=HUNG_LIMIT)
         except OSError as error:
             log.warning("dump_not_written", directory=str(directory), error=str(error))
         except Exception:

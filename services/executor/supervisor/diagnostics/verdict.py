@@ -176,7 +176,7 @@ def _has(ranks: Sequence[RankDump]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-class Stillness:
+class ProgressAge:
     """Looks at values from time to time, and remembers when each was last seen to change."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""A ring over several hosts: host 0 has the orchestrator, the others start ranks when it says so.
+"""A ring over several hosts: host 0 has the supervisor, the others start ranks when it says so.
 
     host 0                                        host 1, 2, ...
-    orchestrator ── NodesHead ◀── one line per host ── RingNode
+    supervisor ── HeadNode ◀── one line per host ── RingNode
          │ pipes, board                                  │ pipes, board
     rank 0, 1 ─────────── plans, collectives ─────── rank 2, 3
 

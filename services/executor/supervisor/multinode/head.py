@@ -122,8 +122,8 @@ class _Node:
             rank.on_end(-signal.SIGKILL)
 
 
-class NodesHead:
-    """Listens for the other hosts of the ring, for as long as the orchestrator lives."""
+class HeadNode:
+    """Listens for the other hosts of the ring, for as long as the supervisor lives."""
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings

@@ -69,7 +69,7 @@ class _Rank:
         self.inputs: asyncio.Queue[bytes] = asyncio.Queue()
 
 
-class Life:
+class NodeRanks:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
     def __init__(
@@ -152,7 +152,7 @@ class RingNode(Service):
         self._executor_settings = settings
         self._forks = fork_client(settings)
         self._secret = settings.ring_secret.get_secret_value().encode()
-        self._life: Life | None = None
+        self._live: NodeRanks | None = None
         self._met = False
         self._reason = "host 0 has not been reached yet"
 
@@ -170,7 +170,7 @@ class RingNode(Service):
 
     async def stop(self) -> None:
         """The line ends, so host 0 knows that the ring is lost."""
-        await self._end_life()
+        await self._end_ranks()
 
     def health(self) -> Health:
         base = super().health()
@@ -233,25 +233,25 @@ class RingNode(Service):
                 await self._on_message(line, await line.receive())
         finally:
             self._met = False
-            await self._end_life()
+            await self._end_ranks()
             await line.close()
 
     async def _on_message(self, line: Line[ToNode], message: ToNode) -> None:
-        life = self._life
+        ranks = self._live
         if isinstance(message, Begin):
-            if life is None or life.epoch != message.epoch:
-                await self._end_life()
+            if ranks is None or ranks.epoch != message.epoch:
+                await self._end_ranks()
                 if self._forks is not None:
                     self._forks.start()  # where it has ended meanwhile
-                life = self._life = Life(self._executor_settings, message.epoch, line, self._forks)
-            life.begin(message.rank)
+                ranks = self._live = NodeRanks(self._executor_settings, message.epoch, line, self._forks)
+            ranks.begin(message.rank)
         elif isinstance(message, Input):
-            if life is not None and life.epoch == message.epoch:
-                life.tell(message.rank, message.line)
-        elif isinstance(message, Kill) and life is not None and life.epoch <= message.epoch:
-            await self._end_life()
+            if ranks is not None and ranks.epoch == message.epoch:
+                ranks.tell(message.rank, message.line)
+        elif isinstance(message, Kill) and ranks is not None and ranks.epoch <= message.epoch:
+            await self._end_ranks()
 
-    async def _end_life(self) -> None:
-        life, self._life = self._life, None
-        if life is not None:
-            await life.end()
+    async def _end_ranks(self) -> None:
+        ranks, self._live = self._live, None
+        if ranks is not None:
+            await ranks.end()

@@ -29,7 +29,7 @@ from services.executor.collectives.symmetric_memory import (
 from services.executor.collectives.torch_distributed import TorchDistributed
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.supervisor.rank_process import NCCL_IS_LOUD, environment
+from services.executor.supervisor.rank_process import NCCL_DEFAULTS, environment
 from services.executor.worker import rendezvous
 from services.executor.worker.rendezvous import lead
 from shared.config import load_settings
@@ -359,7 +359,7 @@ def test_failures_of_nccl_are_loud_unless_the_operator_says_otherwise(
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     found = environment(2, load_settings(ExecutorSettings))
     assert found["NCCL_DEBUG"] == "INFO"
-    assert {name: found[name] for name in NCCL_IS_LOUD if name != "NCCL_DEBUG"} == {
+    assert {name: found[name] for name in NCCL_DEFAULTS if name != "NCCL_DEBUG"} == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_BLOCKING_WAIT": "0",

@@ -38,7 +38,7 @@ def board(tmp_path: Path) -> RingBoard:
 
 
 def verdicts(board: RingBoard, ranks: list[Rank], marks: list[int]) -> list[str]:
-    """What the orchestrator says, half a second apart, with `marks` passed by all devices in each."""
+    """What the supervisor says, half a second apart, with `marks` passed by all devices in each."""
     watch = RingWatch(LIMIT)
     found = []
     for tick, count in enumerate(marks):

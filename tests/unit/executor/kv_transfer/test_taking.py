@@ -9,7 +9,7 @@ from prometheus_client.core import CollectorRegistry
 
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.board import HandoverBoard, Receive, StopReceiving, decode_command
-from services.executor.kv_transfer.receiver import Taker
+from services.executor.kv_transfer.receiver import HandoverReceiver
 from services.executor.supervisor.metrics import HandoverCollector, Labels
 from shared.messages.groups import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring
@@ -28,7 +28,7 @@ class Peer:
         self.rank = self.board.rank(0)
         self.port = 4321
         self.commands: list[object] = []
-        self.taker = Taker(
+        self.taker = HandoverReceiver(
             self.ring.batcher.exchange,
             self.board,
             host="10.0.0.1",

@@ -10,7 +10,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.diagnostics import service as jobs_module
 from services.executor.supervisor.diagnostics.dump import settings_of, write_dump
 from services.executor.supervisor.diagnostics.service import Job, Jobs
-from services.executor.supervisor.diagnostics.verdict import Stillness
+from services.executor.supervisor.diagnostics.verdict import ProgressAge
 from shared.errors import ConfigurationError
 from shared.messages.debugging import DUMP_VERSION, Dump, JobReply, Piece
 
@@ -42,7 +42,7 @@ def test_a_dump_holds_no_secret() -> None:
 
 
 def test_counters_stand_still_from_when_they_last_moved() -> None:
-    still = Stillness()
+    still = ProgressAge()
     assert still.seconds("a", 5.0) == 0.0
     still.look({"a": 1, "b": 1}, 10.0)
     still.look({"a": 1, "b": 2}, 12.0)

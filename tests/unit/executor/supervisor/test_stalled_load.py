@@ -9,7 +9,7 @@ import pytest
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
-from services.executor.supervisor import service as orchestrator
+from services.executor.supervisor import service as supervisor
 from services.executor.supervisor.failure_detection import LoadWatch
 from services.executor.supervisor.service import ExecutorService
 from shared.config import load_settings
@@ -18,7 +18,7 @@ from shared.config import load_settings
 async def test_it_is_lost_with_the_rank_that_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orchestrator, "LoadWatch", lambda: LoadWatch(limit=0.5))
+    monkeypatch.setattr(supervisor, "LoadWatch", lambda: LoadWatch(limit=0.5))
     board = RingBoard(tmp_path / "board", 1, create=True)
     board.rank(0).loaded(1, 4)
     lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
