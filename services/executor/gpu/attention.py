@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.gpu.inputs import inputs_of
+from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import attention_launch
 from services.executor.gpu.staging import sent
 from services.executor.kv_cache.store import KvStore
@@ -58,9 +58,9 @@ class GpuKernels:
         self._store = store
         self._device = store.device
         self.processors = processors_of(store.device)
-        self._slopes: dict[int, Tensor | None] = {}
-        """By layer: finding them out waits for the device."""
-        self.layers = [
+        self._scores: dict[int, attention_launch.Scores] = {}
+        """By layer: finding out its slopes waits for the device."""
+        self._layers = [
             attention_launch.Layer(
                 store.hot(layer), store.codes(layer), store.scales(layer), store.codec(layer)
             )
@@ -80,21 +80,25 @@ class GpuKernels:
 
     def write(self, step: StepBatches, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and compresses what the step fills."""
-        attention_launch.write(_rows(key), _rows(value), slots, self.layers[layer].hot)
-        if step.compressions is not None:
-            self.compress_layer(self.layers[layer], step.compressions)
+        attention_launch.write(_rows(key), _rows(value), slots, self._layers[layer].hot)
+        self.compress_layer(step, layer)
 
     def attend(
-        self, step: StepBatches, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
+        self,
+        step: StepBatches | StepInputs,
+        layer: int,
+        query: Tensor,
+        rule: ScoreRule,
+        window: int | None,
+        out: Tensor,
     ) -> None:
         """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written."""
-        kv_heads, group = query.shape[1:3]
-        if layer not in self._slopes:
-            self._slopes[layer] = _slopes(rule, query.device)
-        sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
-        scores = attention_launch.Scores(rule.scale, rule.softcap, window, sinks, self._slopes[layer])
-        for batch in step.of(kv_heads, group):
-            attention_launch.attend(query.contiguous(), self.layers[layer], batch, scores, out)
+        if layer not in self._scores:
+            sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
+            slopes = _slopes(rule, query.device)
+            self._scores[layer] = attention_launch.Scores(rule.scale, rule.softcap, window, sinks, slopes)
+        for batch in step.of(*query.shape[1:3]):
+            attention_launch.attend(query.contiguous(), self._layers[layer], batch, self._scores[layer], out)
 
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         """What `plan` compresses, as `StepInputs.compressions`. Waits for nothing: most steps of many sequences fill
@@ -105,9 +109,10 @@ class GpuKernels:
         self._store.check_pairs(pairs)
         return self._sent(pairs)
 
-    def compress_layer(self, layer: attention_launch.Layer, pairs: Tensor) -> None:
-        """`pairs` of `pairs_of`, in one layer."""
-        attention_launch.compress_layer(layer, pairs, self._first)
+    def compress_layer(self, step: StepBatches | StepInputs, layer: int) -> None:
+        """What the step fills, in one layer; its keys and values have been written."""
+        if step.compressions is not None:
+            attention_launch.compress_layer(self._layers[layer], step.compressions, self._first)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
         """Pairs int32 [C, 2] (hot id, cold id), in all layers."""

@@ -19,7 +19,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.inputs import StepInputs, inputs_of
-from services.executor.gpu.kernels import attention_launch, elementwise
+from services.executor.gpu.kernels import elementwise
 from services.executor.gpu.linear import MakeProduct, Product, invariant_product, make_product
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import (
@@ -33,6 +33,7 @@ from services.executor.model.lowering import (
     vocabulary,
     weights_of,
 )
+from services.executor.model.step_context import ScoreRule
 from services.executor.sampling.candidates import largest_of
 
 
@@ -49,8 +50,10 @@ class _Layer:
     gate_up: Product
     down: Product
     rotary: int
-    scores: attention_launch.Scores
-    blocks: attention_launch.Layer
+    index: int
+    """Among the layers of the KV store."""
+    rule: ScoreRule
+    window: int | None
 
 
 class GpuDecoder:
@@ -81,7 +84,7 @@ class GpuDecoder:
         self._gelu = lowered.activation == "gelu_tanh"
         self._store = store
         self._collectives = collectives
-        self._kernels = GpuKernels(store)
+        self._attention = GpuKernels(store)
         self._q_heads = layout.q_heads.size
         self.group = layout.q_per_kv
         """Query heads of each of its KV heads."""
@@ -97,7 +100,7 @@ class GpuDecoder:
         self.vocab_rows = len(lowered.head.weight)
         release(lowered.head)
         release(lowered.embedding)
-        self.processors = 0 if batch_invariant else self._kernels.processors
+        self.processors = 0 if batch_invariant else self._attention.processors
         """What works at once on the device; 0: keys are never split."""
 
     # --- what a graph can hold -------------------------------------------------------------------
@@ -154,7 +157,7 @@ class GpuDecoder:
 
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         """The blocks that `plan` fills, as `StepInputs.compressions`."""
-        return self._kernels.pairs_of(plan)
+        return self._attention.pairs_of(plan)
 
     def compress(self, plan: StepPlan) -> None:
         """The blocks that `plan` has filled, decodes alone and computed without `compressions`, in all layers."""
@@ -205,17 +208,15 @@ class GpuDecoder:
             self._q_heads,
             None if layer.rotary < 0 else rotations[layer.rotary],
             inputs.slots,
-            layer.blocks.hot,
+            self._store.hot(layer.index),
             layer.head_norms,
             self._norms,
         )
-        if inputs.compressions is not None:
-            self._kernels.compress_layer(layer.blocks, inputs.compressions)
+        self._attention.compress_layer(inputs, layer.index)
         tokens, _, width = query.shape
         grouped = query.view(tokens, -1, self.group, width)
         out = torch.empty_like(grouped)
-        for batch in inputs.batches:
-            attention_launch.attend(grouped, layer.blocks, batch, layer.scores, out)
+        self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out)
         return out.view(tokens, -1)[:, self._output_columns]
 
     def _add_norm(self, x: Tensor, residual: Tensor, layer: _Layer, after: str, weight: Tensor) -> Tensor:
@@ -235,10 +236,9 @@ class GpuDecoder:
             gate_up=make(*joined_gate_up(feed_forward)),
             down=make(*weights_of(feed_forward.down_proj)),
             rotary=layer.rotary,
-            scores=attention_launch.Scores(
-                scalars.attention_scale, scalars.attention_cap or None, layer.window or None
-            ),
-            blocks=self._kernels.layers[index],
+            index=index,
+            rule=ScoreRule(scalars.attention_scale, scalars.attention_cap or None),
+            window=layer.window or None,
         )
         for linear in linears_of(layer):
             release(linear)

@@ -130,7 +130,7 @@ MOST_MEMORY = 1 << 30
 class Layers(Protocol):
     """What a graph is captured of."""
 
-    def compute(self, inputs: StepInputs) -> Tensor:
+    def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = ...) -> Tensor:
         """Hidden states [T, hidden], without waiting for the device."""
         ...
 
@@ -342,15 +342,11 @@ class StepGraphs:
         return as_inputs(step, tensors, [splits])
 
 
-class Inner(Protocol):
+class Inner(Layers, Protocol):
     """The decoder, `gpu/decoder.py`."""
 
     @property
     def label(self) -> str: ...
-
-    def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = ...) -> Tensor: ...
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor: ...
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 

@@ -38,6 +38,10 @@ class StepInputs(NamedTuple):
     """int64 [C, 2] (hot block, place among the cold ones): what the step fills, compressed in each layer between its
     writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
 
+    def of(self, kv_heads: int, group: int) -> Sequence[Batch]:
+        """`batches`, which were made for these heads."""
+        return self.batches
+
 
 class Part(NamedTuple):
     """The decodes of a step, or its prefill chunks."""

@@ -135,24 +135,22 @@ def _under(prefix: str, plan: Plan) -> Plan:
     return {f"{prefix}.{name}": style for name, style in plan.items()}
 
 
-_QKVO: Plan = {
-    "q_proj": Style.QUERY,
-    "k_proj": Style.KEY_VALUE,
-    "v_proj": Style.KEY_VALUE,
-    "o_proj": Style.OUTPUT,
-}
-_QKV_OUT: Plan = {
-    "q_proj": Style.QUERY,
-    "k_proj": Style.KEY_VALUE,
-    "v_proj": Style.KEY_VALUE,
-    "out_proj": Style.OUTPUT,
-}
+_QKV: Plan = {"q_proj": Style.QUERY, "k_proj": Style.KEY_VALUE, "v_proj": Style.KEY_VALUE}
+_QKVO: Plan = {**_QKV, "o_proj": Style.OUTPUT}
+_QKV_OUT: Plan = {**_QKV, "out_proj": Style.OUTPUT}
 _WIDE_NORMS: Plan = {"q_norm": Style.QUERY_WIDE_NORM, "k_norm": Style.KEY_WIDE_NORM}
 _HEAD_NORMS: Plan = {"q_norm": Style.QUERY_HEAD_NORM, "k_norm": Style.KEY_HEAD_NORM}
 _GATED: Plan = {"gate_proj": Style.COLUMN, "up_proj": Style.COLUMN, "down_proj": Style.ROW}
 _FUSED_GATED: Plan = {"gate_up_proj": Style.GATE_UP, "down_proj": Style.ROW}
 _EXPERTS: Plan = {"experts": Style.EXPERTS}
-_NEOX_MLP: Plan = {"dense_h_to_4h": Style.COLUMN, "dense_4h_to_h": Style.ROW}
+_NEOX_MLP = {"mlp.dense_h_to_4h": Style.COLUMN, "mlp.dense_4h_to_h": Style.ROW}
+_GPT2_MLP = {"mlp.c_fc": Style.COLUMN, "mlp.c_proj": Style.ROW}
+
+
+def _neox_like(attention: str) -> Plan:
+    fused = {"query_key_value": Style.QKV_BY_GROUP, "dense": Style.OUTPUT}
+    return _plan(_under(attention, fused), _NEOX_MLP)
+
 
 _LLAMA_LIKE = _plan(_under("self_attn", _QKVO), _under("mlp", _GATED))
 _OLMO2_LIKE = _plan(_LLAMA_LIKE, _under("self_attn", _WIDE_NORMS))
@@ -170,31 +168,16 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
             _under("mlp", _GATED),
             _under("mlp.shared_experts", _GATED),
         ),
-        "bloom": _plan(
-            {"self_attention.query_key_value": Style.QKV_BY_GROUP, "self_attention.dense": Style.OUTPUT},
-            _under("mlp", _NEOX_MLP),
-        ),
+        "bloom": _neox_like("self_attention"),
         "cohere": _COHERE_LIKE,
         "exaone_moe": _plan(_MOE, _under("mlp", _GATED), _under("mlp.shared_experts", _GATED)),
-        "falcon": _plan(
-            {"self_attention.query_key_value": Style.QKV_BY_GROUP, "self_attention.dense": Style.OUTPUT},
-            _under("mlp", _NEOX_MLP),
-        ),
+        "falcon": _neox_like("self_attention"),
         "flex_olmo": _OLMOE_LIKE,
         "glm": _GLM_LIKE,
         "glm4": _GLM_LIKE,
-        "gpt2": _plan(
-            {"attn.c_attn": Style.QKV_BLOCKS, "attn.c_proj": Style.OUTPUT},
-            {"mlp.c_fc": Style.COLUMN, "mlp.c_proj": Style.ROW},
-        ),
-        "gpt_bigcode": _plan(
-            {"attn.c_attn": Style.QKV_BY_GROUP, "attn.c_proj": Style.OUTPUT},
-            {"mlp.c_fc": Style.COLUMN, "mlp.c_proj": Style.ROW},
-        ),
-        "gpt_neox": _plan(
-            {"attention.query_key_value": Style.QKV_BY_GROUP, "attention.dense": Style.OUTPUT},
-            _under("mlp", _NEOX_MLP),
-        ),
+        "gpt2": _plan({"attn.c_attn": Style.QKV_BLOCKS, "attn.c_proj": Style.OUTPUT}, _GPT2_MLP),
+        "gpt_bigcode": _plan({"attn.c_attn": Style.QKV_BY_GROUP, "attn.c_proj": Style.OUTPUT}, _GPT2_MLP),
+        "gpt_neox": _neox_like("attention"),
         "gpt_oss": _plan(_MOE, {"self_attn.sinks": Style.QUERY_HEAD_SCALARS}),
         "gptj": _plan(_under("attn", _QKV_OUT), {"mlp.fc_in": Style.COLUMN, "mlp.fc_out": Style.ROW}),
         "granitemoe": _GRANITE_MOE,
@@ -208,10 +191,7 @@ PLANS: Mapping[str, Plan] = MappingProxyType(
         "olmo3": _OLMO2_LIKE,
         "olmoe": _OLMOE_LIKE,
         "opt": _plan(_under("self_attn", _QKV_OUT), {"fc1": Style.COLUMN, "fc2": Style.ROW}),
-        "persimmon": _plan(
-            {"self_attn.query_key_value": Style.QKV_BY_GROUP, "self_attn.dense": Style.OUTPUT},
-            _under("mlp", _NEOX_MLP),
-        ),
+        "persimmon": _neox_like("self_attn"),
         "phi3": _plan(
             {"self_attn.qkv_proj": Style.QKV_BLOCKS, "self_attn.o_proj": Style.OUTPUT},
             _under("mlp", _FUSED_GATED),
