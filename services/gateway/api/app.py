@@ -79,7 +79,7 @@ class GatewayApp:
         embeddings = CompletionsRoute("embeddings", backend, settings)
         tokenize = TokenizerRoute(backend, settings, back=False)
         detokenize = TokenizerRoute(backend, settings, back=True)
-        tokenizer_info = TokenizerInfoRoute(backend)
+        tokenizer_info = TokenizerInfoRoute(backend, settings)
         self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
         """The way of nearly every request, past the router's search."""
         self._router = Router(
@@ -90,10 +90,10 @@ class GatewayApp:
                 *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),
                 *(ApiRoute(detokenize, item) for item in operations.DETOKENIZE),
                 *(ApiRoute(tokenizer_info, item) for item in operations.TOKENIZER_INFO),
-                ApiRoute(ModelsRoute(backend), operations.MODELS),
-                ApiRoute(ModelRoute(backend), operations.MODEL),
-                ApiRoute(GenerationRoute(backend), operations.GENERATION, operations.CANCEL),
-                ApiRoute(GenerationStreamRoute(backend), operations.GENERATION_STREAM),
+                ApiRoute(ModelsRoute(backend, settings), operations.MODELS),
+                ApiRoute(ModelRoute(backend, settings), operations.MODEL),
+                ApiRoute(GenerationRoute(backend, settings), operations.GENERATION, operations.CANCEL),
+                ApiRoute(GenerationStreamRoute(backend, settings), operations.GENERATION_STREAM),
                 *response_routes(backend, settings),
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
@@ -101,8 +101,8 @@ class GatewayApp:
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 ApiRoute(SayRoute(Version(VERSION)), operations.SERVER_VERSION),
                 ApiRoute(SayRoute(Pong()), *operations.PINGS),
-                ApiRoute(LoadRoute(backend), operations.LOAD),
-                ApiRoute(ClusterRoute(backend), operations.CLUSTER),
+                ApiRoute(LoadRoute(backend, settings), operations.LOAD),
+                ApiRoute(ClusterRoute(backend, settings), operations.CLUSTER),
                 *page_routes(),
                 ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
             ],

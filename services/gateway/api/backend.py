@@ -16,6 +16,7 @@ from services.gateway.auth.authenticator import Authenticator
 from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.responses import ResponseLookup
@@ -146,3 +147,11 @@ class Backend:
         except TimeoutError:
             return False
         return True
+
+
+class BackendRoute:
+    """Answers the requests of one path with what the backend has."""
+
+    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
+        self._backend = backend
+        self._settings = settings

@@ -158,6 +158,16 @@ class Generation:
         first = self.request.lane == "batch" and not self.stream.attempt
         return first and self.unheard and not self.stream.ended and not self._behind
 
+    def end_trace(self) -> None:
+        """It is over, or another gateway's. A stop string ends the text, and then the generation is told that nobody
+        wants more of it."""
+        if self.trace is None:
+            return
+        cancelled, error = self.state == "cancelled", self.error
+        reason = "stop" if cancelled and error is None and self.tokens else self.finish or self.state
+        failed = "" if error is None or cancelled else error.code
+        self.trace.ended(self.request.prompt, len(self.tokens), self.cached_tokens, reason, failed)
+
     # --- readers ---------------------------------------------------------------------------------
 
     def attach(self, deliver: Deliver) -> None:

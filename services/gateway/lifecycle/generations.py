@@ -184,8 +184,8 @@ class Generations:
 
     def _remove(self, generation: Generation) -> None:
         """It gets nothing more of what is said."""
-        if self._by_id.pop(generation.id, None) is not None and generation.trace is not None:
-            generation.trace.ended(generation)
+        if self._by_id.pop(generation.id, None) is not None:
+            generation.end_trace()
 
     def take_over(self, generations: Sequence[Generation], claim: int) -> None:
         """They have been followed so far; from now on they are looked after here, under `claim`."""

@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 class ResponseEvents:
-    """One response, from its beginning. Every method returns the events that it adds."""
+    """One response, from its beginning."""
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
@@ -57,25 +57,29 @@ class ResponseEvents:
         self._begun = False
         self._final: dict[str, Any] | None = None
 
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
     # --- what happens ----------------------------------------------------------------------------
 
-    def created(self) -> list[Event]:
+    def created(self) -> None:
         """What comes before any token."""
         if not self._shape.background:
             self._lifecycle("response.created", "in_progress")
-            return self.begin()
+            self.begin()
+            return
         self._lifecycle("response.created", "queued")
         self._lifecycle("response.queued", "queued")
-        return self._take()
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> None:
         """The first token has come, or an end."""
         if not self._begun:
             self._begun = True
             self._lifecycle("response.in_progress", "in_progress")
-        return self._take()
 
-    def reasoning(self, text: str) -> list[Event]:
+    def reasoning(self, text: str) -> None:
         """What one token adds to the reasoning, perhaps nothing."""
         if text:
             writing = self._writing
@@ -83,46 +87,42 @@ class ResponseEvents:
                 writing = ReasoningWriting(self._shape.identity, self._next_index())
                 self._begin(writing)
             self._add(writing.add(text))
-        return self._take()
 
-    def text(self, text: str, scored: Sequence[ScoredToken] = ()) -> list[Event]:
+    def text(self, text: str, scored: Sequence[ScoredToken] = ()) -> None:
         """What one token adds to the message, perhaps nothing."""
         self._scored += self._shape.logprobs(scored)
         if text:
             logprobs, self._scored = self._scored, []
             self._add(self._message().add(text, logprobs))
-        return self._take()
 
-    def call(self, call_id: str, name: str) -> list[Event]:
+    def call(self, call_id: str, name: str) -> None:
         """A function call begins."""
         self._begin(CallWriting(self._shape.identity, self._next_index(), call_id, name))
-        return self._take()
 
-    def arguments(self, text: str) -> list[Event]:
+    def arguments(self, text: str) -> None:
         """More of the arguments of the call that is being written."""
         if text:
             assert isinstance(self._writing, CallWriting), "a call has begun"
             self._add(self._writing.add(text))
-        return self._take()
 
-    def finish(self, reason: str, usage: Usage) -> list[Event]:
+    def finish(self, reason: str, usage: Usage) -> None:
         """The model has ended. An answer without any item is an empty message."""
         incomplete = INCOMPLETE.get(reason)
         if not self._output and self._writing is None:
             self._message()
         status: ItemStatus = "incomplete" if incomplete else "completed"
         self._close(status)
-        return self._end(f"response.{status}", status, usage, incomplete=incomplete)
+        self._end(f"response.{status}", status, usage, incomplete=incomplete)
 
-    def cancel(self, usage: Usage) -> list[Event]:
+    def cancel(self, usage: Usage) -> None:
         """Somebody has cancelled it. OpenAI has no event of that name; the status in the object says it."""
         self._close("incomplete")
-        return self._end("response.incomplete", "cancelled", usage)
+        self._end("response.incomplete", "cancelled", usage)
 
-    def fail(self, error: dict[str, str], usage: Usage) -> list[Event]:
+    def fail(self, error: dict[str, str], usage: Usage) -> None:
         """It has ended with an error."""
         self._close("incomplete")
-        return self._end("response.failed", "failed", usage, error=error)
+        self._end("response.failed", "failed", usage, error=error)
 
     def response(self) -> dict[str, Any]:
         """The object as far as it has come."""
@@ -173,12 +173,11 @@ class ResponseEvents:
         *,
         incomplete: str | None = None,
         error: dict[str, str] | None = None,
-    ) -> list[Event]:
+    ) -> None:
         self._final = self._shape.response(
             status, self._output, usage, self.reasoning_tokens, incomplete=incomplete, error=error
         )
         self._number(kind, {"response": self._final})
-        return self._take()
 
     def _lifecycle(self, kind: str, status: Status) -> None:
         self._number(kind, {"response": self._shape.response(status, [])})
@@ -191,7 +190,3 @@ class ResponseEvents:
     def _number(self, kind: str, body: dict[str, Any]) -> None:
         self._events.append(Event(self.count, kind, body))
         self.count += 1
-
-    def _take(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events

@@ -41,7 +41,7 @@ class ResponseRun(Run):
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         self._events = ResponseEvents(ResponseShape(answer.record, tokenizer))
         self._known = -1 if after is None else after[0]
-        self._ready: list[Event] = self._events.created()
+        self._events.created()
         self._failed = False
 
     @property
@@ -110,11 +110,11 @@ class ResponseRun(Run):
         if entry.tokens and self._metrics is not None:
             self._observe(choice, self._metrics)
         for part in self._single(entry):
-            self._ready += self._events.begin()
+            self._events.begin()
             self._output.feed(part)
             self._show(self._output.take())
             if self._output.finish:
-                self._ready += self._events.finish(self._output.finish, self._usage())
+                self._events.finish(self._output.finish, self._usage())
                 self._open = 0
                 return
 
@@ -125,13 +125,13 @@ class ResponseRun(Run):
             events.reasoning_tokens = self._output.tokens
         for call in piece.calls:
             if not call.id:
-                self._ready += events.arguments(call.arguments)
-        self._ready += events.reasoning(piece.reasoning)
-        self._ready += events.text(piece.text, piece.scored)
+                events.arguments(call.arguments)
+        events.reasoning(piece.reasoning)
+        events.text(piece.text, piece.scored)
         for call in piece.calls:
             if call.id:
-                self._ready += events.call(call.id, call.name)
-                self._ready += events.arguments(call.arguments)
+                events.call(call.id, call.name)
+                events.arguments(call.arguments)
 
     def _single(self, entry: TokenEntry) -> Iterator[TokenEntry]:
         """Each token by itself, and the end behind the last one. A token that ends the text is the end,
@@ -155,17 +155,16 @@ class ResponseRun(Run):
         if state not in ("failed", "cancelled"):
             raise error
         self._failed = True
-        self._ready += self._events.begin()
+        self._events.begin()
         if state == "cancelled":
-            self._ready += self._events.cancel(self._usage())
+            self._events.cancel(self._usage())
         else:
             code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
-            self._ready += self._events.fail({"code": code, "message": error.message}, self._usage())
+            self._events.fail({"code": code, "message": error.message}, self._usage())
 
     def _chunks(self) -> list[Chunk]:
         """The new events that the client does not have."""
-        events, self._ready = self._ready, []
-        return [_chunk(event) for event in events if event.number > self._known]
+        return [_chunk(event) for event in self._events.take() if event.number > self._known]
 
     def _check_known(self) -> None:
         """A position behind the end is one of another response."""

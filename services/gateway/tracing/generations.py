@@ -11,12 +11,10 @@ span that is lost with it.
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from shared import tracing
-from shared.errors import RyzansteinError
 from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord
 from shared.nats import subjects
@@ -24,28 +22,6 @@ from shared.tracing import NONE, Span, TraceContext, Value
 
 _OPERATIONS = {"chat.completions": "chat", "responses": "chat", "completions": "text_completion"}
 PROVIDER = "ryzanstein"
-
-
-class Choice(Protocol):
-    """One choice of an answer, as far as its span tells of it."""
-
-    @property
-    def request(self) -> GenerationRequest: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def cached_tokens(self) -> int: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def finish(self) -> str: ...
-
-    @property
-    def error(self) -> RyzansteinError | None: ...
 
 
 class AnswerTrace:
@@ -114,15 +90,14 @@ class AnswerTrace:
             at=self._first_at,
         ).end()
 
-    def ended(self, generation: Choice) -> None:
-        """That choice is over, or another gateway's."""
-        prompt = generation.request.prompt
-        _, cached = self._prompts.get(id(prompt), (0, 0))
-        self._prompts[id(prompt)] = len(prompt), max(cached, generation.cached_tokens)
-        self._output += len(generation.tokens)
-        self._finish.append(_reason(generation))
-        if generation.error is not None and generation.state != "cancelled":
-            self._span.fail(generation.error.code)
+    def ended(self, prompt: Sequence[int], output: int, cached: int, reason: str, failed: str) -> None:
+        """A choice is over, or another gateway's. `output`: its tokens; `cached`: of the prompt, those that were in the
+        KV cache; `reason`: of its end; `failed`: the code of its error, empty: none."""
+        self._prompts[id(prompt)] = len(prompt), max(cached, self._prompts.get(id(prompt), (0, 0))[1])
+        self._output += output
+        self._finish.append(reason)
+        if failed:
+            self._span.fail(failed)
         self._left -= 1
         if self._left == 0:
             self._end()
@@ -137,13 +112,6 @@ class AnswerTrace:
             }
         )
         self._span.end()
-
-
-def _reason(generation: Choice) -> str:
-    """Why it is over. A stop string ends the text, and then the generation is told that nobody wants more of it."""
-    if generation.state == "cancelled" and generation.error is None and generation.tokens:
-        return "stop"
-    return generation.finish or generation.state
 
 
 def traced(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import BackendRoute
 from services.gateway.core.asgi import header, send_json
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -90,11 +90,8 @@ async def _send(send: Send, status: int, head: Mapping[str, str], body: bytes) -
     await send({"type": "http.response.body", "body": body})
 
 
-class ClusterRoute:
+class ClusterRoute(BackendRoute):
     """The cluster's state, as this gateway sees it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = await self._backend.cluster.state(scope["state"]["principal"].tenant)

@@ -20,7 +20,7 @@ from services.gateway.api.grpc.session import (
     send_events,
     view_of,
 )
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.api.grpc.tools import missing
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
@@ -117,11 +117,7 @@ class Inference:
             call.model = card.model
             kind = given.WhichOneof("input")
             if kind is None:
-                raise InvalidParameter(
-                    "Missing required parameter: 'input'; send text or conversation.",
-                    param="input",
-                    reason="missing_required_parameter",
-                )
+                raise missing("input", "text or conversation")
             if kind == "text":
                 ids = await tokenizer.encode(given.text)
             else:

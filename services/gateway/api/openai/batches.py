@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.files import AFTER
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
@@ -140,12 +140,8 @@ class BatchesRoute:
         await send_json(send, 200, msgspec.json.encode(data))
 
 
-class BatchRoute:
+class BatchRoute(BackendRoute):
     """GET of /v1/batches/{id}, POST of /v1/batches/{id}/cancel."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         batches, tenant = self._backend.batches, scope["state"]["principal"].tenant

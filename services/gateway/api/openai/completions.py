@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe
 from services.gateway.core.settings import GatewaySettings
@@ -36,17 +37,24 @@ class CompletionsRoute:
         context = context_of(scope, settings)
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
         run = await intake.prepare(self._endpoint, body, context)
-        scope["state"]["model"] = run.model
-        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
-        try:
+        with reading(run, scope, receive):
             await run.begin()
             if run.stream:
                 await stream(run, send, context.request_id)
             else:
                 await send_json(send, 200, await run.collect())
-        finally:
-            watcher.cancel()
-            run.close()
+
+
+@contextlib.contextmanager
+def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
+    """Around the reading of the run that answers a request: it ends when the client goes."""
+    scope["state"]["model"] = run.model
+    watcher = asyncio.create_task(watch_disconnect(receive, run.end))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        run.close()
 
 
 def context_of(scope: Scope, settings: GatewaySettings) -> Context:
@@ -109,11 +117,8 @@ class Model(msgspec.Struct, frozen=True):
         return cls(card.model, "model", card.created, "ryzanstein", card.context_length)
 
 
-class ModelsRoute:
+class ModelsRoute(BackendRoute):
     """The models that are served."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         models = [Model.of(card) for card in self._backend.catalog.listed()]
@@ -127,11 +132,8 @@ class ModelsRoute:
         await send_json(send, 200, msgspec.json.encode(data))
 
 
-class ModelRoute:
+class ModelRoute(BackendRoute):
     """One model, also while it waits for a group. Names may have slashes."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         card = self._backend.catalog.card(scope["path_params"]["model"])
@@ -147,11 +149,8 @@ class Cancelled(msgspec.Struct, frozen=True):
     """False when it had ended before."""
 
 
-class GenerationRoute:
+class GenerationRoute(BackendRoute):
     """What has come of it so far; or, with DELETE, its end."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
@@ -167,19 +166,11 @@ class GenerationRoute:
         return Cancelled(answer.public_id, "generation", going)
 
 
-class GenerationStreamRoute:
+class GenerationStreamRoute(BackendRoute):
     """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
         run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
-        scope["state"]["model"] = run.model
-        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
-        try:
+        with reading(run, scope, receive):
             await stream(run, send, scope["state"]["request_id"])
-        finally:
-            watcher.cancel()
-            run.close()

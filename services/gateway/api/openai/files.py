@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
 from services.gateway.batches.files import ANCHOR, Files, expiry
@@ -171,12 +171,8 @@ def file_object(record: FileRecord) -> dict[str, Any]:
     }
 
 
-class FilesRoute:
+class FilesRoute(BackendRoute):
     """POST and GET of /v1/files."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         files, principal = self._backend.files, scope["state"]["principal"]
@@ -235,12 +231,8 @@ async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
     return shown([file_object(record) for record in found], more)
 
 
-class FileRoute:
+class FileRoute(BackendRoute):
     """GET and DELETE of /v1/files/{id}."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         files, file_id = self._backend.files, scope["path_params"]["file"]
@@ -254,12 +246,8 @@ class FileRoute:
             await send_json(send, 200, msgspec.json.encode(file_object(record)))
 
 
-class FileContentRoute:
+class FileContentRoute(BackendRoute):
     """GET of /v1/files/{id}/content: the bytes, a chunk at a time, as fast as the client takes them."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         files = self._backend.files

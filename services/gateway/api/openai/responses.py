@@ -9,11 +9,11 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend
-from services.gateway.api.openai.completions import CompletionsRoute, positions_of, stream
+from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation, Parameter
-from services.gateway.core.asgi import read_body, send_json, watch_disconnect
+from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter, check_range, unsupported
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.responses.schemas import (
@@ -288,11 +288,8 @@ CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
 
 
-class ResponseRoute:
+class ResponseRoute(BackendRoute):
     """A response by its id: the object, its events, or with DELETE its end."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         responses = self._backend.responses
@@ -308,25 +305,13 @@ class ResponseRoute:
             await send_json(send, 200, await responses.shown(found))
             return
         after = [wanted.starting_after] if wanted.starting_after is not None else positions_of(scope)
-        await self._stream(scope, receive, send, found, after)
-
-    async def _stream(
-        self, scope: Scope, receive: Receive, send: Send, found: Found, after: list[int] | None
-    ) -> None:
-        run = await self._backend.responses.read(found, after)
-        watcher = asyncio.create_task(watch_disconnect(receive, run.end))
-        try:
+        run = await responses.read(found, after)
+        with reading(run, scope, receive):
             await stream(run, send, scope["state"]["request_id"])
-        finally:
-            watcher.cancel()
-            run.close()
 
 
-class CancelRoute:
+class CancelRoute(BackendRoute):
     """Ends a response, for everybody. One that has ended is shown as it is."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         responses = self._backend.responses
@@ -355,11 +340,8 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     return run.snapshot()
 
 
-class InputItemsRoute:
+class InputItemsRoute(BackendRoute):
     """The items that a response's request brought, page by page."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         responses = self._backend.responses
@@ -369,12 +351,8 @@ class InputItemsRoute:
         await send_json(send, 200, item_list(items, wanted))
 
 
-class InputTokensRoute:
+class InputTokensRoute(BackendRoute):
     """How many tokens an input has."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         intake = self._backend.intake
@@ -388,7 +366,7 @@ def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
     return [
         ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),
         ApiRoute(InputTokensRoute(backend, settings), COUNT),
-        ApiRoute(ResponseRoute(backend), RETRIEVE, DELETE),
-        ApiRoute(CancelRoute(backend), CANCEL),
-        ApiRoute(InputItemsRoute(backend), ITEMS),
+        ApiRoute(ResponseRoute(backend, settings), RETRIEVE, DELETE),
+        ApiRoute(CancelRoute(backend, settings), CANCEL),
+        ApiRoute(InputItemsRoute(backend, settings), ITEMS),
     ]

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai import shapes
 from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.operations import CHAT
@@ -227,11 +227,8 @@ class ChatRoute:
             await send_json(send, 200, await chats.get(public_id, tenant))
 
 
-class MessagesRoute:
+class MessagesRoute(BackendRoute):
     """What one of them answers."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = messages_wanted(scope["query_string"])
@@ -245,5 +242,5 @@ def chat_routes(backend: Backend, settings: GatewaySettings, create: Completions
     return [
         ApiRoute(ChatsRoute(backend, create), CHAT, LIST),
         ApiRoute(one, RETRIEVE, CHANGE, DELETE),
-        ApiRoute(MessagesRoute(backend), MESSAGES),
+        ApiRoute(MessagesRoute(backend, settings), MESSAGES),
     ]

@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
@@ -128,11 +128,8 @@ class TokenizerRoute:
         await send_json(send, 200, await self._work(intake, body))
 
 
-class TokenizerInfoRoute:
+class TokenizerInfoRoute(BackendRoute):
     """The configuration of a model's tokenizer."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         intake, state = self._backend.intake, scope["state"]
@@ -175,11 +172,8 @@ class SayRoute:
         await send_json(send, 200, self._answer)
 
 
-class LoadRoute:
+class LoadRoute(BackendRoute):
     """How much is under way."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, 200, Load(self._backend.active_now - 1))
