@@ -189,7 +189,7 @@ class RecordWriter:
     def __init__(self, bus: Bus, writer: str, journal: JournalEnd, large: LargeRecords) -> None:
         """`journal` is told what it has come to; `large` has what is too large for it."""
         self._large = large
-        self._aside: set[asyncio.Task[None]] = set()
+        self._aside = TaskSet("", lambda error: log.warning("large_record_not_stored", error=str(error)))
         self._bus = bus
         self._writer = writer
         self._journal = journal
@@ -203,10 +203,7 @@ class RecordWriter:
         parts = _parts(record, self._bus.max_payload - ROOM)
         if len(parts) == 1 and len(parts[0]) < LARGE:
             return self._add(record.identity, parts[0])
-        writing = asyncio.create_task(self._put_aside(record, parts))
-        self._aside.add(writing)
-        writing.add_done_callback(self._put)
-        return writing
+        return self._aside.spawn(self._put_aside(record, parts))
 
     async def _put_aside(self, record: GenerationRecord, parts: list[bytes]) -> None:
         """Its outline comes last: whatever the journal names is there."""
@@ -215,13 +212,6 @@ class RecordWriter:
         except LinkLost:  # it may be there: the same again
             await self._large.put(record, parts)
         await asyncio.shield(self._add(record.identity, encode(outline_of(record, len(parts)))))
-
-    def _put(self, writing: "asyncio.Task[None]") -> None:
-        self._aside.discard(writing)
-        if (
-            not writing.cancelled() and (error := writing.exception()) is not None
-        ):  # a client that has gone asks not
-            log.warning("large_record_not_stored", error=str(error))
 
     def _add(self, identity: str, payload: bytes) -> "asyncio.Future[None]":
         batch = self._batch(place(identity).slot, len(payload))
@@ -241,7 +231,7 @@ class RecordWriter:
 
     async def stop(self) -> None:
         """Waits until everything is stored, or has failed."""
-        await asyncio.gather(*self._aside, return_exceptions=True)
+        await self._aside.finished()
         if self._task is not None:
             await self._task
 

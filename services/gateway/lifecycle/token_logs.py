@@ -171,12 +171,11 @@ def _without_served(late: Sequence[_Late]) -> list[_Late]:
 
 
 class _Source:
-    def __init__(self, consumer: TokenConsumer) -> None:
+    def __init__(self, consumer: TokenConsumer, running: TaskSet) -> None:
         self.consumer = consumer
         self.users = 0
         self.started = asyncio.ensure_future(consumer.start())
-        self.task = asyncio.create_task(consumer.run())
-        self.task.add_done_callback(_done)
+        self.task = running.spawn(consumer.run())
 
 
 class Sources:
@@ -185,13 +184,14 @@ class Sources:
     def __init__(self, open_source: Callable[[str], TokenConsumer]) -> None:
         self._open = open_source
         self._sources: dict[str, _Source] = {}
+        self._running = TaskSet("source_failed")
         self._closing = TaskSet("")
 
     async def acquire(self, name: str) -> TokenConsumer:
         """The log of the gateway `name`; no frame that is published from now on is missed."""
         source = self._sources.get(name)
         if source is None:
-            source = self._sources[name] = _Source(self._open(name))
+            source = self._sources[name] = _Source(self._open(name), self._running)
         source.users += 1
         try:
             await asyncio.shield(source.started)
@@ -231,8 +231,3 @@ async def _close(source: _Source) -> None:
     source.task.cancel()
     await asyncio.gather(source.started, source.task, return_exceptions=True)
     await source.consumer.stop()
-
-
-def _done(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("token_log_failed", error=str(error))

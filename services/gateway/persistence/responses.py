@@ -27,19 +27,8 @@ from shared.messages.records import GenerationRecord, StoredResponse
 _PREFIX = PREFIXES["responses"]
 
 
-class Found(msgspec.Struct, frozen=True):
-    """A response, wherever it is. One of the two is there."""
-
-    answer: Answer | None = None
-    """It goes on, or the store does not have it yet."""
-    stored: StoredResponse | None = None
-
-    @property
-    def record(self) -> GenerationRecord:
-        if self.stored is not None:
-            return self.stored.record
-        assert self.answer is not None, "one of the two is there"
-        return self.answer.record
+Found = Answer | StoredResponse
+"""A response that goes on, or that the store does not have yet; or one that it has."""
 
 
 def not_found(public_id: str) -> RouteError:
@@ -83,11 +72,11 @@ class ResponseLookup:
             await self._keeper.written(identity)
             stored = await self._store.get(identity, tenant)
             if stored is not None:
-                return Found(stored=stored)
+                return stored
             answer = await self._of_journal(public_id, identity, tenant)
         if not self._to_be_kept(answer.record):
             raise not_found(public_id)
-        return Found(answer=answer)
+        return answer
 
     async def _of_journal(self, public_id: str, identity: str, tenant: str) -> Answer:
         if await self._store.is_deleted(identity, tenant):
@@ -106,10 +95,9 @@ class ResponseLookup:
 
     async def shown(self, found: Found) -> bytes:
         """The response object as JSON."""
-        if found.stored is not None:
-            return found.stored.response
-        assert found.answer is not None, "one of the two is there"
-        response, _ = await self._runs.shown(found.answer, self._answers)
+        if isinstance(found, StoredResponse):
+            return found.response
+        response, _ = await self._runs.shown(found, self._answers)
         return response
 
     async def items(self, found: Found) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -121,18 +109,17 @@ class ResponseLookup:
     async def read(self, found: Found, after: Sequence[int] | None) -> Run:
         """A reading of its events that has begun, behind event `after`; None: from the first. Raises
         `QueueFull`, `UnknownModel`, `Unavailable`."""
-        if found.stored is not None:
-            run = await self._runs.open(answer_of(found.stored), None, after)
+        if isinstance(found, StoredResponse):
+            run = await self._runs.open(answer_of(found), None, after)
         else:
-            assert found.answer is not None, "one of the two is there"
-            run = await self._runs.open(found.answer, self._answers, after)
+            run = await self._runs.open(found, self._answers, after)
         run.join()
         return run
 
     def cancel(self, found: Found) -> None:
         """Ends it, for everybody. Another gateway's ends when the log says so."""
-        if found.answer is not None and not found.answer.ended:
-            self._answers.cancel(found.answer)
+        if isinstance(found, Answer) and not found.ended:
+            self._answers.cancel(found)
 
     async def delete(self, found: Found) -> None:
         """Nothing of it is shown any more; what goes on is cancelled."""
@@ -141,5 +128,5 @@ class ResponseLookup:
 
     async def refresh(self, found: Found) -> None:
         """It is a part of a conversation that goes on."""
-        if found.stored is not None:
+        if isinstance(found, StoredResponse):
             await self._store.refresh(found.record.identity, found.record.tenant)

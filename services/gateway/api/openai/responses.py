@@ -25,6 +25,7 @@ from services.gateway.intake.responses.schemas import (
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item
 from shared.errors import RyzansteinError
+from shared.messages.records import StoredResponse
 from shared.service.endpoints import Receive, Scope, Send
 
 PAGE = 20
@@ -324,8 +325,8 @@ class CancelRoute(BackendRoute):
 
 async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     """The object once it has ended: another gateway's end comes through the log."""
-    if found.stored is not None:
-        return found.stored.response
+    if isinstance(found, StoredResponse):
+        return found.response
     run = await responses.read(found, None)
     try:
         responses.cancel(found)
