@@ -6,6 +6,7 @@ import math
 import resource
 import secrets
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -108,10 +109,9 @@ class Limits(msgspec.Struct, frozen=True):
 class Refusal(msgspec.Struct, frozen=True):
     """An answer that needs no request to be read."""
 
-    status: int
-    phrase: str
-    code: str
     message: str
+    status: int = 400
+    code: str = "invalid_http"
     retry_after: int = 0
 
     def response(self) -> bytes:
@@ -119,7 +119,7 @@ class Refusal(msgspec.Struct, frozen=True):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         body = msgspec.json.encode(ErrorBody(ErrorDetail(self.message, kind, None, self.code)))
         head = [
-            f"HTTP/1.1 {self.status} {self.phrase}",
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
             "content-type: application/json",
             f"content-length: {len(body)}",
             f"x-request-id: req-{secrets.token_hex(12)}",
@@ -130,65 +130,43 @@ class Refusal(msgspec.Struct, frozen=True):
         return "\r\n".join([*head, "", ""]).encode() + body
 
 
-INVALID = Refusal(
-    400, "Bad Request", "invalid_http", "This is not HTTP/1.1 as RFC 9112 has it; look at the request's head."
-)
+INVALID = Refusal("This is not HTTP/1.1 as RFC 9112 has it; look at the request's head.")
 PIPELINED = Refusal(
-    400,
-    "Bad Request",
-    "invalid_http",
     "Too many requests wait on this connection; wait for answers, or use more connections "
-    f"({limits.PIPELINED.cited()}).",
+    f"({limits.PIPELINED.cited()})."
 )
-NO_HANDSHAKE = Refusal(
-    400,
-    "Bad Request",
-    "invalid_http",
-    "This is not a WebSocket's handshake as RFC 6455 has it; see its headers.",
-)
-HOST = Refusal(
-    400,
-    "Bad Request",
-    "invalid_http",
-    "The request has no Host header, or several; HTTP/1.1 wants exactly one (RFC 9112, 3.2).",
-)
+NO_HANDSHAKE = Refusal("This is not a WebSocket's handshake as RFC 6455 has it; see its headers.")
+HOST = Refusal("The request has no Host header, or several; HTTP/1.1 wants exactly one (RFC 9112, 3.2).")
 VERSION = Refusal(
-    505,
-    "HTTP Version Not Supported",
-    "invalid_http",
     "This port speaks HTTP/1.1 and HTTP/1.0; send the request in one of them. gRPC has a port of its own.",
+    505,
 )
 EXPECTATION = Refusal(
-    417,
-    "Expectation Failed",
-    "invalid_http",
-    "The request's Expect header is none that is known here; 100-continue is, and leaving it out.",
+    "The request's Expect header is none that is known here; 100-continue is, and leaving it out.", 417
 )
 
 
 def slow(found: Limits) -> Refusal:
     return Refusal(
-        408,
-        "Request Timeout",
-        "request_timeout",
         f"The request's line and headers were not complete within {found.head_seconds:g} s; send it again, faster "
         f"({limits.HEAD_SECONDS.cited(math.ceil(found.head_seconds))}).",
+        408,
+        "request_timeout",
     )
 
 
 def large(found: Limits) -> Refusal:
     return Refusal(
-        431,
-        "Request Header Fields Too Large",
-        "headers_too_large",
         f"The request has too many headers ({limits.HEADERS.cited()}), or they are too long; shorten them "
         f"({limits.HEAD.cited(found.head_bytes)}).",
+        431,
+        "headers_too_large",
     )
 
 
 def full(sentence: str) -> Refusal:
     """`sentence` says why there is no place."""
-    return Refusal(503, "Service Unavailable", "unavailable", sentence, retry_after=1)
+    return Refusal(sentence, 503, "unavailable", retry_after=1)
 
 
 def allowed_by_files(connections: int) -> int:

@@ -22,18 +22,6 @@ from shared.errors import InvalidRequest
 from shared.service.endpoints import Health
 from shared.service.listener import bind
 
-
-def authorizer(backend: Backend) -> Callable[[Call], None]:
-    """What the server asks of every call whose method is not public; it raises where a call is refused."""
-
-    def authorize(call: Call) -> None:
-        scheme, _, token = (call.metadata("authorization") or "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else call.metadata("x-api-key")
-        call.principal = backend.authenticator.authenticate(given)
-
-    return authorize
-
-
 log = structlog.get_logger(__name__)
 
 CLIENT_GONE = 499
@@ -62,34 +50,34 @@ def make_server(
         keepalive_timeout=settings.grpc_keepalive / 3,
     )
     sock = bind(settings.host, port, option="--grpc-port")
-    accounts = Accounts(metrics, frozenset(methods))
-    return GrpcServer(sock, methods, options, accounts.on_done, authorizer(backend), tls, door)
+
+    def authorize(call: Call) -> None:
+        scheme, _, token = (call.metadata("authorization") or "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else call.metadata("x-api-key")
+        call.principal = backend.authenticator.authenticate(given)
+
+    def on_done(call: Call) -> None:
+        account(call, call.headers.path if call.headers.path in methods else "other", metrics)
+
+    return GrpcServer(sock, methods, options, on_done, authorize, tls, door)
 
 
-class Accounts:
-    """Every call is logged and counted under its path, beside the REST API's requests."""
-
-    def __init__(self, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
-        self._metrics = metrics
-        self._paths = paths
-
-    def on_done(self, call: Call) -> None:
-        """`call` has ended."""
-        error = call.error
-        seconds = time.perf_counter() - call.began
-        gone = isinstance(error, ClientGone)
-        status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
-        structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
-        if isinstance(error, Exception) and not gone and not isinstance(error, InvalidRequest):
-            log_failure(error)
-        route = call.headers.path if call.headers.path in self._paths else "other"
-        self._metrics.requests.labels(route, call.model, status).inc()
-        self._metrics.duration.labels(route).observe(seconds)
-        log.info(
-            "request",
-            method="gRPC",
-            path=call.headers.path[:256],
-            status=Code.Name(0 if error is None else 1 if gone else code_of(error)),
-            model=call.model,
-            milliseconds=round(seconds * 1000, 1),
-        )
+def account(call: Call, route: str, metrics: GatewayMetrics) -> None:
+    """Logs and counts a call that has ended under its path, beside the REST API's requests."""
+    error = call.error
+    seconds = time.perf_counter() - call.began
+    gone = isinstance(error, ClientGone)
+    status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+    structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
+    if isinstance(error, Exception) and not gone and not isinstance(error, InvalidRequest):
+        log_failure(error)
+    metrics.requests.labels(route, call.model, status).inc()
+    metrics.duration.labels(route).observe(seconds)
+    log.info(
+        "request",
+        method="gRPC",
+        path=call.headers.path[:256],
+        status=Code.Name(0 if error is None else 1 if gone else code_of(error)),
+        model=call.model,
+        milliseconds=round(seconds * 1000, 1),
+    )
