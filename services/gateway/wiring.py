@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
-from services.gateway.auth.authenticator import Authenticator, KeyWatch
+from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
 from services.gateway.batches.files import Files
 from services.gateway.batches.jobs import Jobs
@@ -95,17 +95,25 @@ class Work:
             self.limiter,
             History(lookup),
         )
-        self._jobs = FilesAndBatches(
-            bus, instance, settings, registry, intake, catalog, backend.authenticator
+        files = self._files = Files(bus, settings)
+        jobs = self._jobs = Jobs(bus, settings.tenant_batches)
+        results = self._results = Results(bus, files.objects, settings.batch_window_limit)
+        endpoints = line_endpoints(intake, catalog)
+        batches = Batches(jobs, files, settings)
+        self._queue = BatchQueue(bus, batches, files)
+        authenticator = backend.authenticator
+        parts = BatchParts(
+            files, results, endpoints, catalog, BatchMetrics(registry), settings, authenticator, instance
         )
+        self._runners = Runners(bus, jobs, parts)
         self._parts = Parts(
             intake,
             reading,
             catalog,
             lookup,
             StoredChats(chats, store, keeper, answers),
-            self._jobs.files,
-            self._jobs.batches,
+            files,
+            batches,
             Cluster(bus, catalog, answers),
         )
 
@@ -145,14 +153,26 @@ class Work:
         self._spawn(self.heirs.watch(), "heirs")
         self._spawn(self.limiter.run(), "in use")
         self._spawn(self.limiter.windows.run(), "limits")
-        await self._jobs.start(self._spawn)
+        await self._open_batches()
         self._backend.open(self._parts)
+
+    async def _open_batches(self) -> None:
+        await self._files.start()
+        await self._jobs.start()
+        await self._results.start()
+        await self._queue.start()
+        self._spawn(self._files.watch(), "files of tenants")
+        self._spawn(self._files.run(), "files")
+        self._spawn(self._runners.watch(), "batches")
+        self._spawn(self._runners.run(), "batch runners")
+        self._spawn(self._runners.sweep(), "batches that are forgotten")
 
     async def stop(self) -> None:
         """No new connections come by now. What they brought is answered and streams may end within their time, then
         everything else does."""
         if self._opened:
-            await self._jobs.stop()
+            await self._runners.stop()  # its batches are left to other gateways, what is done of them stored
+            await self._results.stop()
             await self._end_streams()
         self.catalog.stop()
         self._api_keys.stop()
@@ -171,52 +191,3 @@ class Work:
             self.answers.end_readers(shutting_down())
             await self._backend.idle(ERROR_FLUSH_TIMEOUT_S)
         self._backend.close()
-
-
-class FilesAndBatches:
-    """Opened by `start`, before requests are taken."""
-
-    def __init__(
-        self,
-        bus: Bus,
-        instance: str,
-        settings: GatewaySettings,
-        registry: CollectorRegistry,
-        intake: Intake,
-        catalog: Catalog,
-        authenticator: Authenticator,
-    ) -> None:
-        self._bus = bus
-        self.files = Files(bus, settings)
-        self._jobs = Jobs(bus, settings.tenant_batches)
-        self._results = Results(bus, self.files.objects, settings.batch_window_limit)
-        endpoints = line_endpoints(intake, catalog)
-        self.batches = Batches(self._jobs, self.files, settings)
-        parts = BatchParts(
-            self.files,
-            self._results,
-            endpoints,
-            catalog,
-            BatchMetrics(registry),
-            settings,
-            authenticator,
-            instance,
-        )
-        self._runners = Runners(bus, self._jobs, parts)
-
-    async def start(self, spawn: Spawn) -> None:
-        """Raises `BrokerUnavailable`, `ConfigurationError`."""
-        await self.files.start()
-        await self._jobs.start()
-        await self._results.start()
-        await BatchQueue(self._bus, self.batches, self.files).start()
-        spawn(self.files.watch(), "files of tenants")
-        spawn(self.files.run(), "files")
-        spawn(self._runners.watch(), "batches")
-        spawn(self._runners.run(), "batch runners")
-        spawn(self._runners.sweep(), "batches that are forgotten")
-
-    async def stop(self) -> None:
-        """Leaves its batches to other gateways, what is done of them stored."""
-        await self._runners.stop()
-        await self._results.stop()

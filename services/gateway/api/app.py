@@ -38,7 +38,15 @@ from services.gateway.api.websocket import StreamSocket
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.core.asgi import header, send_json
-from services.gateway.core.errors import ClientGone, RouteError, describe, headers_of, log_failure, status_of
+from services.gateway.core.errors import (
+    CLIENT_GONE,
+    ClientGone,
+    RouteError,
+    describe,
+    headers_of,
+    log_failure,
+    status_of,
+)
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_request_id
@@ -56,8 +64,6 @@ METRICS = "/metrics"
 RESPONSES = "/v1/responses"
 OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, PING))
 """Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
-CLIENT_GONE = 499
-"""nginx's status for a request that its client gave up; in logs and metrics alone."""
 
 
 class GatewayApp:

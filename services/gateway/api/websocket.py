@@ -41,7 +41,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from services.gateway.api.backend import Backend
+from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
@@ -61,8 +61,6 @@ from shared.tracing import TraceContext
 
 ROUTE = "/v1/stream"
 """As metrics name it."""
-CLIENT_GONE = 499
-"""As of requests whose client gave up."""
 
 
 class ClientMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,12 +83,11 @@ _decoder = msgspec.json.Decoder(ClientMessage)
 _encode = msgspec.json.encode
 
 
-class StreamSocket:
+class StreamSocket(BackendRoute):
     """The route; each connection is a `_Connection`."""
 
     def __init__(self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
-        self._backend = backend
-        self._settings = settings
+        super().__init__(backend, settings)
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,7 +165,10 @@ class _Connection(Session[ClientMessage]):
             )
         context = msgspec.structs.replace(
             self._context,
-            background=_background(message, self._settings.background_limit),
+            background=check_background(
+                None if message.background is None else f"{message.background:f}",
+                self._settings.background_limit,
+            ),
             key=check_idempotency_key(message.idempotency_key),
             after=after,
         )
@@ -197,8 +197,7 @@ class _Connection(Session[ClientMessage]):
         """As a request of its own."""
         if turn.message.type != "generate":
             return
-        gone = isinstance(error, (ClientGone, Cancelled))
-        status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+        status = 200 if error is None else status_of(ClientGone() if isinstance(error, Cancelled) else error)
         self._metrics.requests.labels(ROUTE, turn.run.model if turn.run else "", status).inc()
         self._metrics.duration.labels(ROUTE).observe(time.perf_counter() - turn.began)
 
@@ -229,10 +228,6 @@ def _check(message: ClientMessage) -> None:
         raise InvalidParameter(
             f"Missing required parameter: '{needed}'.", param=needed, reason="missing_required_parameter"
         )
-
-
-def _background(message: ClientMessage, limit: float) -> float:
-    return 0.0 if message.background is None else check_background(f"{message.background:f}", limit)
 
 
 def _id_in(text: str | bytes) -> str | None:

@@ -87,6 +87,10 @@ _STATUS: list[tuple[type[RyzansteinError], int]] = [
 _RETRY_AFTER = {429: 1.0, 503: 2.0, 504: 2.0}
 
 
+CLIENT_GONE = 499
+"""nginx's status for a request that its client gave up; in logs and metrics alone."""
+
+
 class InvalidParameter(InvalidRequest):
     """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
 
@@ -125,6 +129,8 @@ def status_of(error: BaseException) -> int:
     """The HTTP status for `error`; 500 for what is a fault of ours."""
     if isinstance(error, RouteError):
         return error.status
+    if isinstance(error, ClientGone):
+        return CLIENT_GONE
     for kind, status in _STATUS:
         if isinstance(error, kind):
             return status

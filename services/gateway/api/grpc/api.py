@@ -24,9 +24,6 @@ from shared.service.listener import bind
 
 log = structlog.get_logger(__name__)
 
-CLIENT_GONE = 499
-"""As in the logs and metrics of the REST API."""
-
 
 def make_server(
     backend: Backend,
@@ -66,10 +63,9 @@ def account(call: Call, route: str, metrics: GatewayMetrics) -> None:
     """Logs and counts a call that has ended under its path, beside the REST API's requests."""
     error = call.error
     seconds = time.perf_counter() - call.began
-    gone = isinstance(error, ClientGone)
-    status = 200 if error is None else CLIENT_GONE if gone else status_of(error)
+    status = 200 if error is None else status_of(error)
     structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
-    if isinstance(error, Exception) and not gone and not isinstance(error, InvalidRequest):
+    if isinstance(error, Exception) and not isinstance(error, (ClientGone, InvalidRequest)):
         log_failure(error)
     metrics.requests.labels(route, call.model, status).inc()
     metrics.duration.labels(route).observe(seconds)
@@ -77,7 +73,7 @@ def account(call: Call, route: str, metrics: GatewayMetrics) -> None:
         "request",
         method="gRPC",
         path=call.headers.path[:256],
-        status=Code.Name(0 if error is None else 1 if gone else code_of(error)),
+        status=Code.Name(0 if error is None else code_of(error)),
         model=call.model,
         milliseconds=round(seconds * 1000, 1),
     )

@@ -54,8 +54,7 @@ def end_call(span: Span, call: Call) -> None:
     if not span.recording:
         return
     error = call.error
-    gone = isinstance(error, ClientGone)
-    status = Code.Name(0 if error is None else 1 if gone else code_of(error))
+    status = Code.Name(0 if error is None else code_of(error))
     span.set({"rpc.response.status_code": status, "gen_ai.request.model": call.model})
     if status in _FAULTS:
         span.fail(status)

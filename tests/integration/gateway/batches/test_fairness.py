@@ -113,7 +113,7 @@ async def test_the_oldest_that_are_over_are_forgotten(
         for _ in range(4):
             made.append((await submit(client, requests(1))).id)
             await until_status(client, made[-1])
-            jobs = gateway.service._work._jobs._jobs  # type: ignore[union-attr]
+            jobs = gateway.service._work._jobs  # type: ignore[union-attr]
             while not (await jobs.get(made[-1], "")).clean:  # type: ignore[union-attr]
                 await bus.flush()
         assert {batch.id for batch in (await client.batches.list()).data} == set(made[1:])
