@@ -367,7 +367,7 @@ typedef __m256 wide;
 typedef float operand;
 
 #define MOST_AT_ONCE 6
-enum { WIDTH = 8, WHOLE_AT_ONCE = 3, TURNS = 2 };
+enum { WIDTH = 8, WHOLE_AT_ONCE = 2, TURNS = 2 };
 
 RZ_INLINE wide wide_zero(void) { return _mm256_setzero_ps(); }
 RZ_INLINE wide wide_load(const float *from) { return _mm256_loadu_ps(from); }

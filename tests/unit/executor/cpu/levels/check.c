@@ -1,0 +1,320 @@
+/* What one level of the kernels comes to, as lines of "name value value ...": compiled for a level, and run on a processor
+ * that has it, or on a model of one. Its inputs are the same everywhere.
+ *
+ * Lines that are called "exact ..." must be the same at every level; the others are sums of floats. What must not depend
+ * on neighbours is compared here: the program ends with 1 and says what differs. */
+#include CHECKED_LEVEL
+
+#include <stdio.h>
+#include <stdlib.h>
+
+static uint32_t state = 1;
+
+static uint32_t draw(void)
+{
+    state = state * 1664525u + 1013904223u;
+    return state >> 8;
+}
+
+/* In [-1, 1), with 8 bits: exact in bf16. */
+static float draw_float(void)
+{
+    return (float)((int)(draw() >> 8 & 255) - 128) / 128.0f;
+}
+
+static bf16 to_bf16_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bf16)(bits >> 16);
+}
+
+static void *room(size_t bytes)
+{
+    return calloc(1, bytes + 64);
+}
+
+static void show_floats(const char *name, const float *values, long count)
+{
+    printf("%s", name);
+    for (long i = 0; i < count; i++)
+        printf(" %.9g", (double)values[i]);
+    printf("\n");
+}
+
+static void show_ints(const char *name, const int32_t *values, long count)
+{
+    printf("exact %s", name);
+    for (long i = 0; i < count; i++)
+        printf(" %d", values[i]);
+    printf("\n");
+}
+
+static void must(int holds, const char *what)
+{
+    if (holds)
+        return;
+    printf("differs: %s\n", what);
+    exit(1);
+}
+
+/* --- vectors ----------------------------------------------------------------------------------------- */
+
+static void check_vectors(void)
+{
+    const float values[LANES] = { 0.5f, 1.5f, -2.5f, 3.0e-3f, 448.0f, -1.0e-9f, 1.0e30f, -0.0f,
+                                  2.0f, 100.25f, -7.75f, 1.0f / 3, 65504.0f, 1e-5f, -126.5f, 12.0f };
+    float out[LANES];
+    int32_t whole[LANES];
+    bf16 halves[LANES];
+    f32 a = f32_load(values);
+    f32_store(out, f32_round(f32_min(a, f32_set1(1000.0f))));
+    show_floats("exact round", out, LANES);
+    f32_store(out, f32_power_below(a));
+    show_floats("exact power", out, LANES);
+    f32_store(out, exp2_f32(f32_load((const float[LANES]){ 0, 1, -1, 127.5f, 128, 200, -126.5f, -140, -200, -INFINITY, 3.25f,
+                                                           0.1f, -0.1f, 10, -10, 1e9f })));
+    show_floats("exp2", out, LANES);
+    f32_store(out, tanh_f32(a));
+    show_floats("tanh", out, LANES);
+    f32_store(out, gelu_tanh_f32(f32_max(f32_min(a, f32_set1(50.0f)), f32_set1(-50.0f))));
+    show_floats("gelu", out, LANES);
+    f32_store_bf16(halves, f32_select(f32_above(a, f32_set1(1.0f)), f32_set1(NAN), f32_mul(a, f32_set1(1.00390625f))));
+    for (int i = 0; i < LANES; i++)
+        whole[i] = (halves[i] & 0x7fff) > 0x7f80 ? -1 : halves[i] == 0x8000 ? 0 : halves[i];
+    whole[5] = 0; /* near where some levels have no smaller numbers */
+    show_ints("bf16", whole, LANES);
+    printf("exact sums %.9g %.9g\n", (double)f32_sum(f32_min(a, f32_set1(9.0f))), (double)f32_largest(a));
+    for (int count = -1; count <= LANES + 1; count++) {
+        for (int i = 0; i < LANES; i++)
+            out[i] = 77.0f;
+        f32_store_some(lanes_first(count), out, f32_load_some(lanes_first(count - 2), values));
+        show_floats("exact some", out, LANES);
+        for (int i = 0; i < LANES; i++)
+            whole[i] = halves[i] = 77;
+        f32_store_some_bf16(lanes_first(count), halves, f32_set1(1.0f));
+        for (int i = 0; i < LANES; i++)
+            whole[i] = halves[i];
+        show_ints("some bf16", whole, LANES);
+    }
+    uint16_t f16[LANES];
+    f32_store_f16(f16, f32_min(a, f32_set1(60000.0f)));
+    f32_store(out, f32_load_f16(f16));
+    show_floats("exact f16", out, LANES);
+}
+
+static void check_integers(void)
+{
+    uint8_t a[64], b[64], masked[64];
+    int32_t out[LANES];
+    for (int turn = 0; turn < 6; turn++) {
+        for (int i = 0; i < 64; i++) {
+            a[i] = turn == 0 ? 255 : (uint8_t)draw();
+            b[i] = turn == 0 ? 127 : turn == 1 ? (uint8_t)-127 : (uint8_t)((int)(draw() % 255) - 127);
+            a[i] = turn == 1 ? 255 : a[i];
+        }
+        i32 sum = i32_set1(turn);
+        i32_store(out, i32_dot_u8(sum, bytes_load(a), bytes_load(b)));
+        show_ints("dot_u8", out, LANES);
+        bytes seven = bytes_and(bytes_load(a), bytes_set1(0x7f));
+        i32_store(out, i32_dot_u7(sum, seven, bytes_repeat4(b + 4)));
+        show_ints("dot_u7", out, LANES);
+        bytes_store(masked, bytes_and(bytes_right(bytes_load(a), 3), bytes_set1(0x1f)));
+        for (int i = 0; i < 64; i++)
+            must(masked[i] == a[i] >> 3, "bytes_right");
+        bytes_store(masked, bytes_left(bytes_and(bytes_load(a), bytes_set1(3)), 6));
+        for (int i = 0; i < 64; i++)
+            must(masked[i] == (uint8_t)(a[i] << 6), "bytes_left");
+        bytes_store(masked, bytes_look_up(bytes_repeat16(b), bytes_and(bytes_load(a), bytes_set1(15))));
+        for (int i = 0; i < 64; i++)
+            must(masked[i] == b[a[i] & 15], "bytes_look_up");
+        bytes_store(masked, bytes_xor(bytes_or(bytes_load(a), bytes_load(b)), bytes_set1(128)));
+        for (int i = 0; i < 64; i++)
+            must(masked[i] == ((a[i] | b[i]) ^ 128), "bytes_xor");
+        i32 product = i32_mul(i32_load_u8(a), i32_sub(i32_load_i8((const int8_t *)b), i32_set1(3)));
+        i32_store(out, product);
+        show_ints("mul", out, LANES);
+        float floats[LANES];
+        f32_store(floats, f32_from_i32(product));
+        show_floats("exact from_i32", floats, LANES);
+        i32_store(out, i32_select(i32_greater(product, i32_set1(0)), product, i32_set1(-5)));
+        show_ints("select", out, LANES);
+    }
+}
+
+/* --- products ---------------------------------------------------------------------------------------- */
+
+static void check_tiles(long outputs, long inputs)
+{
+    enum { MOST_ROWS = 32 }; /* of a tile, at any level */
+    const long pairs = (inputs + 1) / 2;
+    bf16 *weights = room((size_t)(outputs * inputs) * 2), *packed = room(rz_packed_bytes(outputs, inputs));
+    bf16 *x = room((size_t)(MOST_ROWS * inputs) * 2), *row = room((size_t)inputs * 2);
+    for (long i = 0; i < outputs * inputs; i++)
+        weights[i] = to_bf16_of(draw_float());
+    for (long i = 0; i < MOST_ROWS * inputs; i++)
+        x[i] = to_bf16_of(draw_float());
+    rz_pack(packed, weights, outputs, inputs, inputs, 0, outputs, outputs);
+    for (long output = 0; output < outputs; output++) {
+        rz_unpack_row(row, packed, output, inputs);
+        must(!memcmp(row, weights + output * inputs, (size_t)inputs * 2), "rz_unpack_row");
+    }
+    float all[TILE_ROWS * PANEL], some[TILE_ROWS * PANEL];
+    for (int i = 0; i < TILE_ROWS * PANEL; i++)
+        all[i] = 0.25f * (float)(i % 7);
+    memcpy(some, all, sizeof all);
+    rz_tile(TILE_ROWS, x, inputs, packed, pairs, all, PANEL, 1, NULL);
+    show_floats("tile", all, 12 * PANEL);
+    for (int rows = 1; rows < TILE_ROWS; rows++) {
+        float *c = room(sizeof some);
+        memcpy(c, some, sizeof some);
+        rz_ahead ahead = rz_look_ahead(packed, 2);
+        rz_tile(rows, x, inputs, packed, pairs, c, PANEL, 1, &ahead);
+        must(!memcmp(c, all, (size_t)(rows * PANEL) * sizeof *c), "a row, of the rows of its tile");
+        must(!memcmp(c + rows * PANEL, some + rows * PANEL, (size_t)(TILE_ROWS - rows) * PANEL * sizeof *c), "other rows");
+        free(c);
+    }
+}
+
+static void check_codecs(void)
+{
+    enum { COUNT = 64 };
+    bf16 values[COUNT];
+    for (int codec = RZ_CODEC_INT8; codec <= RZ_CODEC_FP8; codec++) {
+        uint8_t codes[COUNT];
+        int32_t shown[COUNT];
+        float scale;
+        for (int i = 0; i < COUNT; i++)
+            values[i] = to_bf16_of(draw_float() * (i % 5 ? 1.0f : 0.01f));
+        rz_encode(codec, values, COUNT, codes, &scale);
+        for (int i = 0; i < COUNT; i++)
+            shown[i] = codes[i];
+        show_ints("codes", shown, COUNT);
+        show_floats("exact scale", &scale, 1);
+    }
+}
+
+static void check_largest(void)
+{
+    for (long count = 1; count < 70; count += 3) {
+        float *values = room((size_t)count * sizeof *values);
+        for (long i = 0; i < count; i++)
+            values[i] = (float)(draw() % 7);
+        if (count % 2)
+            values[count / 2] = NAN;
+        int32_t at = (int32_t)rz_largest(values, count);
+        show_ints("largest", &at, 1);
+        free(values);
+    }
+}
+
+/* --- a whole decoder --------------------------------------------------------------------------------- */
+
+enum { HIDDEN = 62, INNER = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, VOCABULARY = 83, LAYERS = 2, BLOCK = 16, KV_BLOCKS = 16,
+       TOKENS = 150 };
+
+static float *floats_of(long count, float base, float spread)
+{
+    float *values = room((size_t)(count + 64) * sizeof *values);
+    for (long i = 0; i < count; i++)
+        values[i] = base + spread * draw_float();
+    return values;
+}
+
+static rz_linear linear_of(long outputs, long inputs, int biased)
+{
+    bf16 *weights = room((size_t)(outputs * inputs) * 2), *packed = room(rz_packed_bytes(outputs, inputs));
+    for (long i = 0; i < outputs * inputs; i++)
+        weights[i] = to_bf16_of(0.25f * draw_float());
+    rz_pack(packed, weights, outputs, inputs, inputs, 0, outputs, outputs);
+    free(weights);
+    return (rz_linear){ packed, biased ? floats_of((outputs + 31) / 32 * 32, 0, 0.1f) : NULL, (int32_t)outputs,
+                        (int32_t)inputs };
+}
+
+/* Logits of the last token of `step`. */
+static void forward_tokens(rz_decoder *decoder, int first, int count, float *logits)
+{
+    int32_t ids[TOKENS], positions[TOKENS], slots[TOKENS], tables[KV_BLOCKS], last = count - 1, context = first + count;
+    int32_t pairs[2 * KV_BLOCKS];
+    int64_t compressions = 0;
+    _Atomic int64_t progress = 0;
+    for (int i = 0; i < count; i++) {
+        ids[i] = (first + i) * 7 % VOCABULARY;
+        positions[i] = first + i;
+        slots[i] = first + i;
+    }
+    for (int block = 0; block < KV_BLOCKS; block++)
+        tables[block] = (block + 1) * BLOCK <= context ? KV_BLOCKS + block : block;
+    for (int block = first / BLOCK; (block + 1) * BLOCK <= context; block++, compressions++) {
+        pairs[2 * compressions] = block;
+        pairs[2 * compressions + 1] = KV_BLOCKS + block;
+    }
+    rz_step step = { .tokens = count, .sequences = 1, .sampled = 1, .table_blocks = (context + BLOCK - 1) / BLOCK,
+                     .token_ids = ids, .positions = positions, .slots = slots, .query_lens = &count,
+                     .context_lens = &context, .block_tables = tables, .sample_rows = &last, .logits = logits,
+                     .progress = &progress, .compressions = pairs, .num_compressions = compressions };
+    must(rz_decoder_forward(decoder, &step) == RZ_OK, "a step fails");
+    float value;
+    int64_t index;
+    rz_decoder_largest(decoder, logits, 1, VOCABULARY, &value, &index);
+    must(value == logits[index], "rz_decoder_largest");
+    float fused;
+    int64_t fused_index;
+    step.logits = NULL;
+    step.values = &fused;
+    step.indices = &fused_index;
+    must(rz_decoder_forward(decoder, &step) == RZ_OK, "a step fails");
+    must(fused == value && fused_index == index, "the largest logit while it is computed");
+}
+
+static void check_decoder(int codec, int activation, float cap)
+{
+    const long plane = (long)KV_BLOCKS * 2 * KV_HEADS, inner = (long)BLOCK * DIM;
+    rz_layer layers[LAYERS];
+    for (int i = 0; i < LAYERS; i++)
+        layers[i] = (rz_layer){
+            .attention_norm = floats_of(HIDDEN, 1, 0.1f), .feed_forward_norm = floats_of(HIDDEN, 1, 0.1f),
+            .after_attention_norm = cap ? floats_of(HIDDEN, 1, 0.1f) : NULL, .query_norm = floats_of(DIM, 1, 0.1f),
+            .key_norm = floats_of(DIM, 1, 0.1f), .qkv = linear_of((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, 1),
+            .output = linear_of(HIDDEN, HEADS * DIM, 0), .gate_up = linear_of(2 * INNER, HIDDEN, 0),
+            .down = linear_of(HIDDEN, INNER, 1), .rotary = 0, .window = i ? 40 : 0, .hot = room((size_t)(plane * inner) * 2),
+            .codes = room((size_t)(plane * inner) * 2), .scales = room((size_t)plane * sizeof(float)), .num_hot = KV_BLOCKS,
+            .codec = codec };
+    rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
+    rz_model model = { .layers = LAYERS, .hidden = HIDDEN, .intermediate = INNER, .q_heads = HEADS, .kv_heads = KV_HEADS,
+                       .head_dim = DIM, .block_size = BLOCK, .activation = activation, .rotary_dim = DIM,
+                       .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
+                       .attention_scale = 0.2f, .attention_cap = cap, .embedding_scale = 1, .residual_scale = 0.5f,
+                       .logit_scale = 1, .logit_cap = cap, .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f),
+                       .embedding = head.packed, .head = head };
+    float *frequencies = floats_of(DIM / 2, 0, 0);
+    for (int i = 0; i < DIM / 2; i++)
+        frequencies[i] = 1.0f / (float)(1 + i);
+    model.frequencies[0] = frequencies;
+    model.rotary_scale[0] = 1;
+    rz_decoder *decoder = rz_decoder_new(&model, 2, NULL);
+    float whole[VOCABULARY], alone[VOCABULARY], pieces[VOCABULARY];
+    forward_tokens(decoder, 0, TOKENS, whole);
+    show_floats("logits", whole, VOCABULARY);
+    forward_tokens(decoder, TOKENS - 1, 1, alone);
+    must(!memcmp(whole, alone, sizeof whole), "a token, of its chunk");
+    for (int first = 0; first < TOKENS; first += 37)
+        forward_tokens(decoder, first, first + 37 < TOKENS ? 37 : TOKENS - first, pieces);
+    must(!memcmp(whole, pieces, sizeof whole), "a token, of how its prompt was cut");
+    rz_decoder_free(decoder);
+}
+
+int main(void)
+{
+    check_vectors();
+    check_integers();
+    check_tiles(40, 70);
+    check_tiles(64, 1024);
+    check_codecs();
+    check_largest();
+    check_decoder(RZ_CODEC_INT8, RZ_SILU, 0);
+    check_decoder(RZ_CODEC_FP8, RZ_GELU_TANH, 0);
+    check_decoder(RZ_CODEC_NONE, RZ_GELU_TANH, 20);
+    return 0;
+}
