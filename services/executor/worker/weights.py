@@ -18,8 +18,8 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.lowering import CannotLower
-from services.executor.native.library import choose_level
+from services.executor.model.lowering import FAMILIES, CannotLower
+from services.executor.native.library import choose_level, why_not
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
@@ -164,6 +164,9 @@ class _BuiltShare:
         self.reads_compressed = backend.reads_compressed(
             self._model, self.dtype, collectives, device, self._threads
         )
+        if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
+            self._model.float()  # PyTorch computes it after all
+            self.dtype = torch.float32
         self.widths: StepWidths | None = widths_of(config, spec.world_size)
         self.facts = ModelFacts(
             layers=config.num_hidden_layers,
@@ -192,17 +195,22 @@ class _BuiltShare:
 
 
 def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
-    """`auto`: bf16 on a GPU and on CPUs that multiply it natively, for models stored in 16 bits; else fp32."""
+    """`auto`: for models stored in 16 bits, bf16 on GPUs, on CPUs that multiply it natively, and where the native
+    kernels may compute; else fp32."""
     if settings.dtype != "auto":
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
     stored = getattr(config, "dtype", None)
     if stored in (torch.float32, "float32"):
         return torch.float32
-    return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
+    may_be_native = not why_not() and getattr(config, "model_type", "") in FAMILIES
+    return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32
 
 
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively (AVX512-BF16 or AMX; Arm's BF16 extension)."""
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether PyTorch computes bf16 fast: on GPUs, and on CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's
+    BF16 extension)."""
+    if device.type != "cpu":
+        return True
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     except OSError:

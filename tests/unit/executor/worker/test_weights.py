@@ -1,0 +1,117 @@
+"""In which data type a rank's share is computed, and at which level of CPU instructions."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.kv_cache.offload import SpillStore
+from services.executor.kv_cache.sizes import StoreShape
+from services.executor.kv_cache.store import KvStore
+from services.executor.native import library
+from services.executor.worker import weights
+from services.executor.worker.runner import ModelRunner
+from services.executor.worker.weights import Share, choose_dtype, load_share
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
+from tests.unit.executor.model.tiny import make_model, reference_logits
+
+natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
+SPEC = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board="", settings={})
+
+
+@pytest.fixture
+def no_fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which PyTorch has no fast bf16."""
+    monkeypatch.setattr(weights, "has_fast_bf16", lambda device: device.type != "cpu")
+
+
+@pytest.fixture(autouse=True)
+def chosen_level() -> Iterator[None]:
+    yield
+    library.choose_level("")
+
+
+def model_of(directory: Path, **changes: object) -> Path:
+    """A tiny Llama whose weights are stored in bf16."""
+    make_model(directory, "llama", **changes)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return directory
+
+
+def share_of(directory: Path, **settings: object) -> Share:
+    asked = load_settings(ExecutorSettings, weight_cache_bytes=0, threads=2, **settings)
+    return load_share(asked, SPEC, directory, CPU, SingleRank(), lambda done, total: None)
+
+
+def runner_of(share: Share) -> ModelRunner:
+    shape = StoreShape(
+        share.facts.layers, BLOCK_SIZE, share.layout.kv_heads.size, share.layout.head_dim, share.dtype
+    )
+    return share.runner(
+        KvStore(shape, NUM_BLOCKS, CPU), SpillStore(0, 0, shape.bytes_per_spilled_block), None
+    )
+
+
+@natively
+def test_without_fast_bf16_a_model_that_the_kernels_compute_is_bf16(
+    no_fast_bf16: None, tmp_path: Path
+) -> None:
+    share = share_of(model_of(tmp_path, head_dim=32), cpu_level=library.levels()[-1])
+    assert share.dtype is torch.bfloat16
+    assert share.reads_compressed
+    assert runner_of(share).kernels == f"native {library.levels()[-1]}"
+
+
+def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: None, tmp_path: Path) -> None:
+    """Heads of 16 do not fit the kernels, which shows when the model is there."""
+    directory = model_of(tmp_path, head_dim=16)
+    share = share_of(directory)
+    assert share.dtype is torch.float32
+    assert not share.reads_compressed
+    runner = runner_of(share)
+    script, steps = mixed_script()
+    expected = reference_logits(directory, script.sequences)
+    for plan, sampled in steps:
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        for row, (sequence, position) in zip(logits, sampled, strict=True):
+            # The weights alone were rounded to bf16.
+            assert (row - expected[sequence][position]).abs().max() < 0.1 * expected[sequence].std()
+
+
+def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: Path) -> None:
+    share = share_of(model_of(tmp_path, head_dim=16), dtype="bf16")
+    assert share.dtype is torch.bfloat16
+    assert isinstance(runner_of(share).forward(mixed_script()[1][0][0]), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("stored", "model_type", "device", "expected"),
+    [
+        ("float32", "llama", "cpu", torch.float32),
+        (torch.bfloat16, "gpt_oss", "cpu", torch.float32),
+        (torch.bfloat16, "gpt_oss", "cuda", torch.bfloat16),
+        (torch.float32, "llama", "cuda", torch.float32),
+    ],
+)
+def test_auto(
+    no_fast_bf16: None, stored: object, model_type: str, device: str, expected: torch.dtype
+) -> None:
+    config = SimpleNamespace(dtype=stored, model_type=model_type)
+    assert choose_dtype(load_settings(ExecutorSettings), torch.device(device), config) is expected
+
+
+@natively
+def test_a_level_that_this_cpu_lacks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"choose one of: {', '.join(library.levels())}"):
+        share_of(tmp_path / "no model", cpu_level="sse9")
