@@ -354,6 +354,7 @@ class Detector:
             weight=self._speeds.observe(said.group, said.model, said.epoch, said.work, now),
             heard_at=at,
             kv_bytes=said.kv_bytes,
+            kernels=said.kernels,
         )
 
     def _judge(

@@ -76,6 +76,8 @@ class GroupBeat(msgspec.Struct, frozen=True):
     """Most memory that the KV caches of all ranks take once they have been filled."""
     death: RingDeath | None = None
     """Of the group's last ring; of this one where it stands still: so it would have died, were it given up now."""
+    kernels: str = ""
+    """What its ranks compute with, such as `native avx2`; empty: not known yet."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -150,6 +152,7 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     heard_at: float = 0.0
     """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
     kv_bytes: int = 0
+    kernels: str = ""
     """As a heartbeat's."""
 
 

@@ -77,6 +77,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
             "ranks",
             "kv_bytes",
             "message",
+            "kernels",
         }
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]

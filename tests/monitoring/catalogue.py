@@ -87,6 +87,7 @@ def _services(directory: Path) -> Iterator[Service]:
         flight=FlightRecorder.beside(directory / "board", 1, create=True),
         handover=HandoverBoard(HandoverBoard.path(directory / "board"), 1, create=True),
         ready=SimpleNamespace(is_set=lambda: True),
+        kernels="native avx2",
     )
     scheduler = SchedulerService(SchedulerSettings(instance="x"))
     for service in (gateway, scheduler, HealthMonitorService(HealthMonitorSettings(instance="x")), executor):

@@ -64,6 +64,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """Most memory that the ranks' KV caches take together; they grow to it as they are used."""
     message: str = ""
     """Why it is not ready, or how far its start has come."""
+    kernels: str = ""
+    """What its ranks compute with, such as `native avx2`."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -142,6 +144,7 @@ def _group(record: GroupRecord) -> GroupStatus:
         ranks=[RankStatus(rank.rank, rank.pid, rank.step) for rank in record.ranks],
         kv_bytes=record.kv_bytes,
         message="" if record.state in ("ready", "busy") else record.message or _phase(record),
+        kernels=record.kernels,
     )
 
 
@@ -158,7 +161,7 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
     """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
     services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
     groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used", "KV at most")
-    ranks = _table("Ranks", "group", "rank", "pid", "step", "memory")
+    ranks = _table("Ranks", "group", "rank", "pid", "step", "memory", "kernels")
     for service in snapshot.status.services:
         state = _coloured(service.state)
         usage = _usage(service.pid) if service.instance in snapshot.here else UNKNOWN
@@ -172,7 +175,8 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
         here = snapshot.instances.get(group.group, "") in snapshot.here
         for rank in group.ranks:
             memory = (_usage(rank.pid) if here else UNKNOWN)[1]
-            ranks.add_row(escape(group.group), str(rank.rank), str(rank.pid), str(rank.step), memory)
+            numbers = (str(rank.rank), str(rank.pid), str(rank.step), memory)
+            ranks.add_row(escape(group.group), *numbers, escape(group.kernels) or "-")
     for table in (services, groups, ranks):
         console.print(table)
         console.print()

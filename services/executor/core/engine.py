@@ -55,6 +55,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Modules that the next start of a rank of this model will need beyond those that every rank has."""
     numerics: str = ""
     """What computes, as far as the bits of its results depend on it; part of the model's fingerprint."""
+    kernels: str = ""
+    """What computes, for people: `native avx2`, `PyTorch cpu`."""
     exact: bool = False
     """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
 

@@ -53,6 +53,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Most bytes that rank 0's KV cache takes."""
     imports: list[str] = []
     """Modules that the next ring's ranks will need beyond those of every rank."""
+    kernels: str = ""
+    """What computes (`EngineSpec`)."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -233,11 +233,13 @@ class Leader:
         await self._bus.flush()
         freeze_gc_after_startup()
         self._board.set_state(RingState.READY)
-        self._supervisor.send(Ready(self._model, engine_spec.kv_bytes, engine_spec.imports))
+        told = (engine_spec.kv_bytes, engine_spec.imports, engine_spec.kernels)
+        self._supervisor.send(Ready(self._model, *told))
         log.info(
             "leader_ready",
             group=group,
             model=self._model,
+            kernels=engine_spec.kernels,
             blocks=engine_spec.total_blocks,
             lookahead=self._steps.lookahead,
         )

@@ -112,8 +112,11 @@ class RingCollector(Collector):
         board: Callable[[], RingBoard | None],
         labels: Callable[[], Labels],
         gpus: GpuReader | None = None,
+        kernels: Callable[[], str] = str,
     ) -> None:
+        """`kernels`: what the ring computes with; empty: not known yet."""
         self._board = board
+        self._kernels = kernels
         self._labels = labels
         self._gpus = gpus or GpuReader()
         self._deaths = dict.fromkeys(RING_CAUSES, 0)
@@ -136,6 +139,12 @@ class RingCollector(Collector):
         yield deaths
         if board is None:
             return
+        if kernels := self._kernels():
+            info = GaugeMetricFamily(
+                f"{_PREFIX}_kernels_info", "1, labelled with what computes.", labels=(*_LABELS, "kernels")
+            )
+            info.add_metric((*labels, kernels), 1)
+            yield info
         yield from _gauges(board, labels)
         yield from _counters(board, labels)
         for kind, (name, text) in _HISTOGRAMS.items():

@@ -75,6 +75,7 @@ class Ring:
         self.kv_bytes = 0
         """Most that the KV caches of all ranks take together: ranks differ by a head at most."""
         self.imports: list[str] = []
+        self.kernels = ""
         """What `Ready` tells of them."""
         self.given_up = ""
         """Why the supervisor has had enough of it, where it has."""
@@ -199,8 +200,8 @@ class Ring:
                 self._rendezvous = msgspec.json.encode(event) + b"\n"
                 for follower in range(1, len(self._processes)):
                     self._tell(follower, self._rendezvous)
-            case Ready(model, kv_bytes, imports):
-                self.model, self.imports = model, imports
+            case Ready(model, kv_bytes, imports, kernels):
+                self.model, self.imports, self.kernels = model, imports, kernels
                 self.kv_bytes = kv_bytes * self._settings.tp
                 self.ready.set()
             case Drained():

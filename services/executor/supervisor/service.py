@@ -70,7 +70,9 @@ class ExecutorService(Service):
         self._supervision: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._collector = RingCollector(
-            lambda: self._ring.board if self._ring else None, lambda: Labels(self.group, self._model)
+            lambda: self._ring.board if self._ring else None,
+            lambda: Labels(self.group, self._model),
+            kernels=lambda: self._ring.kernels if self._ring else "",
         )
         self.registry.register(self._collector)
         self._debug = DebugService(settings, lambda: (self._ring, self._whose()))
@@ -302,6 +304,7 @@ class ExecutorService(Service):
             message=self._message,
             work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
             kv_bytes=ring.kv_bytes,
+            kernels=ring.kernels,
             death=self._death_of(ring, ranks),
         )
 

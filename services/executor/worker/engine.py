@@ -327,6 +327,7 @@ class RingMember:
             overlaps=runner.can_launch(1),
             imports=share.imports,
             numerics=f"{runner.kernels} {shape.format}",
+            kernels=runner.kernels,
             exact=runner.is_exact,
         )
         return cls(runner, collectives, engine_spec, share)

@@ -49,6 +49,13 @@ def test_how_far_the_cache_can_grow_is_shown() -> None:
     assert "12.3 GB" in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), kv_bytes=12_345_678_900))
 
 
+def test_what_computes_is_shown() -> None:
+    ranks = [RankBeat(0, 1, 5, 0, False)]
+    assert "native avx2" in shown(
+        GroupRecord("g", "m", "ready", 1, ranks, GroupLoad(), kernels="native avx2")
+    )
+
+
 def test_how_far_a_start_has_come_is_shown() -> None:
     def record(**more: Any) -> GroupRecord:
         return GroupRecord(

@@ -85,6 +85,14 @@ def test_a_collector_tells_what_is_on_the_board(tmp_path: Path) -> None:
     assert "gpu_memory_bytes" not in found, "the driver did not say"
 
 
+def test_a_collector_tells_what_computes(tmp_path: Path) -> None:
+    board = RingBoard(tmp_path / "board", 1, create=True)
+    collector = RingCollector(lambda: board, lambda: Labels("g", "m"), kernels=lambda: "native avx2")
+    found = {metric.name: metric for metric in collector.collect()}["ryzanstein_executor_kernels_info"]
+    assert [(sample.labels["kernels"], sample.value) for sample in found.samples] == [("native avx2", 1)]
+    assert "kernels_info" not in collected(board), "a ring that is starting"
+
+
 def test_every_alias_has_a_source(tmp_path: Path) -> None:
     board = RingBoard(tmp_path / "board", 1, create=True)
     aliases = vllm_aliases(RingCollector(lambda: board, lambda: Labels("g", "m")))
