@@ -12,8 +12,8 @@ from torch import Tensor
 from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.offload import SpillStore
-from services.executor.kv_cache.sizes import StoreShape
 from services.executor.kv_cache.store import KvStore
 from services.executor.native import library
 from services.executor.worker import weights
