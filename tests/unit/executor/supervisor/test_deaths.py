@@ -1,10 +1,12 @@
 """Why a ring has died, and whom that makes suspicious."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from services.executor.core import gpu_errors
+from services.executor.supervisor import failure_detection
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from shared.messages.debugging import PlanDump, PlanSequenceDump
 
@@ -86,3 +88,15 @@ def test_an_errors_cause() -> None:
     assert gpu_errors.cause(ZeroDivisionError()) == "crashed"
     assert gpu_errors.cause(RuntimeError("CUDA error: an illegal memory access was encountered")) == "crashed"
     assert gpu_errors.cause(RuntimeError("CUDA error: uncorrectable ECC error encountered")) == "external"
+
+
+def test_a_host_without_the_files_has_killed_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    monkeypatch.setattr(failure_detection, "_memory_events", lambda: events)
+    host = oom_kills()
+    events.write_text("oom 3\noom_kill 2\n")
+    assert oom_kills() == 2
+    events.write_text("oom 3\n")
+    assert oom_kills() == host
+    monkeypatch.setattr(failure_detection, "Path", lambda path: tmp_path / "none")
+    assert failure_detection.oom_kills() == 0

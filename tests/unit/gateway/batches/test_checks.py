@@ -179,3 +179,23 @@ def test_pages_show_everything_once(count: int, limit: int, ascending: bool) -> 
     assert times == sorted(times, reverse=not ascending)
     with pytest.raises(RouteError):
         page(items, after="unknown", limit=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (Line(1, b"", "too_long"), "line_too_long"),
+        (Line(1, b"", "not_utf8"), "invalid_json_line"),
+        (Line(1, b"{", ""), "invalid_json_line"),
+        (Line(1, b"[]", ""), "invalid_json_line"),
+        (Line(1, request(1).replace(b'"c1"', b'""'), ""), "invalid_custom_id"),
+        (Line(1, request(1).replace(b"c1", b"c" * 513), ""), "invalid_custom_id"),
+        (Line(1, request(1).replace(b"POST", b"GET"), ""), "invalid_method"),
+        (Line(1, request(1).replace(b"completions", b"chats"), ""), "invalid_url"),
+        (Line(1, request(1)[: request(1).index(b'{"model')] + b"1}", ""), "invalid_type"),
+    ],
+)
+def test_a_line_that_is_no_request_is_a_finding(line: Line, code: str) -> None:
+    checker = Checker(URL, model_of, 10)
+    checker.check(line)
+    assert [(error.line, error.code) for error in checker.errors] == [(1, code)]
