@@ -47,7 +47,7 @@ class Parts(msgspec.Struct, frozen=True):
 
 class Backend:
     """Opened by the service, asked by the routes, which are built before NATS is connected. What is refused is refused
-    here: the properties raise `Unavailable` before it is open, and most of them once it is closed."""
+    here: `parts` and `started` raise `Unavailable` before it is open, and `parts` once it is closed."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator
@@ -76,49 +76,15 @@ class Backend:
             raise shutting_down()
 
     @property
-    def intake(self) -> Intake:
-        """For a new request."""
-        return self._open().intake
-
-    @property
-    def reading(self) -> Reading:
-        """For a generation that exists."""
-        return self._open().reading
-
-    @property
-    def responses(self) -> ResponseLookup:
-        """For a response that exists."""
-        return self._open().responses
-
-    @property
-    def stored_chats(self) -> StoredChats:
-        """For a chat completion that was stored."""
-        return self._open().stored_chats
-
-    @property
-    def files(self) -> Files:
-        return self._open().files
-
-    @property
-    def batches(self) -> Batches:
-        return self._open().batches
-
-    @property
-    def catalog(self) -> Catalog:
-        """To its end: what is there may be asked for as long as anybody listens."""
-        return self._started().catalog
-
-    @property
-    def cluster(self) -> Cluster:
-        """To its end, as the catalog."""
-        return self._started().cluster
-
-    def _open(self) -> Parts:
+    def parts(self) -> Parts:
+        """For a request."""
         if self._closed:
             raise shutting_down()
-        return self._started()
+        return self.started
 
-    def _started(self) -> Parts:
+    @property
+    def started(self) -> Parts:
+        """To the gateway's end: what is there may be asked for as long as anybody listens."""
         if self._parts is None:
             raise Unavailable("The gateway is starting; try again in a moment.", retry_after=1)
         return self._parts

@@ -160,7 +160,7 @@ class _Connection(Session[ClientMessage]):
         if message.type == "attach":
             self._backend.authenticator.check(self._context.principal)
             tenant = self._context.tenant
-            return await self._backend.reading.attach(
+            return await self._backend.parts.reading.attach(
                 message.generation, after, how="websocket", tenant=tenant
             )
         context = msgspec.structs.replace(
@@ -178,7 +178,7 @@ class _Connection(Session[ClientMessage]):
                 param="position",
                 reason="invalid_position",
             )
-        return await self._backend.intake.prepare(
+        return await self._backend.parts.intake.prepare(
             message.endpoint, message.request, context, always_streamed=True
         )
 

@@ -42,7 +42,7 @@ async def until_known(look: Callable[[], Awaitable[T | None]], seconds: float = 
 
 async def kept(gateway: RunningGateway, identity: str) -> StoredResponse:
     """Waits until the response is in the store."""
-    store = gateway.service._backend.responses._store
+    store = gateway.service._backend.parts.responses._store
     return await until_known(lambda: store.get(identity.removeprefix("resp_"), ""))
 
 

@@ -94,5 +94,5 @@ class ClusterRoute(BackendRoute):
     """The cluster's state, as this gateway sees it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = await self._backend.cluster.state(scope["state"]["principal"].tenant)
+        state = await self._backend.started.cluster.state(scope["state"]["principal"].tenant)
         await send_json(send, 200, state, {"cache-control": "no-store"})

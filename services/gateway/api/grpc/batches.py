@@ -44,14 +44,14 @@ class BatchMethods:
         """GetBatch."""
         given = requests.decode(pb.GetBatchRequest, call.take())
         with self._backend.active():
-            job = await self._backend.batches.get(_named(given.batch_id), call.principal.tenant)
+            job = await self._backend.parts.batches.get(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.GetBatchResponse(batch=shown(job)).SerializeToString())
 
     async def cancel(self, call: Call) -> None:
         """CancelBatch."""
         given = requests.decode(pb.CancelBatchRequest, call.take())
         with self._backend.active():
-            job = await self._backend.batches.cancel(_named(given.batch_id), call.principal.tenant)
+            job = await self._backend.parts.batches.cancel(_named(given.batch_id), call.principal.tenant)
         await call.send(pb.CancelBatchResponse(batch=shown(job)).SerializeToString())
 
     async def listed(self, call: Call) -> None:
@@ -60,7 +60,7 @@ class BatchMethods:
         size = given.page_size or USUAL
         check_range("page_size", size, 1, MOST)
         with self._backend.active():
-            batches = self._backend.batches
+            batches = self._backend.parts.batches
             try:
                 jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)
             except RouteError:
@@ -80,7 +80,7 @@ class BatchMethods:
         if kind is None:
             raise missing("input", "input_file_id or jsonl")
         print_ = requests.fingerprint(given) if key else ""
-        batches = self._backend.batches
+        batches = self._backend.parts.batches
         if key and (known := await batches.known(principal, key, print_)) is not None:
             return known
         if kind == "input_file_id":
@@ -92,15 +92,15 @@ class BatchMethods:
         self, given: pb.SubmitBatchRequest, principal: Principal, key: str, print_: str
     ) -> BatchJob:
         """With the lines as a file of their own, which is gone again where no batch came of it."""
-        files = self._backend.files
-        await self._backend.intake.count(principal, {})
+        files = self._backend.parts.files
+        await self._backend.parts.intake.count(principal, {})
         size = len(given.jsonl)
         async with files.receive(principal.tenant, "input.jsonl", _parts(given.jsonl), size) as record:
             expires = record.created_at + BATCH_EXPIRY
             file = await files.publish(msgspec.structs.replace(record, purpose="batch", expires_at=expires))
         used = ""
         try:
-            job = await self._backend.batches.submit(_wanted(given, file.id), principal, key, print_)
+            job = await self._backend.parts.batches.submit(_wanted(given, file.id), principal, key, print_)
             used = job.input_file_id
         except InvalidRequest:
             await files.delete(file.id, principal.tenant)

@@ -78,7 +78,7 @@ class Inference:
         request: ChatCompletionRequest | CompletionRequest,
     ) -> None:
         with self._backend.active():
-            intake = self._backend.intake
+            intake = self._backend.parts.intake
             view = view_of(given.output)
             context = msgspec.structs.replace(context_of(call, self._settings), view=view)
             print_ = requests.fingerprint(given) if context.key else ""
@@ -91,7 +91,7 @@ class Inference:
         """Attach."""
         given = decode(pb.AttachRequest, call.take())
         with self._backend.active():
-            run = await self._backend.reading.attach(
+            run = await self._backend.parts.reading.attach(
                 given.generation_id,
                 positions_of(given),
                 how="grpc",
@@ -105,7 +105,9 @@ class Inference:
         """Cancel."""
         given = decode(pb.CancelRequest, call.take())
         with self._backend.active():
-            answer, going = await self._backend.reading.cancel(given.generation_id, call.principal.tenant)
+            answer, going = await self._backend.parts.reading.cancel(
+                given.generation_id, call.principal.tenant
+            )
             call.model = answer.record.requests[0].model
         await call.send(pb.CancelResponse(cancelled=going).SerializeToString())
 
@@ -113,7 +115,7 @@ class Inference:
         """Tokenize."""
         given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model)
             call.model = card.model
             kind = given.WhichOneof("input")
             if kind is None:
@@ -122,7 +124,7 @@ class Inference:
                 ids = await tokenizer.encode(given.text)
             else:
                 chat = requests.conversation_request(given.model, given.conversation)
-                ids = await self._backend.intake.chat_prompt(chat)
+                ids = await self._backend.parts.intake.chat_prompt(chat)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
@@ -130,7 +132,7 @@ class Inference:
         """Detokenize."""
         given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.intake.tokenizer(given.model)
+            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model)
             call.model = card.model
             ids = list(given.token_ids)
             check_token_ids("token_ids", ids, card.vocab_size)
@@ -140,7 +142,7 @@ class Inference:
     async def list_models(self, call: Call) -> None:
         """ListModels."""
         decode(pb.ListModelsRequest, call.take())
-        models = [_model(card) for card in self._backend.catalog.listed()]
+        models = [_model(card) for card in self._backend.started.catalog.listed()]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
     async def embed(self, call: Call) -> None:
@@ -150,7 +152,7 @@ class Inference:
             context = msgspec.structs.replace(context_of(call, self._settings), view=EmbedFormat)
             print_ = requests.fingerprint(given) if context.key else ""
             request = requests.embedding_request(given)
-            run = await self._backend.intake.prepare_decoded("grpc.Embed", request, context, print_)
+            run = await self._backend.parts.intake.prepare_decoded("grpc.Embed", request, context, print_)
             with call.reading(run):
                 await run.begin()
                 await call.send(await run.collect())

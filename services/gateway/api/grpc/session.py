@@ -135,7 +135,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             given = message.attach
             after = positions_of(given)
             self._backend.authenticator.check(self._context.principal)
-            return await self._backend.reading.attach(
+            return await self._backend.parts.reading.attach(
                 given.generation_id, after, how="grpc", view=view, tenant=self._context.tenant
             )
         context = msgspec.structs.replace(self._context_of(message), view=view)
@@ -145,7 +145,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         request = (
             requests.chat_request(message.chat) if chat else requests.completion_request(message.generate)
         )
-        return await self._backend.intake.prepare_decoded(
+        return await self._backend.parts.intake.prepare_decoded(
             CHAT if chat else GENERATE, request, context, print_
         )
 

@@ -125,7 +125,7 @@ class BatchesRoute:
         self._decoder = msgspec.json.Decoder(BatchCreate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        batches, principal = self._backend.batches, scope["state"]["principal"]
+        batches, principal = self._backend.parts.batches, scope["state"]["principal"]
         if scope["method"] == "POST":
             key = check_idempotency_key(header(scope, b"idempotency-key"))
             body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
@@ -144,7 +144,7 @@ class BatchRoute(BackendRoute):
     """GET of /v1/batches/{id}, POST of /v1/batches/{id}/cancel."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        batches, tenant = self._backend.batches, scope["state"]["principal"].tenant
+        batches, tenant = self._backend.parts.batches, scope["state"]["principal"].tenant
         batch = scope["path_params"]["batch"]
         act = batches.cancel if scope["method"] == "POST" else batches.get
         await _send(send, await act(batch, tenant))

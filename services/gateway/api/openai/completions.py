@@ -32,7 +32,7 @@ class CompletionsRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake = self._backend.intake
+        intake = self._backend.parts.intake
         settings = self._settings
         context = context_of(scope, settings)
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
@@ -121,7 +121,7 @@ class ModelsRoute(BackendRoute):
     """The models that are served."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        models = [Model.of(card) for card in self._backend.catalog.listed()]
+        models = [Model.of(card) for card in self._backend.started.catalog.listed()]
         if not models:  # clients read the first one
             raise Unavailable(
                 "No model is served yet: its executors are loading it, or there are none; try again in a moment "
@@ -136,7 +136,7 @@ class ModelRoute(BackendRoute):
     """One model, also while it waits for a group. Names may have slashes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        card = self._backend.catalog.card(scope["path_params"]["model"])
+        card = self._backend.started.catalog.card(scope["path_params"]["model"])
         await send_json(send, 200, Model.of(card))
 
 
@@ -157,12 +157,12 @@ class GenerationRoute(BackendRoute):
         if scope["method"] == "DELETE":
             await send_json(send, 200, await self._cancel(public_id, tenant))
             return
-        state = await self._backend.reading.state(public_id, scope["state"]["request_id"], tenant)
+        state = await self._backend.parts.reading.state(public_id, scope["state"]["request_id"], tenant)
         scope["state"]["model"] = state.model
         await send_json(send, 200, state)
 
     async def _cancel(self, public_id: str, tenant: str) -> Cancelled:
-        answer, going = await self._backend.reading.cancel(public_id, tenant)
+        answer, going = await self._backend.parts.reading.cancel(public_id, tenant)
         return Cancelled(answer.public_id, "generation", going)
 
 
@@ -171,6 +171,6 @@ class GenerationStreamRoute(BackendRoute):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-        run = await self._backend.reading.attach(public_id, positions_of(scope), tenant=tenant)
+        run = await self._backend.parts.reading.attach(public_id, positions_of(scope), tenant=tenant)
         with reading(run, scope, receive):
             await stream(run, send, scope["state"]["request_id"])

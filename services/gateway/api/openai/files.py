@@ -175,10 +175,10 @@ class FilesRoute(BackendRoute):
     """POST and GET of /v1/files."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files, principal = self._backend.files, scope["state"]["principal"]
+        files, principal = self._backend.parts.files, scope["state"]["principal"]
         tenant = principal.tenant
         if scope["method"] == "POST":
-            await self._backend.intake.count(principal, scope["state"]["answer_headers"])
+            await self._backend.parts.intake.count(principal, scope["state"]["answer_headers"])
             record = await self._upload(files, tenant, scope, receive)
             await send_json(send, 200, msgspec.json.encode(file_object(record)))
         else:
@@ -235,7 +235,7 @@ class FileRoute(BackendRoute):
     """GET and DELETE of /v1/files/{id}."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files, file_id = self._backend.files, scope["path_params"]["file"]
+        files, file_id = self._backend.parts.files, scope["path_params"]["file"]
         tenant = scope["state"]["principal"].tenant
         if scope["method"] == "DELETE":
             await files.delete(file_id, tenant)
@@ -250,7 +250,7 @@ class FileContentRoute(BackendRoute):
     """GET of /v1/files/{id}/content: the bytes, a chunk at a time, as fast as the client takes them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files = self._backend.files
+        files = self._backend.parts.files
         record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
         async with contextlib.aclosing(files.content(record)) as parts:
             first = await anext(parts, b"")  # what is wrong is said before the status is sent

@@ -293,7 +293,7 @@ class ResponseRoute(BackendRoute):
     """A response by its id: the object, its events, or with DELETE its end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.responses
+        responses = self._backend.parts.responses
         public_id = scope["path_params"]["response"]
         if scope["method"] == "DELETE":
             await responses.delete(await responses.find(public_id, scope["state"]["principal"].tenant))
@@ -315,7 +315,7 @@ class CancelRoute(BackendRoute):
     """Ends a response, for everybody. One that has ended is shown as it is."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.responses
+        responses = self._backend.parts.responses
         public_id = scope["path_params"]["response"]
         found = await responses.find(public_id, scope["state"]["principal"].tenant)
         scope["state"]["model"] = found.record.requests[0].model
@@ -345,7 +345,7 @@ class InputItemsRoute(BackendRoute):
     """The items that a response's request brought, page by page."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.responses
+        responses = self._backend.parts.responses
         wanted = page(scope["query_string"])
         found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
         items, _ = await responses.items(found)
@@ -356,7 +356,7 @@ class InputTokensRoute(BackendRoute):
     """How many tokens an input has."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake = self._backend.intake
+        intake = self._backend.parts.intake
         body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
         tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
         await send_json(send, 200, InputTokens("response.input_tokens", tokens))

@@ -201,7 +201,7 @@ class ChatsRoute:
             return
         wanted = chats_wanted(scope["query_string"])
         tenant = scope["state"]["principal"].tenant
-        await send_json(send, 200, await self._backend.stored_chats.listed(tenant, wanted))
+        await send_json(send, 200, await self._backend.parts.stored_chats.listed(tenant, wanted))
 
 
 class ChatRoute:
@@ -213,7 +213,7 @@ class ChatRoute:
         self._decoder = msgspec.json.Decoder(ChangedChat)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        chats, tenant = self._backend.stored_chats, scope["state"]["principal"].tenant
+        chats, tenant = self._backend.parts.stored_chats, scope["state"]["principal"].tenant
         public_id = scope["path_params"]["generation"]
         if scope["method"] == "DELETE":
             await chats.delete(public_id, tenant)
@@ -233,7 +233,7 @@ class MessagesRoute(BackendRoute):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wanted = messages_wanted(scope["query_string"])
         tenant, public_id = scope["state"]["principal"].tenant, scope["path_params"]["generation"]
-        await send_json(send, 200, await self._backend.stored_chats.messages(public_id, tenant, wanted))
+        await send_json(send, 200, await self._backend.parts.stored_chats.messages(public_id, tenant, wanted))
 
 
 def chat_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[BaseRoute]:

@@ -122,7 +122,7 @@ class TokenizerRoute:
         self._work = detokenize if back else tokenize
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake, state = self._backend.intake, scope["state"]
+        intake, state = self._backend.parts.intake, scope["state"]
         await intake.count(state["principal"], state["answer_headers"])
         body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
         await send_json(send, 200, await self._work(intake, body))
@@ -132,7 +132,7 @@ class TokenizerInfoRoute(BackendRoute):
     """The configuration of a model's tokenizer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake, state = self._backend.intake, scope["state"]
+        intake, state = self._backend.parts.intake, scope["state"]
         await intake.count(state["principal"], state["answer_headers"])
         model = None
         for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):

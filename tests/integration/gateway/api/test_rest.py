@@ -204,7 +204,7 @@ async def test_what_is_listed_is_what_is_served(
     http: httpx.AsyncClient, gateway: RunningGateway, ring: FakeRing
 ) -> None:
     async def listed(*expected: str) -> None:
-        catalog = gateway.service._backend.catalog
+        catalog = gateway.service._backend.started.catalog
         await until(lambda: [card.model for card in catalog.listed()] == list(expected))
         assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == list(expected)
 
@@ -213,7 +213,7 @@ async def test_what_is_listed_is_what_is_served(
     await ring.put_record("gone", model="another")  # of an earlier start
     await listed(MODEL)
     await ring.put_record("starting")
-    await until(lambda: not gateway.service._backend.catalog.listed())
+    await until(lambda: not gateway.service._backend.started.catalog.listed())
     answer = await http.get("/v1/models")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     for state in ("ready", "starting", "busy", "hung", "draining"):

@@ -126,7 +126,7 @@ async def test_files_that_cannot_be_written_end_the_batch(
     await ready(ring)
     async with run_gateway(nats_settings, tenant_file_bytes=1000) as gateway, gateway.openai() as client:
         batch = await submit(client, requests(4))
-        files = gateway.service._backend.files
+        files = gateway.service._backend.parts.files
         files._quota = 1  # after the upload
         done = await until_status(client, batch.id)
         assert done.status == "failed"

@@ -65,7 +65,7 @@ async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(
     ):
         for _ in range(3):
             assert (await upload(http, 10)).status_code == 200
-        await until(lambda: two.service._backend.files.held_by("")[0] == 3)
+        await until(lambda: two.service._backend.parts.files.held_by("")[0] == 3)
         for client in (http, elsewhere):
             answer = await upload(client, 10)
             assert refusal(answer) == (429, "quota_exceeded")
@@ -76,7 +76,7 @@ async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(
 
 async def test_uploads_under_way_are_counted(nats_settings: CommonSettings) -> None:
     async with run_gateway(nats_settings, tenant_file_bytes=300 * KIB) as gateway:
-        files, began, go_on = gateway.service._backend.files, asyncio.Event(), asyncio.Event()
+        files, began, go_on = gateway.service._backend.parts.files, asyncio.Event(), asyncio.Event()
 
         async def slow() -> Any:
             began.set()
@@ -109,14 +109,14 @@ async def test_uploads_leave_room_for_outputs(nats_settings: CommonSettings) -> 
         answer = await upload(http, 128 * KIB)
         assert refusal(answer) == (507, "storage_full")
         assert "RYZANSTEIN_FILES_MAX_BYTES" in answer.json()["error"]["message"]
-        files = gateway.service._backend.files
+        files = gateway.service._backend.parts.files
         output = FileRecord("file-out", "other", "o", "batch_output", 1.0, "file-out")
         assert (await files.put(output, parts(b"x" * (200 * KIB)))).bytes == 200 * KIB
 
 
 async def test_outputs_are_bounded_too(nats_settings: CommonSettings) -> None:
     async with run_gateway(nats_settings, tenant_file_bytes=100 * KIB) as gateway:
-        files = gateway.service._backend.files
+        files = gateway.service._backend.parts.files
         outputs = [FileRecord(name, "acme", name, "batch_output", 1.0, name) for name in ("one", "two")]
         await files.put(outputs[0], parts(b"x" * (150 * KIB)))
         with pytest.raises(QuotaExceeded, match="RYZANSTEIN_TENANT_FILE_BYTES"):
@@ -133,7 +133,7 @@ async def test_uploads_are_counted_as_requests(nats_settings: CommonSettings) ->
 async def test_marks_of_removed_files_go_too(
     gateway: RunningGateway, http: httpx.AsyncClient, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = gateway.service._backend.files
+    files = gateway.service._backend.parts.files
     made = [(await upload(http, 10)).json()["id"] for _ in range(3)]
     for file in made[:2]:
         await http.delete(f"{FILES}/{file}")

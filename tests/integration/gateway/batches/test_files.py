@@ -90,7 +90,7 @@ async def test_a_file_expires(client: openai.AsyncOpenAI, gateway: RunningGatewa
         file=("a.txt", b"x"), purpose="user_data", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert file.expires_at == pytest.approx(file.created_at + 3600, abs=1)
-    files = gateway.service._backend.files
+    files = gateway.service._backend.parts.files
     await files.sweep(time.time() + 3590)
     assert await client.files.retrieve(file.id) == file
     await files.sweep(time.time() + 3610)

@@ -242,7 +242,7 @@ async def test_no_token_in_time(nats_settings: CommonSettings, ring: FakeRing) -
         assert checked(answer, 503)["code"] == "no_group_available"
         assert int(answer.headers["retry-after"]) >= 1
         await ring.put_record("ready")
-        catalog = gateway.service._backend.catalog
+        catalog = gateway.service._backend.started.catalog
         await until(lambda: catalog.has_ready_group(MODEL))
         assert checked(await http.post(CHAT, json=GOOD), 504)["code"] == "deadline_exceeded"
         await until(lambda: len(ring.cancelled) == 2)

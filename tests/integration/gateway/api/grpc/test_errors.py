@@ -245,7 +245,7 @@ async def test_a_fault_of_ours_shows_nothing_of_our_insides(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(gateway.service._backend.intake, "prepare_decoded", broken)
+    monkeypatch.setattr(gateway.service._backend.parts.intake, "prepare_decoded", broken)
     error = await failure(client.Generate(PROMPT, metadata=[("x-request-id", "trace-1")]))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "trace-1" in (error.details() or "")
