@@ -24,10 +24,10 @@ def main() -> None:
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
     families: dict[str, Callable[[], Iterator[Compiled]]] = {
-        "attention": partial(attention.kernels, not given.some),
-        "fused": fused.kernels,
-        "products": partial(products.kernels, not given.some),
-        "sampling": partial(sampling.kernels, not given.some),
+        "attention": partial(attention.attention_kernels, not given.some),
+        "fused": fused.fused_kernels,
+        "products": partial(products.product_kernels, not given.some),
+        "sampling": partial(sampling.sampling_kernels, not given.some),
     }
     if given.only:
         families = {given.only: families[given.only]}

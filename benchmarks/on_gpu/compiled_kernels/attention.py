@@ -132,7 +132,7 @@ def compile_variant(variant: Variant) -> list[Compiled]:
     ]
 
 
-def kernels(every: bool) -> Iterator[Compiled]:
+def attention_kernels(every: bool) -> Iterator[Compiled]:
     """All kernels; one process per core."""
     with ProcessPoolExecutor() as pool:
         for found in pool.map(compile_variant, list(variants(every))):

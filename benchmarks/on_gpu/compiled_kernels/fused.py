@@ -52,7 +52,7 @@ def gated(width: int, gelu: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     elementwise.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
 
 
-def kernels() -> Iterator[Compiled]:
+def fused_kernels() -> Iterator[Compiled]:
     found = {
         "norm, 4096": partial(norm, 4096, PLAIN),
         "add and norm, 4096": partial(add_norm, 4096, PLAIN),

@@ -35,7 +35,7 @@ def widen(codec: Codec) -> None:
     decode_rows(meta(64, 4096, dtype=codec.dtype), meta(64, dtype=torch.float32), meta(64, 4096))
 
 
-def kernels(every: bool) -> Iterator[Compiled]:
+def product_kernels(every: bool) -> Iterator[Compiled]:
     """What serving uses; or the most demanding of it."""
     yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
     yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))

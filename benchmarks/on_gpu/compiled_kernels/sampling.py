@@ -9,7 +9,7 @@ from benchmarks.on_gpu.compiled_kernels.launched import Compiled, Launched, comp
 from services.executor.gpu.kernels import sampling
 
 MOST_BY_LOGIT = 1024
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+LOGIT_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
@@ -32,14 +32,14 @@ def named(launched: Launched) -> str:
     return f"{launched.name} {'weights' if weights else 'counts'}"
 
 
-def kernels(every: bool) -> Iterator[Compiled]:
+def sampling_kernels(every: bool) -> Iterator[Compiled]:
     """What serving uses; or some of it."""
     cases = [(16, 128_256, torch.bfloat16)]
     if every:
-        cases += list(product((1, 5, 256), (100, 4096, 4097, 32_000, 152_064), TYPES))
+        cases += list(product((1, 5, 256), (100, 4096, 4097, 32_000, 152_064), LOGIT_TYPES))
     seen: list[Launched] = []
     for rows, vocabulary, dtype in cases:
         for launched in launches(lambda: draw(rows, vocabulary, dtype)):  # noqa: B023  # called at once
             if launched not in seen:
                 seen.append(launched)
-                yield compile_launched(f"{named(launched)} {rows} x {vocabulary} {TYPES[dtype]}", launched)
+                yield compile_launched(f"{named(launched)} {rows} x {vocabulary} {LOGIT_TYPES[dtype]}", launched)
