@@ -18,8 +18,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.one_rank import load_one_rank
-from benchmarks.engine.steps import Decode, Prefill, Steps
+from benchmarks.engine.steps import Decode, Prefill, Steps, load_one_rank
 from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
 

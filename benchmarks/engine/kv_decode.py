@@ -17,8 +17,7 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.one_rank import BLOCK, load_one_rank
-from benchmarks.engine.steps import decode_plan
+from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
 from services.executor.core.settings import BlockDType
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.one_rank import BLOCK, load_one_rank
+from benchmarks.engine.steps import BLOCK, load_one_rank
 from benchmarks.serve.workloads import PromptSource, calibrate
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState

@@ -9,11 +9,304 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
-from benchmarks.on_gpu.compiled_kernels import attention, fused, products, sampling
-from benchmarks.on_gpu.compiled_kernels.launched import INSTRUCTIONS, Compiled
-from services.executor.gpu.kernels.tiles import SHARED
+import torch
+from torch import Tensor
+
+from benchmarks.on_gpu.launched import (
+    INSTRUCTIONS,
+    Compiled,
+    Launched,
+    compile_launched,
+    compile_work,
+    launches,
+    meta,
+)
+from services.executor.gpu.kernels import attention_launch, elementwise, sampling
+from services.executor.gpu.kernels.matmul import (
+    arrivals_for,
+    decode_rows,
+    encode_rows,
+    multiply_few,
+    multiply_one,
+)
+from services.executor.gpu.kernels.tiles import SHARED, rows_for
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+
+MOST_STACK = 160
+"""Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
+TYPES = {torch.float16: "fp16", torch.float32: "fp32"}
+CODECS: dict[str, Codec | None] = {"hot": None, "int8": INT8, "fp8": FP8}
+
+
+class Variant(NamedTuple):
+    """Of `attend`, with its `merge` where keys are split."""
+
+    tokens: int
+    """Of a tile's sequence in a step: 1 is a decode."""
+    cold: str
+    """Of `CODECS`; hot: there are no cold blocks."""
+    width: int
+    group: int
+    splits: int = 1
+    asks: tuple[str, ...] = ()
+    """Of softcap, window, sinks and slopes."""
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        what = "decode" if self.tokens == 1 else f"prefill{self.tokens}"
+        parts = f"{what} {self.cold} d{self.width} group{self.group} splits{self.splits}"
+        dtype = () if self.dtype == torch.bfloat16 else (TYPES[self.dtype],)
+        return " ".join((parts, *self.asks, *dtype))
+
+
+def variants(every: bool) -> Iterator[Variant]:
+    """What serving uses; or the most demanding of it."""
+    if not every:
+        yield Variant(1, "fp8", 128, 4, 8)
+        yield Variant(512, "hot", 128, 4)
+        yield Variant(512, "int8", 256, 8)
+        yield Variant(512, "int8", 256, 1, dtype=torch.float32)
+        return
+    for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
+        yield Variant(tokens, cold, width, group)
+    for cold, width in product(CODECS, (64, 80, 96, 128, 256)):
+        yield Variant(1, cold, width, 4, 16)
+    for tokens, cold in product((4, 16, 512), CODECS):
+        yield Variant(tokens, cold, 128, 4, 4)
+        yield Variant(tokens, cold, 256, 3)
+    for cold in CODECS:
+        for asks in (("softcap",), ("window",), ("sinks", "window"), ("slopes",)):
+            yield Variant(1, cold, 128, 4, 8, asks)
+            yield Variant(512, cold, 128, 4, 1, asks)
+    for tokens in (1, 512):
+        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float16)
+        yield Variant(tokens, "fp8", 128, 4, dtype=torch.float32)
+        yield Variant(tokens, "int8", 256, 1, dtype=torch.float32)
+
+
+def calls(variant: Variant) -> list[attention_launch.Call]:
+    """The launches of a variant, of tensors that have shapes and no numbers."""
+    kv_heads, width = 8, variant.width
+    heads = kv_heads * variant.group
+    codec = CODECS[variant.cold]
+
+    def empty(*sizes: int, dtype: torch.dtype = variant.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    index = empty(64, dtype=torch.int32)
+    cold = 1000 if codec else 0
+    code = empty(cold, 2, kv_heads, 16, width, dtype=codec.dtype if codec else variant.dtype)
+    scales = empty(cold, 2, kv_heads, dtype=torch.float32) if codec else None
+    layer = attention_launch.Layer(empty(1000, 2, kv_heads, 16, width), code, scales, codec)
+    batch = attention_launch.Batch(
+        index,
+        index,
+        index,
+        index,
+        index,
+        index,
+        index,
+        rows_for(variant.group, variant.tokens),
+        variant.splits,
+        0,
+        64,
+    )
+    per_head = empty(heads, dtype=torch.float32)
+    scores = attention_launch.Scores(
+        width**-0.5,
+        5.0 if "softcap" in variant.asks else None,
+        1024 if "window" in variant.asks else None,
+        per_head if "sinks" in variant.asks else None,
+        per_head if "slopes" in variant.asks else None,
+    )
+    query = empty(64, kv_heads, variant.group, width)
+    return attention_launch.attend_calls(query, layer, batch, scores, query)
+
+
+def block_calls() -> Iterator[tuple[str, attention_launch.Call]]:
+    """The launches that write blocks, and compress them."""
+    hot = torch.empty((2, 1000, 2, 8, 16, 128), dtype=torch.bfloat16, device="meta")
+    fused = torch.empty((64, 48, 128), dtype=torch.bfloat16, device="meta")
+    slots = torch.empty(64, dtype=torch.int32, device="meta")
+    yield "write", attention_launch.write_call(fused[:, 32:40], fused[:, 40:], slots, hot[0])
+    index = torch.empty((64, 2), dtype=torch.int64, device="meta")
+    for name, codec in CODECS.items():
+        code = torch.empty_like(hot, dtype=codec.dtype if codec else hot.dtype)
+        scales = torch.empty(hot.shape[:4], dtype=torch.float32, device="meta") if codec else None
+        yield f"compress {name}", attention_launch.compress_call(hot, index[:, 0], code, scales, codec, index)
+
+
+def compile_call(name: str, call: attention_launch.Call) -> Compiled:
+    """As Triton would at the first launch."""
+    (launched,) = launches(call.run)
+    return compile_launched(name, launched)
+
+
+def compile_variant(variant: Variant) -> list[Compiled]:
+    """`attend`, and `merge` where it is needed."""
+    return [
+        compile_call(f"{variant.name}{' merge' if at else ''}", call)
+        for at, call in enumerate(calls(variant))
+    ]
+
+
+def attention_kernels(every: bool) -> Iterator[Compiled]:
+    """All kernels; one process per core."""
+    with ProcessPoolExecutor() as pool:
+        for found in pool.map(compile_variant, list(variants(every))):
+            yield from found
+    for name, call in block_calls():
+        yield compile_call(name, call)
+
+
+TOKENS = 64
+PLAIN, GEMMA = elementwise.Norms(1e-6, offset=False), elementwise.Norms(1e-6, offset=True)
+FP32 = torch.float32
+
+
+def norm(width: int, how: elementwise.Norms) -> None:
+    elementwise.norm(meta(TOKENS, width), meta(width, dtype=FP32), how)
+
+
+def add_norm(
+    width: int, how: elementwise.Norms, after: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Launches one; `after`: with the norm behind attention, and a scale."""
+    x, residual = meta(TOKENS, width, dtype=dtype), meta(TOKENS, width, dtype=dtype)
+    weight = meta(width, dtype=FP32)
+    elementwise.add_norm(x, residual, weight, how, weight if after else None, 0.5 if after else 1.0)
+
+
+def place(
+    q_heads: int,
+    kv_heads: int,
+    width: int,
+    half: int,
+    normed: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    slots: torch.dtype = torch.int32,
+) -> None:
+    angles = meta(TOKENS, half, dtype=FP32)
+    norms = (meta(width, dtype=FP32), meta(width, dtype=FP32))
+    elementwise.place(
+        meta(TOKENS, (q_heads + 2 * kv_heads) * width, dtype=dtype),
+        q_heads,
+        elementwise.Rotation(angles, angles) if half else None,
+        meta(TOKENS, dtype=slots),
+        meta(1000, 2, kv_heads, 16, width, dtype=dtype),
+        norms if normed else None,
+        PLAIN,
+    )
+
+
+def gated(width: int, gelu: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    elementwise.gated(meta(TOKENS, 2 * width, dtype=dtype), gelu=gelu)
+
+
+def fused_kernels() -> Iterator[Compiled]:
+    found = {
+        "norm, 4096": partial(norm, 4096, PLAIN),
+        "add and norm, 4096": partial(add_norm, 4096, PLAIN),
+        "add and norm, 5120": partial(add_norm, 5120, PLAIN),
+        "add and norm, 4096, fp32": partial(add_norm, 4096, PLAIN, dtype=FP32),
+        "norm, add and norm, 8192": partial(add_norm, 8192, GEMMA, after=True),
+        "norm, add and norm, 16384": partial(add_norm, 16384, GEMMA, after=True),
+        "place, 32 and 8 heads": partial(place, 32, 8, 128, 64, normed=False),
+        "place, int64 slots": partial(place, 32, 8, 128, 64, normed=False, slots=torch.int64),
+        "place, norms": partial(place, 32, 8, 128, 64, normed=True),
+        "place, norms, fp32": partial(place, 32, 8, 128, 64, normed=True, dtype=FP32),
+        "place, heads of 256, norms": partial(place, 8, 4, 256, 128, normed=True),
+        "place, heads of 96": partial(place, 32, 32, 96, 48, normed=False),
+        "place, not turned": partial(place, 16, 4, 128, 0, normed=False),
+        "silu": partial(gated, 14336, gelu=False),
+        "silu, fp32": partial(gated, 14336, gelu=False, dtype=FP32),
+        "gelu": partial(gated, 14336, gelu=True),
+    }
+    for name, work in found.items():
+        yield from compile_work(name, work)
+
+
+PROCESSORS = 132
+SHAPES = (
+    (2, 6144, 4096, False), (17, 6144, 4096, False), (33, 1024, 4096, True), (128, 6144, 4096, False),
+    (16, 152_064, 5120, False), (8, 100, 131, True), (1, 100, 131, True),
+)  # fmt: skip
+"""Rows, outputs, inputs, and whether there is a bias."""
+
+
+def few(rows: int, outputs: int, inputs: int, codec: Codec, bias: bool) -> None:
+    """Launches a product of `rows`."""
+    codes, scales = meta(outputs, inputs, dtype=codec.dtype), meta(outputs, dtype=torch.float32)
+    arrivals = arrivals_for(outputs, codes.device)
+    multiply_few(meta(rows, inputs), codes, scales, meta(outputs) if bias else None, arrivals, PROCESSORS)
+
+
+def widen(codec: Codec) -> None:
+    """Launches the widening of rows."""
+    decode_rows(meta(64, 4096, dtype=codec.dtype), meta(64, dtype=torch.float32), meta(64, 4096))
+
+
+def product_kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or the most demanding of it."""
+    yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
+    yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))
+    yield from compile_work("encode", partial(encode_rows, meta(64, 28_672), FP8))
+    if not every:
+        return
+    for codec in (FP8, INT8):
+        for rows, outputs, inputs, bias in SHAPES:
+            name = f"{codec.name} {rows} x {outputs} x {inputs}"
+            yield from compile_work(name, partial(few, rows, outputs, inputs, codec, bias))
+        yield from compile_work(f"widen {codec.name}", partial(widen, codec))
+    yield from compile_work("encode 5120", partial(encode_rows, meta(64, 5120), FP8))
+    yield from compile_work(
+        "one row bf16", partial(multiply_one, meta(1, 4096), meta(4096, 4096), None, None)
+    )
+
+
+MOST_BY_LOGIT = 1024
+LOGIT_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def draw(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
+    """Launches the draws of `rows`, of which some have top-k and some top-p."""
+    space = sampling.space_for(256, vocabulary, torch.device("meta"))
+    largest, params = (
+        meta(rows, dtype=torch.float32),
+        meta(sampling.NUM_PARAMS * rows, dtype=torch.float64),
+    )
+    tokens = meta(rows, dtype=torch.int64)
+    logits = meta(rows, vocabulary, dtype=dtype)
+    sampling.draw(logits, largest, params, tokens, space, MOST_BY_LOGIT, top_k=True, top_p=True)
+
+
+def named(launched: Launched) -> str:
+    """`launched` by what it does."""
+    weights = launched.values().get("WEIGHTS")
+    if weights is None:
+        return launched.name
+    return f"{launched.name} {'weights' if weights else 'counts'}"
+
+
+def sampling_kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or some of it."""
+    cases = [(16, 128_256, torch.bfloat16)]
+    if every:
+        cases += list(product((1, 5, 256), (100, 4096, 4097, 32_000, 152_064), LOGIT_TYPES))
+    seen: list[Launched] = []
+    for rows, vocabulary, dtype in cases:
+        for launched in launches(lambda: draw(rows, vocabulary, dtype)):  # noqa: B023  # called at once
+            if launched not in seen:
+                seen.append(launched)
+                yield compile_launched(
+                    f"{named(launched)} {rows} x {vocabulary} {LOGIT_TYPES[dtype]}", launched
+                )
 
 
 def main() -> None:
@@ -24,10 +317,10 @@ def main() -> None:
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
     families: dict[str, Callable[[], Iterator[Compiled]]] = {
-        "attention": partial(attention.attention_kernels, not given.some),
-        "fused": fused.fused_kernels,
-        "products": partial(products.product_kernels, not given.some),
-        "sampling": partial(sampling.sampling_kernels, not given.some),
+        "attention": partial(attention_kernels, not given.some),
+        "fused": fused_kernels,
+        "products": partial(product_kernels, not given.some),
+        "sampling": partial(sampling_kernels, not given.some),
     }
     if given.only:
         families = {given.only: families[given.only]}
@@ -50,7 +343,7 @@ def main() -> None:
 
 def _is_bad(one: Compiled) -> bool:
     """Models in float32 are for checks: their products take registers that no one has."""
-    return (one.stack > attention.MOST_STACK and "fp32" not in one.name) or one.shared > SHARED
+    return (one.stack > MOST_STACK and "fp32" not in one.name) or one.shared > SHARED
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
 def ring(model: Path, rounds: int, effort: int) -> Rounds:
     """Two ranks of one thread against one rank of one thread."""
     from benchmarks.engine.steps import Decode, Prefill
-    from benchmarks.ring.ranks import BenchRing
+    from benchmarks.ring import BenchRing
 
     settings: dict[str, object] = {"model": str(model), "dtype": "bf16", "device": "cpu", "kv_dtype": "auto"}
     one, two = BenchRing(settings, 1), BenchRing(settings, 2)

@@ -6,11 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.engine.one_rank import BLOCK
-from benchmarks.engine.steps import Decode, Prefill, Steps, decode_plan
+from benchmarks.engine.steps import BLOCK, Decode, Prefill, Steps, decode_plan
 from benchmarks.random_model import LlamaShape, write_llama
-from benchmarks.ring.__main__ import Reduce, RingReport, measure_steps, show, timing
-from benchmarks.ring.ranks import Share
+from benchmarks.ring import Reduce, RingReport, Share, measure_steps, show, timing
 from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import can_share_memory
 from services.executor.core.sharding import ShardLayout

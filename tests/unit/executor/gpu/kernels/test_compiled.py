@@ -16,7 +16,7 @@ MOST_SHARED = 227 << 10
 REGISTERS = 65_536
 """That it has, for at most 2,048 threads."""
 MOST_STACK = 160
-"""Bytes of each thread that attention may spill around its loops (benchmarks/on_gpu/compiled_kernels/attention.py)."""
+"""Bytes of each thread that attention may spill around its loops (benchmarks/on_gpu/compiled.py)."""
 
 
 def compiled(family: str) -> dict[str, Any]:

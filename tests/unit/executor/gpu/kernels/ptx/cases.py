@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.on_gpu.compiled_kernels.launched import meta
+from benchmarks.on_gpu.launched import meta
 from services.executor.gpu.kernels import attention_launch, codes, elementwise, matmul, sampling
 from services.executor.gpu.kernels.codes import word_to_floats
 from services.executor.gpu.kernels.tiles import rows_for

@@ -58,7 +58,7 @@ def main() -> None:
     import triton
     from triton.compiler import ASTSource
 
-    from benchmarks.on_gpu.compiled_kernels.launched import TARGET, Launched, launches
+    from benchmarks.on_gpu.launched import TARGET, Launched, launches
     from tests.unit.executor.gpu.kernels.ptx.cases import CASES
 
     made: list[tuple[Launched, Emitted]] = []

@@ -1,1 +1,0 @@
-"""What Triton's compiler makes of the kernels: `python -m benchmarks.on_gpu.compiled`."""

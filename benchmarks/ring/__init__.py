@@ -1,1 +1,0 @@
-"""What a second rank gains and what it costs: `python -m benchmarks.ring --help`."""
