@@ -26,7 +26,8 @@ def test_the_same_work_is_the_same_number() -> None:
 def test_more_work_is_a_larger_number() -> None:
     few, many = counts.decode_steps(2, 20), counts.decode_steps(2, 40)
     assert 1.9 * few < many < 2.1 * few
-    assert counts.shared_frames(5, 8) == 2 * counts.shared_frames(5, 4)
+    few, many = counts.shared_frames(5, 4), counts.shared_frames(5, 8)
+    assert 1.9 * few < many <= 2 * few, "a generation's first token may cost more than its next ones"
 
 
 def test_only_functions_of_this_repository_count() -> None:
