@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, AsyncIterable
 import msgspec
 import structlog
 
-from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError, check_range
+from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError, check_range, missing
 from services.gateway.core.settings import GatewaySettings
 from shared.errors import PayloadTooLarge, RyzansteinError, StorageFull, Unavailable
 from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
@@ -324,10 +324,6 @@ def expiry(anchor: str | None, seconds: int | None, param: str) -> float:
             reason="invalid_value",
         )
     if seconds is None:
-        raise InvalidParameter(
-            f"Missing required parameter: '{param}.seconds'.",
-            param=f"{param}.seconds",
-            reason="missing_required_parameter",
-        )
+        raise missing(f"{param}.seconds")
     check_range(f"{param}.seconds", seconds, LEAST_EXPIRY, MOST_EXPIRY)
     return float(seconds)

@@ -16,6 +16,7 @@ from services.gateway.batches.files import Files
 from services.gateway.batches.service import BatchCreate, Batches
 from services.gateway.batches.states import batch_object
 from services.gateway.core.errors import InvalidParameter, check_range, describe, status_of
+from services.gateway.core.pagination import MOST
 from services.gateway.intake.decoding import convert, decode, refusal
 from shared.errors import RyzansteinError
 from shared.messages.batches import BatchAsk, BatchJob, BatchListing, BatchReply, BatchSubmit
@@ -26,8 +27,6 @@ from shared.nats.errors import BROKER_ERRORS, reason_of
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
-
-MOST = 100
 
 
 class BatchQueue:

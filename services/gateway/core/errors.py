@@ -198,6 +198,15 @@ def unsupported(name: str, detail: str = "leave it out") -> InvalidParameter:
     )
 
 
+def missing(name: str, wanted: str = "") -> InvalidParameter:
+    """`wanted`: what to send, where the name does not say it."""
+    return InvalidParameter(
+        f"Missing required parameter: '{name}'{wanted and f'; send {wanted}'}.",
+        param=name,
+        reason="missing_required_parameter",
+    )
+
+
 def asks_for_nothing(value: object, neutral: Sequence[object]) -> bool:
     """Whether `value` is one of `neutral`, also by its type: to Python 0 is False, to a client it is not."""
     return any(type(value) is type(allowed) and value == allowed for allowed in neutral)

@@ -1,11 +1,32 @@
 """Pages of a list, as OpenAI has them: the newest first, and behind an id. Pure."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from starlette.datastructures import QueryParams
+import msgspec
+from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, RouteError, check_range
+from services.gateway.core.errors import RouteError
+
+USUAL, MOST = 20, 100
+"""Entries of a page, where nothing else is said, as OpenAI has it."""
+Order = Annotated[Literal["asc", "desc"], Meta(description="By time.")]
+
+
+class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The query of a list; some lists take more."""
+
+    after: Annotated[str, Meta(description="The id of the last entry that you have.")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=MOST, description="Entries of a page.")] = USUAL
+
+
+class ListPage(msgspec.Struct, kw_only=True):
+    """OpenAI's list object, but for its `data`."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Listed(Protocol):
@@ -50,27 +71,3 @@ def shown(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
         "last_id": data[-1]["id"] if data else None,
         "has_more": has_more,
     }
-
-
-def query(scope_query: bytes, known: Sequence[str]) -> dict[str, str]:
-    """The query's parameters. Raises `InvalidParameter` for one that is unknown."""
-    params = QueryParams(scope_query)
-    for name in params:
-        if name not in known:
-            raise InvalidParameter(
-                f"Unknown parameter: '{name[:64]}'.", param=name[:64], reason="unknown_parameter"
-            )
-    return dict(params)
-
-
-def limit_of(params: dict[str, str], default: int, most: int) -> int:
-    """The parameter `limit`. Raises `InvalidParameter`."""
-    given = params.get("limit")
-    if given is None:
-        return default
-    if not given.isascii() or not given.isdigit() or len(given) > 9:
-        raise InvalidParameter(
-            "Invalid type for 'limit': expected an integer.", param="limit", reason="invalid_type"
-        )
-    check_range("limit", int(given), 1, most)
-    return int(given)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import inspect
@@ -26,6 +27,8 @@ from services.gateway.intake.schemas import Message
 from shared.limits import Limit
 
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+_ENTRY = re.compile(r"(\w+)\[([^\[\]]*)\]")
 
 
 def decode(
@@ -49,12 +52,33 @@ def decode(
     raise InvalidParameter(why, param=None, reason="invalid_json")
 
 
-def convert(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """`fields`, which came in another form than JSON, as a request. Raises `InvalidParameter`."""
+def convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
+    """`fields`, which came in another form than JSON, as a request. `strict`: a text is no number. Raises
+    `InvalidParameter`."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise refusal(error, kind, lambda: fields) from None
+
+
+def read_query(query: bytes, kind: type[StructT]) -> StructT:
+    """A URL's query. Where `name` has a list, `name` and `name[]` are its entries, as often as one likes; where it has
+    an object, `name[key]` is; else the last one counts. Raises `InvalidParameter`."""
+    several = {field.name: field.default_factory for field in msgspec.structs.fields(kind)}
+    fields: dict[str, Any] = {}
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        match = _ENTRY.fullmatch(name)
+        plain, key = match.groups() if match else (name, "")
+        if several.get(plain) is list and not key:
+            fields.setdefault(plain, []).append(value)
+        elif several.get(plain) is dict and key:
+            fields.setdefault(plain, {})[key] = value
+        elif several.get(plain) is dict:
+            message = f"Unknown parameter: '{name[:64]}'; send '{plain}[key]'."
+            raise InvalidParameter(message, param=name[:64], reason="unknown_parameter")
+        else:
+            fields[name[:64]] = value
+    return convert(fields, kind, strict=False)
 
 
 # --- what msgspec refuses, in OpenAI's words -----------------------------------------------------

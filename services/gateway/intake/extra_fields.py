@@ -14,8 +14,6 @@
 Fields that change nothing here: ignored, and named to the client; or refused, where the settings say so.
 """
 
-import re
-from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -202,12 +200,6 @@ def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) ->
             raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")
 
 
-IGNORED_HEADER = "x-ryzanstein-ignored-fields"
-"""Of an answer: the fields of the request that changed nothing, with commas."""
-MOST_IGNORED, LONGEST_IGNORED = 16, 64
-_OTHER = re.compile(r"[^\w.\[\]-]", re.ASCII)
-
-
 def ignored_fields(request: msgspec.Struct) -> list[str]:
     """Fields of `request` that change nothing and are not neutral either."""
     return [
@@ -215,16 +207,3 @@ def ignored_fields(request: msgspec.Struct) -> list[str]:
         for name, neutral in marked(type(request), "ignored").items()
         if (value := getattr(request, name)) is not None and not asks_for_nothing(value, neutral)
     ]
-
-
-def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, strict: bool) -> None:
-    """Adds `names` to the answer's header. Raises `InvalidParameter` for the first of them where `strict`."""
-    before = [name for name in headers.get(IGNORED_HEADER, "").split(", ") if name]
-    for name in names:
-        if strict:
-            raise unsupported(name[:LONGEST_IGNORED])
-        shown = _OTHER.sub("?", name[:LONGEST_IGNORED])
-        if shown not in before and len(before) < MOST_IGNORED:
-            before.append(shown)
-    if before:
-        headers[IGNORED_HEADER] = ", ".join(before)

@@ -1,8 +1,9 @@
-"""Checks of the headers that a request for tokens may have. Every refusal is an `InvalidParameter`."""
+"""The headers of a request for tokens, checked, and of its answer. Every refusal is an `InvalidParameter`."""
 
 import re
+from collections.abc import Iterable, MutableMapping
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, unsupported
 
 SESSION_ID = re.compile(r"[\x20-\x7e]{1,256}")
 IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -10,6 +11,11 @@ SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,32})?([eE][+-]?[0-9]{1,3})?")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 EXACT_HEADER = "x-ryzanstein-exact"
 """Of an answer: whether its text is a function of the model, its settings and the request (`ModelCard.exact`)."""
+
+IGNORED_HEADER = "x-ryzanstein-ignored-fields"
+"""Of an answer: the fields of the request that changed nothing, with commas."""
+MOST_IGNORED, LONGEST_IGNORED = 16, 64
+_OTHER = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 
 def check_session_id(value: str | None) -> str:
@@ -51,3 +57,16 @@ def check_background(value: str | None, limit: float) -> float:
             f"Invalid header '{name}': expected {wanted}.", param=name, reason="invalid_header"
         )
     return given
+
+
+def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, strict: bool) -> None:
+    """Adds `names` to the answer's header. Raises `InvalidParameter` for the first of them where `strict`."""
+    before = [name for name in headers.get(IGNORED_HEADER, "").split(", ") if name]
+    for name in names:
+        if strict:
+            raise unsupported(name[:LONGEST_IGNORED])
+        shown = _OTHER.sub("?", name[:LONGEST_IGNORED])
+        if shown not in before and len(before) < MOST_IGNORED:
+            before.append(shown)
+    if before:
+        headers[IGNORED_HEADER] = ", ".join(before)

@@ -14,7 +14,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.headers import EXACT_HEADER
+from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.intake import History, ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
@@ -321,7 +321,7 @@ class Intake:
         return msgspec.structs.replace(context, request_id=request.request_id)
 
     def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
-        extra_fields.tell_ignored(names, headers, strict=self._strict)
+        tell_ignored(names, headers, strict=self._strict)
 
     async def _prepare_embedding(
         self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool

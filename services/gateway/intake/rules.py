@@ -13,6 +13,7 @@ from services.gateway.core.errors import (
     asks_for_nothing,
     check_range,
     empty_array,
+    missing,
     unsupported,
 )
 from services.gateway.intake import tools
@@ -179,11 +180,7 @@ def _check_message(path: str, message: Message) -> None:
     check_neutral(message, path)
     content = message.content
     if content is None and not (message.tool_calls or message.function_call or message.refusal):
-        raise InvalidParameter(
-            f"Missing required parameter: '{path}content'; send a string or an array of text parts.",
-            param=f"{path}content",
-            reason="missing_required_parameter",
-        )
+        raise missing(f"{path}content", "a string or an array of text parts")
     if isinstance(content, list):
         if not content:
             raise empty_array(f"{path}content")
@@ -200,11 +197,7 @@ def _check_part(path: str, part: ContentPart) -> None:
             reason="invalid_value",
         )
     if getattr(part, part.type) is None:
-        raise InvalidParameter(
-            f"Missing required parameter: '{path}{part.type}'.",
-            param=f"{path}{part.type}",
-            reason="missing_required_parameter",
-        )
+        raise missing(path + part.type)
     check_neutral(part, path)
     other = "refusal" if part.type == "text" else "text"
     if getattr(part, other) is not None:

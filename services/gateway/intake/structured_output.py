@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RateLimited
+from services.gateway.core.errors import InvalidParameter, RateLimited, missing
 from services.gateway.intake.schemas import (
     GUIDED,
     GenerationFields,
@@ -103,14 +103,14 @@ def _of_format(value: ResponseFormat, param: str) -> Wanted:
     if value.type == "json_object":
         return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
     if value.json_schema is None:
-        raise _missing(f"{param}.json_schema")
+        raise missing(f"{param}.json_schema")
     return wanted_schema(value.json_schema, param, f"{param}.json_schema")
 
 
 def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
     """A named schema of a client, which stands at `path` in its request. Raises `InvalidParameter`."""
     if value.schema is None:
-        raise _missing(f"{path}.schema")
+        raise missing(f"{path}.schema")
     subject = f"Invalid schema for {param} '{value.name}'"
     return Wanted(grammar_of_schema(value.schema), param, subject)
 
@@ -166,12 +166,6 @@ def _check_size(wanted: Wanted) -> None:
             param=wanted.param,
             reason="string_above_max_length",
         )
-
-
-def _missing(param: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Missing required parameter: '{param}'.", param=param, reason="missing_required_parameter"
-    )
 
 
 def _empty(param: str) -> InvalidParameter:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, missing
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.tool_calls.schemas import (
     FunctionDefinition,
@@ -63,7 +63,7 @@ def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
         if tool.type != "function":
             raise _wrong_value(f"{path}.type", tool.type, ("function",))
         if tool.function is None:
-            raise _missing(f"{path}.function")
+            raise missing(f"{path}.function")
         functions.append(tool.function)
     _check_functions(functions, "tools[{}].function")
     return tuple(functions)
@@ -126,12 +126,12 @@ def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoi
         raise _only_with("tool_choice", "tools")
     if choice.type == "function":
         if choice.function is None:
-            raise _missing("tool_choice.function")
+            raise missing("tool_choice.function")
         picked = _picked(functions, [choice.function.name], "tool_choice.function.name")
         return Asked(picked, functions, required=True, named=True, single=True)
     allowed = choice.allowed_tools
     if allowed is None:
-        raise _missing("tool_choice.allowed_tools")
+        raise missing("tool_choice.allowed_tools")
     names = [_allowed_name(index, tool) for index, tool in enumerate(allowed.tools)]
     picked = _picked(functions, names, "tool_choice.allowed_tools.tools")
     return Asked(picked, functions, required=allowed.mode == "required", single=single)
@@ -140,7 +140,7 @@ def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoi
 def _allowed_name(index: int, tool: ToolName) -> str:
     path = f"tool_choice.allowed_tools.tools[{index}]"
     if tool.function is None:
-        raise _missing(f"{path}.function")
+        raise missing(f"{path}.function")
     return tool.function.name
 
 
@@ -242,7 +242,7 @@ def _check_call(path: str, call: ToolCall) -> None:
     if call.type != "function" or call.custom is not None:
         raise _wrong_value(f"{path}.type", call.type, ("function",))
     if call.function is None:
-        raise _missing(f"{path}.function")
+        raise missing(f"{path}.function")
     if not call.id:
         raise InvalidParameter(
             f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string"
@@ -258,12 +258,6 @@ def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidPara
         f"Invalid value: '{value[:64]}'. Supported values are: {words}.",
         param=path,
         reason="invalid_value",
-    )
-
-
-def _missing(path: str) -> InvalidParameter:
-    return InvalidParameter(
-        f"Missing required parameter: '{path}'.", param=path, reason="missing_required_parameter"
     )
 
 

@@ -7,12 +7,13 @@ and the metadata, which can be changed.
     delete:  tombstone of the answer ──▶ entry gone
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.core.errors import RouteError
-from services.gateway.core.pagination import page, shown
+from services.gateway.core.pagination import Order, PageQuery, page, shown
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.persistence.keeper import Keeper
@@ -111,17 +112,16 @@ def _entry(answer: Answer) -> StoredChat:
     )
 
 
-PAGE = 20
-"""Entries of a page where no limit is given, as OpenAI has it."""
+class MessagesQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A page of a chat's messages."""
+
+    order: Order = "asc"
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """A page of a list."""
+class ChatsQuery(MessagesQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A page of chats."""
 
-    after: str | None = None
-    limit: int = PAGE
-    ascending: bool = True
-    model: str | None = None
+    model: Annotated[str, Meta(description="Of this model alone.")] | None = None
     metadata: dict[str, str] = {}
 
     def takes(self, chat: StoredChat) -> bool:
@@ -183,10 +183,10 @@ class StoredChats:
         """The completion with its metadata, as JSON."""
         return _completion(*await self._found(public_id, tenant))
 
-    async def listed(self, tenant: str, wanted: Wanted) -> bytes:
+    async def listed(self, tenant: str, wanted: ChatsQuery) -> bytes:
         """A page, as JSON."""
         chats = [chat for chat in await self._index.of(tenant) if wanted.takes(chat)]
-        chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.ascending)
+        chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
         data = []
         for chat in chosen:
             stored = await self._store.get(chat.identity, tenant)
@@ -194,11 +194,11 @@ class StoredChats:
                 data.append(msgspec.json.decode(_completion(chat, stored)))
         return msgspec.json.encode(shown(data, more))
 
-    async def messages(self, public_id: str, tenant: str, wanted: Wanted) -> bytes:
+    async def messages(self, public_id: str, tenant: str, wanted: MessagesQuery) -> bytes:
         """A page of what its request said, as JSON."""
         _, stored = await self._found(public_id, tenant)
         messages = shown_messages(public_id, stored.record.messages)
-        chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.ascending)
+        chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
         return msgspec.json.encode(shown([message.shown for message in chosen], more))
 
     async def change(self, public_id: str, tenant: str, metadata: dict[str, str]) -> bytes:

@@ -10,12 +10,11 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.api.grpc.tools import missing
-from services.gateway.api.openai.batches import MOST, USUAL
 from services.gateway.api.openai.files import BATCH_EXPIRY
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate
-from services.gateway.core.errors import InvalidParameter, RouteError, check_range
+from services.gateway.core.errors import InvalidParameter, RouteError, check_range, missing
+from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.headers import check_idempotency_key
 from shared.errors import InvalidRequest

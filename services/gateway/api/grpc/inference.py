@@ -20,7 +20,7 @@ from services.gateway.api.grpc.session import (
     send_events,
     view_of,
 )
-from services.gateway.api.grpc.tools import missing
+from services.gateway.core.errors import missing
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest

@@ -6,19 +6,10 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import InvalidParameter, missing
 
 Fields = dict[str, Any]
 _object = msgspec.json.Decoder(Fields)
-
-
-def missing(name: str, wanted: str) -> InvalidParameter:
-    """The error for a field that must be there."""
-    return InvalidParameter(
-        f"Missing required parameter: '{name}'; send {wanted}.",
-        param=name,
-        reason="missing_required_parameter",
-    )
 
 
 def schema_in(text: str, name: str) -> dict[str, Any]:

@@ -6,23 +6,20 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Backend, BackendRoute
-from services.gateway.api.openai.files import AFTER
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
+from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter, query_of
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header, read_body, send_json
-from services.gateway.core.pagination import limit_of, query, shown
+from services.gateway.core.pagination import ListPage, PageQuery, shown
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode
+from services.gateway.intake.decoding import decode, read_query
 from services.gateway.intake.headers import check_idempotency_key
 from shared.messages.batches import BatchJob, BatchStatus, Counts
 from shared.service.endpoints import Receive, Scope, Send
 
 PATH = "/v1/batches"
 TAG = "Batches"
-MOST = 100
-"""Batches of a page."""
 ID = Parameter(
     "batch",
     "The batch's id.",
@@ -51,14 +48,10 @@ class BatchObject(msgspec.Struct):
     metadata: dict[str, str] | None
 
 
-class BatchList(msgspec.Struct):
+class BatchList(ListPage):
     """A page of batches."""
 
-    object: Literal["list"]
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 CREATE = Operation(
@@ -84,10 +77,7 @@ LIST = Operation(
     "The batches that there are, the newest first.",
     TAG,
     response=BatchList,
-    parameters=(
-        AFTER,
-        Parameter("limit", "Batches of a page.", {"type": "integer", "minimum": 1, "maximum": MOST}, "query"),
-    ),
+    parameters=query_of(PageQuery),
     errors=(404, 503),
 )
 RETRIEVE = Operation(
@@ -112,7 +102,6 @@ CANCEL = Operation(
 )
 
 
-USUAL = 20
 BODY_BYTES = 64 << 10
 
 
@@ -132,10 +121,8 @@ class BatchesRoute:
             job = await batches.submit(decode(body, self._decoder), principal, key)
             await _send(send, job)
             return
-        params = query(scope["query_string"], ("after", "limit"))
-        jobs, more = await batches.listed(
-            principal.tenant, params.get("after"), limit_of(params, USUAL, MOST)
-        )
+        wanted = read_query(scope["query_string"], PageQuery)
+        jobs, more = await batches.listed(principal.tenant, wanted.after, wanted.limit)
         data = shown([batch_object(job) for job in jobs], more)
         await send_json(send, 200, msgspec.json.encode(data))
 

@@ -2,20 +2,21 @@
 
 import contextlib
 import time
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.multipart import MultipartForm
-from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter
+from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter, query_of
 from services.gateway.batches.files import ANCHOR, Files, expiry
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.pagination import limit_of, page, query, shown
+from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import convert
+from services.gateway.intake.decoding import convert, read_query
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -24,8 +25,6 @@ TAG = "Files"
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 """What clients may say that a file is for. Only `batch` makes a difference here."""
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-MOST = 10_000
-"""Files of a page."""
 ID = Parameter(
     "file",
     "The file's id.",
@@ -57,14 +56,16 @@ class FileObject(msgspec.Struct):
     status_details: str | None
 
 
-class FileList(msgspec.Struct):
+class FileList(ListPage):
     """A page of files."""
 
-    object: Literal["list"]
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+
+
+class FilesQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=10_000, description="Files of a page.")] = 10_000
+    order: Order = "desc"
+    purpose: Annotated[str, Meta(description="Those of one purpose alone.")] | None = None
 
 
 class FileDeleted(msgspec.Struct):
@@ -75,11 +76,6 @@ class FileDeleted(msgspec.Struct):
     deleted: bool
 
 
-def _query(name: str, description: str, schema: dict[str, Any]) -> Parameter:
-    return Parameter(name, description, schema, "query")
-
-
-AFTER = _query("after", "The id of the last one that you have.", {"type": "string"})
 UPLOAD = Operation(
     "POST",
     PATH,
@@ -112,12 +108,7 @@ LIST = Operation(
     "The files that there are.",
     TAG,
     response=FileList,
-    parameters=(
-        AFTER,
-        _query("limit", "Files of a page.", {"type": "integer", "minimum": 1, "maximum": MOST}),
-        _query("order", "By time.", {"type": "string", "enum": ["asc", "desc"]}),
-        _query("purpose", "Those of one purpose alone.", {"type": "string"}),
-    ),
+    parameters=query_of(FilesQuery),
     errors=(404, 503),
 )
 RETRIEVE = Operation(
@@ -218,16 +209,9 @@ def _expires_after(form: UploadForm) -> float:
 
 
 async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
-    params = query(scope["query_string"], ("after", "limit", "order", "purpose"))
-    limit, order = limit_of(params, MOST, MOST), params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidParameter(
-            f"Invalid value: '{order[:64]}'. Supported values are: 'asc', 'desc'.",
-            param="order",
-            reason="invalid_value",
-        )
-    records = await files.listed(tenant, params.get("purpose"))
-    found, more = page(records, after=params.get("after"), limit=limit, ascending=order == "asc")
+    wanted = read_query(scope["query_string"], FilesQuery)
+    records = await files.listed(tenant, wanted.purpose)
+    found, more = page(records, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
     return shown([file_object(record) for record in found], more)
 
 

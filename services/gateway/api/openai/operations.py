@@ -8,6 +8,7 @@ from services.gateway.api.openai.vllm import (
     Detokenized,
     DetokenizeRequest,
     Load,
+    ModelQuery,
     Pong,
     Tokenized,
     TokenizeRequest,
@@ -15,7 +16,7 @@ from services.gateway.api.openai.vllm import (
     Version,
 )
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation
+from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation, query_of
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.streams.reading import GenerationState
@@ -102,7 +103,7 @@ TOKENIZER_INFO = tuple(
         "The configuration of a model's tokenizer, as in vLLM.",
         "Tokens",
         response=TokenizerInfo,
-        parameters=(operation.MODEL_ASKED,),
+        parameters=query_of(ModelQuery),
         errors=(404, 503),
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))

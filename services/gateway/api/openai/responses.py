@@ -3,19 +3,21 @@
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Literal
-from urllib.parse import parse_qsl
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation, Parameter
+from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation, Parameter, query_of
 from services.gateway.core.asgi import read_body, send_json
-from services.gateway.core.errors import InvalidParameter, check_range, unsupported
+from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.core.pagination import ListPage, Order, PageQuery
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import read_query
 from services.gateway.intake.responses.schemas import (
     INCLUDABLE,
     InputTokensRequest,
@@ -28,67 +30,59 @@ from shared.errors import RyzansteinError
 from shared.messages.records import StoredResponse
 from shared.service.endpoints import Receive, Scope, Send
 
-PAGE = 20
-"""Items of a page where no limit is given, as OpenAI has it."""
-MAX_PAGE = 100
-MAX_EVENT = 2**31 - 1
-_BOOLEANS = {"true": True, "True": True, "1": True, "false": False, "False": False, "0": False}
+Include = Annotated[
+    list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]],
+    Meta(description="What to show besides."),
+]
 
 
-class Retrieval(msgspec.Struct, frozen=True):
-    stream: bool = False
-    starting_after: int | None = None
+class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query of GET /v1/responses/{id}."""
+
+    include: Include = []
+    stream: Annotated[bool, Meta(description="Whether to send its events.")] = False
+    starting_after: (
+        Annotated[
+            int,
+            Meta(
+                ge=0, le=2**31 - 1, description="With `stream`: the number of the last event that you have."
+            ),
+        ]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    """Not None: in a URL null is a text."""
+    include_obfuscation: Annotated[
+        bool, Meta(description="Nothing is ever padded here.", extra_json_schema={"enum": [False]})
+    ] = False
 
 
-class Page(msgspec.Struct, frozen=True):
-    limit: int = PAGE
-    order: str = "desc"
-    after: str = ""
+class ItemsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    include: Include = []
+    order: Order = "desc"
 
 
-class ItemList(msgspec.Struct, frozen=True):
+class ItemList(ListPage):
     """What GET /v1/responses/{id}/input_items answers."""
 
-    object: str
     data: Sequence[Item]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def retrieval(query: bytes) -> Retrieval:
     """Of GET /v1/responses/{id}. Raises `InvalidParameter`."""
-    given = _read(query, ("include", "stream", "starting_after", "include_obfuscation"))
-    check_include(given.get("include"))
-    if _boolean(given, "include_obfuscation"):
+    given = read_query(query, Retrieval)
+    check_include(given.include)
+    if given.include_obfuscation:
         raise unsupported("include_obfuscation")
-    stream = _boolean(given, "stream")
-    after = _integer(given, "starting_after", 0, MAX_EVENT)
-    if after is not None and not stream:
+    if given.starting_after is not msgspec.UNSET and not given.stream:
         raise InvalidParameter(
             "The 'starting_after' parameter is only allowed when 'stream' is true.",
             param="starting_after",
             reason="invalid_value",
         )
-    return Retrieval(stream, after)
+    return given
 
 
-def page(query: bytes) -> Page:
-    """Of GET /v1/responses/{id}/input_items. Raises `InvalidParameter`."""
-    given = _read(query, ("include", "limit", "order", "after"))
-    check_include(given.get("include"))
-    order = given.get("order", ["desc"])[-1]
-    if order not in ("asc", "desc"):
-        raise InvalidParameter(
-            f"Invalid value: '{order[:64]}'. Supported values are: 'asc', 'desc'.",
-            param="order",
-            reason="invalid_value",
-        )
-    limit = _integer(given, "limit", 1, MAX_PAGE)
-    return Page(PAGE if limit is None else limit, order, given.get("after", [""])[-1])
-
-
-def item_list(items: Sequence[Item], wanted: Page) -> ItemList:
+def item_list(items: Sequence[Item], wanted: ItemsQuery) -> ItemList:
     """A page of `items`. Raises `InvalidParameter` when `after` is none of them."""
     ordered = list(items) if wanted.order == "asc" else list(reversed(items))
     if wanted.after:
@@ -102,41 +96,7 @@ def item_list(items: Sequence[Item], wanted: Page) -> ItemList:
         ordered = ordered[ids.index(wanted.after) + 1 :]
     data = ordered[: wanted.limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return ItemList("list", data, first, last, len(ordered) > len(data))
-
-
-def _read(query: bytes, known: Sequence[str]) -> dict[str, list[str]]:
-    """Values by name; `include[]` and `include` are the same."""
-    found: dict[str, list[str]] = {}
-    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
-        plain = name.removesuffix("[]")
-        if plain not in known:
-            raise InvalidParameter(
-                f"Unknown parameter: '{name[:64]}'.", param=name[:64], reason="unknown_parameter"
-            )
-        found.setdefault(plain, []).append(value)
-    return found
-
-
-def _boolean(given: dict[str, list[str]], name: str) -> bool:
-    value = given.get(name, ["false"])[-1]
-    if value not in _BOOLEANS:
-        raise InvalidParameter(
-            f"Invalid type for '{name}': expected a boolean.", param=name, reason="invalid_type"
-        )
-    return _BOOLEANS[value]
-
-
-def _integer(given: dict[str, list[str]], name: str, low: int, high: int) -> int | None:
-    if name not in given:
-        return None
-    value = given[name][-1]
-    if not value.removeprefix("-").isascii() or not value.removeprefix("-").isdigit() or len(value) > 18:
-        raise InvalidParameter(
-            f"Invalid type for '{name}': expected an integer.", param=name, reason="invalid_type"
-        )
-    check_range(name, int(value), low, high)
-    return int(value)
+    return ItemList(object="list", data=data, first_id=first, last_id=last, has_more=len(ordered) > len(data))
 
 
 PATH = "/v1/responses"
@@ -180,21 +140,12 @@ class InputTokens(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-def _query(name: str, description: str, schema: dict[str, Any]) -> Parameter:
-    return Parameter(name, description, schema, "query")
-
-
 _ID = Parameter(
     "response",
     "The response's id.",
     {"type": "string", "minLength": 1},
     "path",
     "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
-)
-_INCLUDE = _query(
-    "include",
-    "What to show besides.",
-    {"type": "array", "items": {"type": "string", "enum": list(INCLUDABLE)}},
 )
 CREATE = Operation(
     "POST",
@@ -234,17 +185,7 @@ RETRIEVE = Operation(
     "With `stream` a `Last-Event-ID` says the same as `starting_after`.",
     response=Response,
     events=(ResponseEvent,),
-    parameters=(
-        _ID,
-        _INCLUDE,
-        _query("stream", "Whether to send its events.", {"type": "boolean"}),
-        _query(
-            "starting_after",
-            "With `stream`: the number of the last event that you have.",
-            {"type": "integer", "minimum": 0, "maximum": MAX_EVENT},
-        ),
-        _query("include_obfuscation", "Nothing is ever padded here.", {"enum": [False]}),
-    ),
+    parameters=(_ID, *query_of(Retrieval)),
     errors=READING,
 )
 DELETE = Operation(
@@ -274,13 +215,7 @@ ITEMS = Operation(
     "The items that its request brought, page by page.",
     TAG,
     response=ItemList,
-    parameters=(
-        _ID,
-        _INCLUDE,
-        _query("limit", "Items of a page.", {"type": "integer", "minimum": 1, "maximum": MAX_PAGE}),
-        _query("order", "By time.", {"type": "string", "enum": ["asc", "desc"]}),
-        _query("after", "The id of the last item that you have.", {"type": "string"}),
-    ),
+    parameters=(_ID, *query_of(ItemsQuery)),
     errors=READING,
 )
 
@@ -305,7 +240,7 @@ class ResponseRoute(BackendRoute):
         if not wanted.stream:
             await send_json(send, 200, await responses.shown(found))
             return
-        after = [wanted.starting_after] if wanted.starting_after is not None else positions_of(scope)
+        after = positions_of(scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
         run = await responses.read(found, after)
         with reading(run, scope, receive):
             await stream(run, send, scope["state"]["request_id"])
@@ -346,7 +281,8 @@ class InputItemsRoute(BackendRoute):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         responses = self._backend.parts.responses
-        wanted = page(scope["query_string"])
+        wanted = read_query(scope["query_string"], ItemsQuery)
+        check_include(wanted.include)
         found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
         items, _ = await responses.items(found)
         await send_json(send, 200, item_list(items, wanted))

@@ -1,17 +1,17 @@
 """vLLM's routes beside OpenAI's: /tokenize, /detokenize and /tokenizer_info, /version, /ping, /load."""
 
 import asyncio
-from typing import Any
-from urllib.parse import parse_qsl
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
-from services.gateway.intake.decoding import decode
+from services.gateway.intake.decoding import decode, read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.rules import check_chat, check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, Messages, TokenId
@@ -50,6 +50,15 @@ class Tokenized(msgspec.Struct, frozen=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: (
+        Annotated[
+            str, Meta(description="The model's name; it may be left out where one model alone is served.")
+        ]
+        | None
+    ) = None
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True):
@@ -134,14 +143,7 @@ class TokenizerInfoRoute(BackendRoute):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         intake, state = self._backend.parts.intake, scope["state"]
         await intake.count(state["principal"], state["answer_headers"])
-        model = None
-        for name, value in parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True):
-            if name != "model":
-                shown = name[:64]
-                raise InvalidParameter(
-                    f"Unknown parameter: '{shown}'.", param=shown, reason="unknown_parameter"
-                )
-            model = value
+        model = read_query(scope["query_string"], ModelQuery).model
         _, tokenizer = await intake.speaker(model)
         await send_json(send, 200, tokenizer.info)
 

@@ -33,6 +33,19 @@ class Parameter(msgspec.Struct, frozen=True):
     example: Any = None
 
 
+def query_of(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
+    """The parameters of a query that is read as `kind`; objects are for the operation's description."""
+    _, components = msgspec.json.schema_components([kind])
+    found = []
+    for name, schema in components[kind.__name__]["properties"].items():
+        schema = schema.get("anyOf", [schema])[0] | {"default": schema.get("default")}
+        if schema["default"] is None:
+            del schema["default"]
+        if schema.get("type") != "object":
+            found.append(Parameter(name, schema.pop("description", ""), schema, "query"))
+    return tuple(found)
+
+
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path."""
 
@@ -132,12 +145,6 @@ MODEL = Parameter(
     "The model's name; slashes in it may stay as they are.",
     {"type": "string", "minLength": 1},
     "path",
-)
-MODEL_ASKED = Parameter(
-    "model",
-    "The model's name; it may be left out where one model alone is served.",
-    {"type": "string", "minLength": 1},
-    "query",
 )
 GENERATION = Parameter(
     "generation",

@@ -16,6 +16,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError, unsupport
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.record import Context
 from services.gateway.intake.responses.items import Reference, droppable, identity_in, read_input
 from services.gateway.intake.responses.schemas import (
@@ -183,9 +184,7 @@ class ResponseIntake:
             check_streamed(request)
             request = msgspec.structs.replace(request, stream=True)
         check_request(request)
-        extra_fields.tell_ignored(
-            extra_fields.ignored_fields(request), {}, strict=self._settings.strict_fields
-        )
+        tell_ignored(extra_fields.ignored_fields(request), {}, strict=self._settings.strict_fields)
         return request
 
     async def count(self, body: bytes, tenant: str) -> int:

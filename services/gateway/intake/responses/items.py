@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, empty_array, unsupported
+from services.gateway.core.errors import InvalidParameter, empty_array, missing, unsupported
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.schemas import (
     AnyItem,
@@ -172,11 +172,7 @@ def _text(part: Part, path: str) -> str:
     check_breakpoint(f"{path}.", part.prompt_cache_breakpoint)
     text: str | None = getattr(part, name)
     if text is None:
-        raise InvalidParameter(
-            f"Missing required parameter: '{path}.{name}'.",
-            param=f"{path}.{name}",
-            reason="missing_required_parameter",
-        )
+        raise missing(f"{path}.{name}")
     return text
 
 

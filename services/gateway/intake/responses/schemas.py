@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
+from services.gateway.core.errors import InvalidParameter, asks_for_nothing, empty_array, missing, unsupported
 from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (
     CacheBreakpoint,
@@ -147,18 +147,9 @@ def check_input_fields(request: InputFields) -> None:
     if request.reasoning is not None:
         check_neutral(request.reasoning, "reasoning.")
     if request.input is None and request.previous_response_id is None:
-        raise InvalidParameter(
-            "Missing required parameter: 'input'; send a text or an array of items.",
-            param="input",
-            reason="missing_required_parameter",
-        )
+        raise missing("input", "a text or an array of items")
     if request.input == [] and request.previous_response_id is None:
-        raise InvalidParameter(
-            "Invalid 'input': empty array. Expected an array with minimum length 1, but got an empty array "
-            "instead.",
-            param="input",
-            reason="empty_array",
-        )
+        raise empty_array("input")
     for index, tool in enumerate(request.tools or []):
         if tool.get("type") != "function":
             raise InvalidParameter(

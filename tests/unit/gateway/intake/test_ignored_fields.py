@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import extra_fields
+from services.gateway.intake import extra_fields, headers
 from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.extra_fields import truncated
@@ -70,12 +70,12 @@ def test_unknown_fields_of_messages_are_left_out_and_named() -> None:
     got = decode(body, _chat, dropped)
     assert got.messages[0].reasoning_content == "so"
     assert dropped == ["messages[].weight", "messages[].made\n"]
-    headers: dict[str, str] = {}
-    extra_fields.tell_ignored(dropped * 2, headers, strict=False)
-    extra_fields.tell_ignored((f"x{number}" for number in range(99)), headers, strict=False)
-    names = headers[extra_fields.IGNORED_HEADER].split(", ")
+    answer: dict[str, str] = {}
+    headers.tell_ignored(dropped * 2, answer, strict=False)
+    headers.tell_ignored((f"x{number}" for number in range(99)), answer, strict=False)
+    names = answer[headers.IGNORED_HEADER].split(", ")
     assert names[:2] == ["messages[].weight", "messages[].made?"]
-    assert len(names) == extra_fields.MOST_IGNORED
+    assert len(names) == headers.MOST_IGNORED
     with pytest.raises(InvalidParameter, match=r"messages\[0\]\.weight"):
         decode(body, _chat)
     with pytest.raises(InvalidParameter, match="surprise"):
@@ -86,7 +86,7 @@ def test_what_changes_nothing_is_named_and_refused_where_that_is_set() -> None:
     request = decode(chat(length_penalty=2, spaces_between_special_tokens=True), _chat)
     assert extra_fields.ignored_fields(request) == ["length_penalty"]
     with pytest.raises(InvalidParameter, match="length_penalty"):
-        extra_fields.tell_ignored(extra_fields.ignored_fields(request), {}, strict=True)
+        headers.tell_ignored(extra_fields.ignored_fields(request), {}, strict=True)
     for field, value in (("chat_template", "{{ x }}"), ("use_beam_search", True), ("documents", [{}])):
         with pytest.raises(InvalidParameter, match=field):
             check_chat(decode(chat(**{field: value}), _chat))
