@@ -1,7 +1,7 @@
 """Paged attention in plain PyTorch, reached from transformers' models by name.
 
 Works on any device: blocks are gathered into a dense buffer and handed to
-`scaled_dot_product_attention`, or to `scores.py` where that operator cannot express what the model does.
+`scaled_dot_product_attention`, or to `step_context.py` where that operator cannot express what the model does.
 Query heads that share a KV head are laid out as queries of that head, so keys and values are never repeated.
 
     decodes   q [n, kv heads, group, d]     one batched call per bucket of similar lengths
