@@ -37,199 +37,99 @@ class Refusal:
 
     because: str
     """Ends the sentence "its architecture ..."."""
-    model_types: tuple[str, ...]
+    model_types: list[str]
 
 
-_EXPERTS = "mixture of experts"
+_SERVED = """
+afmoe | AFMoE | Trinity Nano, Mini | MoE, shared expert, gated attention, sliding window, q/k norms
+apertus | Apertus | Apertus 8B, 70B | q/k norms, xIELU without gate
+arcee | Arcee | AFM 4.5B | squared ReLU without gate
+bloom | BLOOM | BLOOM, BLOOMZ | ALiBi, fused q/k/v by head, biases, five heads
+cohere | Cohere | Command R, Aya 23 | parallel residual, norms per head, scaled logits
+cohere2 | Cohere 2 | Command R7B, Command A | sliding window, layers without rotation
+cwm | CWM | Code World Model 32B | sliding window
+dots1 | dots.llm1 | dots.llm1 | MoE, shared expert, sliding window, q/k norms
+ernie4_5 | ERNIE 4.5 | ERNIE 4.5 0.3B | interleaved rotation
+ernie4_5_moe | ERNIE 4.5 MoE | ERNIE 4.5 21B-A3B | MoE, shared expert
+exaone4 | EXAONE 4 | EXAONE 4.0 1.2B, 32B | sliding window, q/k norms, post norms
+exaone_moe | EXAONE MoE | K-EXAONE | MoE, shared expert, sliding window, q/k norms
+falcon | Falcon | Falcon 7B, 40B, 180B, RW | fused q/k/v by group, multi-query, ALiBi, parallel residual
+flex_olmo | FlexOlmo | FlexOlmo 7x7B | MoE, norms over all heads
+gemma | Gemma | Gemma 2B, 7B | one KV head, scaled embedding, tied head
+gemma2 | Gemma 2 | Gemma 2 2B, 9B, 27B | soft caps on scores and logits, sliding window, post norms
+gemma3_text | Gemma 3 (text) | Gemma 3 270M, 1B | sliding window, q/k norms, two rotations
+glm | GLM | GLM-4 9B, GLM-Edge | fused gate/up, partial rotation, biases
+glm4 | GLM-4 | GLM-4-0414 9B, 32B | fused gate/up, partial rotation, post norms, biases
+glm4_moe | GLM-4 MoE | GLM-4.5, 4.6 | MoE, shared expert, q/k norms, biases
+gpt2 | GPT-2 | GPT-2, DistilGPT2 | Conv1D, fused q/k/v, learned positions, five heads
+gpt_bigcode | GPTBigCode | StarCoder, SantaCoder | multi-query, fused q/k/v, learned positions
+gpt_neox | GPT-NeoX | Pythia, GPT-NeoX 20B | fused q/k/v by head, parallel residual, partial rotation, five heads
+gpt_oss | GPT-OSS | gpt-oss (weights in bf16) | MoE, attention sinks, sliding window, YaRN
+gptj | GPT-J | GPT-J 6B | interleaved partial rotation, parallel residual, five heads
+granite | Granite | Granite 3 | scaled logits, residuals and embedding, biases
+granitemoe | Granite MoE | Granite 3 1B-A400M | MoE, scaled scores
+granitemoeshared | Granite MoE shared | Granite 3 MoE shared | MoE, fused shared expert
+helium | Helium | Helium 1 2B | interleaved rotation
+hunyuan_v1_dense | Hunyuan dense | Hunyuan 0.5B to 7B | q/k norms after rotation, NTK rotation
+hunyuan_v1_moe | Hunyuan MoE | Hunyuan A13B | MoE, shared expert, q/k norms
+jais2 | Jais 2 | Jais 2 8B, 70B | biases, layer norms
+llama | Llama | Llama 2, 3; SmolLM 1, 2; TinyLlama; Yi | tied and untied head, biases, one KV head, five heads, rotary scaling (Llama 3, dynamic)
+minimax_m2 | MiniMax M2 | MiniMax M2 | MoE, norms over all heads, partial rotation
+ministral | Ministral | Ministral 8B | sliding window on some layers
+ministral3 | Ministral 3 | Ministral 3 (its text model alone) | sliding window, scaled queries
+mistral | Mistral | Mistral 7B, Nemo, Small | sliding window
+mixtral | Mixtral | Mixtral 8x7B, 8x22B | MoE, sliding window
+nanochat | nanochat | nanochat | norms without weights, soft cap on logits
+nemotron | Nemotron | Minitron, Nemotron 4 | squared ReLU without gate, partial rotation
+olmo | OLMo | OLMo 1B, 7B | norms without weights, clipped q/k/v
+olmo2 | OLMo 2 | OLMo 2 1B to 32B | norms over all heads, post norms, one KV head
+olmo3 | OLMo 3 | OLMo 3 7B, 32B | norms over all heads, sliding window
+olmoe | OLMoE | OLMoE 1B-7B | MoE, norms over all heads, one KV head
+opt | OPT | OPT 125M to 66B | learned positions, biases, projected embedding, five heads
+persimmon | Persimmon | Persimmon 8B | fused q/k/v by head, q/k norms, partial rotation
+phi | Phi | Phi 1, 1.5, 2 | parallel residual, biases, q/k norms, head with bias
+phi3 | Phi-3 | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | fused q/k/v and gate/up, sliding window, LongRoPE
+phimoe | Phi-MoE | Phi-3.5-MoE | MoE, sliding window, biases, head with bias
+qwen2 | Qwen 2 | Qwen 2, 2.5; DeepSeek R1 Distill Qwen | biases on q/k/v, untied head
+qwen2_moe | Qwen 2 MoE | Qwen1.5-MoE, Qwen2 57B-A14B | MoE, gated shared expert
+qwen3 | Qwen 3 | Qwen 3 0.6B to 32B | q/k norms, biases, one KV head
+qwen3_moe | Qwen 3 MoE | Qwen 3 30B-A3B, 235B | MoE, q/k norms, dense layers between
+seed_oss | Seed-OSS | Seed-OSS 36B | biases
+smollm3 | SmolLM3 | SmolLM3 3B | layers without rotation
+solar_open | Solar Open | Solar Open 100B | MoE, shared expert
+stablelm | StableLM | StableLM 3B, Zephyr, 2 1.6B | norms per head, partial rotation, biases
+starcoder2 | StarCoder2 | StarCoder2 3B, 7B, 15B | sliding window, biases, layer norms
+vaultgemma | VaultGemma | VaultGemma 1B | soft caps on scores and logits, sliding window
+"""  # noqa: E501
+"""model_type | title | examples | what the proof shows (`Architecture`). MoE: mixture of experts."""
 
 SERVED: Mapping[str, Architecture] = MappingProxyType(
     {
-        "afmoe": Architecture(
-            "AFMoE",
-            "Trinity Nano, Mini",
-            f"{_EXPERTS}, shared expert, gated attention, sliding window, q/k norms",
-        ),
-        "apertus": Architecture("Apertus", "Apertus 8B, 70B", "q/k norms, xIELU without gate"),
-        "arcee": Architecture("Arcee", "AFM 4.5B", "squared ReLU without gate"),
-        "bloom": Architecture("BLOOM", "BLOOM, BLOOMZ", "ALiBi, fused q/k/v by head, biases, five heads"),
-        "cohere": Architecture(
-            "Cohere", "Command R, Aya 23", "parallel residual, norms per head, scaled logits"
-        ),
-        "cohere2": Architecture(
-            "Cohere 2", "Command R7B, Command A", "sliding window, layers without rotation"
-        ),
-        "cwm": Architecture("CWM", "Code World Model 32B", "sliding window"),
-        "dots1": Architecture(
-            "dots.llm1", "dots.llm1", f"{_EXPERTS}, shared expert, sliding window, q/k norms"
-        ),
-        "ernie4_5": Architecture("ERNIE 4.5", "ERNIE 4.5 0.3B", "interleaved rotation"),
-        "ernie4_5_moe": Architecture("ERNIE 4.5 MoE", "ERNIE 4.5 21B-A3B", f"{_EXPERTS}, shared expert"),
-        "exaone4": Architecture("EXAONE 4", "EXAONE 4.0 1.2B, 32B", "sliding window, q/k norms, post norms"),
-        "exaone_moe": Architecture(
-            "EXAONE MoE", "K-EXAONE", f"{_EXPERTS}, shared expert, sliding window, q/k norms"
-        ),
-        "falcon": Architecture(
-            "Falcon",
-            "Falcon 7B, 40B, 180B, RW",
-            "fused q/k/v by group, multi-query, ALiBi, parallel residual",
-        ),
-        "flex_olmo": Architecture("FlexOlmo", "FlexOlmo 7x7B", f"{_EXPERTS}, norms over all heads"),
-        "gemma": Architecture("Gemma", "Gemma 2B, 7B", "one KV head, scaled embedding, tied head"),
-        "gemma2": Architecture(
-            "Gemma 2", "Gemma 2 2B, 9B, 27B", "soft caps on scores and logits, sliding window, post norms"
-        ),
-        "gemma3_text": Architecture(
-            "Gemma 3 (text)", "Gemma 3 270M, 1B", "sliding window, q/k norms, two rotations"
-        ),
-        "glm": Architecture("GLM", "GLM-4 9B, GLM-Edge", "fused gate/up, partial rotation, biases"),
-        "glm4": Architecture(
-            "GLM-4", "GLM-4-0414 9B, 32B", "fused gate/up, partial rotation, post norms, biases"
-        ),
-        "glm4_moe": Architecture(
-            "GLM-4 MoE", "GLM-4.5, 4.6", f"{_EXPERTS}, shared expert, q/k norms, biases"
-        ),
-        "gpt2": Architecture(
-            "GPT-2", "GPT-2, DistilGPT2", "Conv1D, fused q/k/v, learned positions, five heads"
-        ),
-        "gpt_bigcode": Architecture(
-            "GPTBigCode", "StarCoder, SantaCoder", "multi-query, fused q/k/v, learned positions"
-        ),
-        "gpt_neox": Architecture(
-            "GPT-NeoX",
-            "Pythia, GPT-NeoX 20B",
-            "fused q/k/v by head, parallel residual, partial rotation, five heads",
-        ),
-        "gpt_oss": Architecture(
-            "GPT-OSS", "gpt-oss (weights in bf16)", f"{_EXPERTS}, attention sinks, sliding window, YaRN"
-        ),
-        "gptj": Architecture(
-            "GPT-J", "GPT-J 6B", "interleaved partial rotation, parallel residual, five heads"
-        ),
-        "granite": Architecture("Granite", "Granite 3", "scaled logits, residuals and embedding, biases"),
-        "granitemoe": Architecture("Granite MoE", "Granite 3 1B-A400M", f"{_EXPERTS}, scaled scores"),
-        "granitemoeshared": Architecture(
-            "Granite MoE shared", "Granite 3 MoE shared", f"{_EXPERTS}, fused shared expert"
-        ),
-        "helium": Architecture("Helium", "Helium 1 2B", "interleaved rotation"),
-        "hunyuan_v1_dense": Architecture(
-            "Hunyuan dense", "Hunyuan 0.5B to 7B", "q/k norms after rotation, NTK rotation"
-        ),
-        "hunyuan_v1_moe": Architecture(
-            "Hunyuan MoE", "Hunyuan A13B", f"{_EXPERTS}, shared expert, q/k norms"
-        ),
-        "jais2": Architecture("Jais 2", "Jais 2 8B, 70B", "biases, layer norms"),
-        "llama": Architecture(
-            "Llama",
-            "Llama 2, 3; SmolLM 1, 2; TinyLlama; Yi",
-            "tied and untied head, biases, one KV head, five heads, rotary scaling (Llama 3, dynamic)",
-        ),
-        "minimax_m2": Architecture(
-            "MiniMax M2", "MiniMax M2", f"{_EXPERTS}, norms over all heads, partial rotation"
-        ),
-        "ministral": Architecture("Ministral", "Ministral 8B", "sliding window on some layers"),
-        "ministral3": Architecture(
-            "Ministral 3", "Ministral 3 (its text model alone)", "sliding window, scaled queries"
-        ),
-        "mistral": Architecture("Mistral", "Mistral 7B, Nemo, Small", "sliding window"),
-        "mixtral": Architecture("Mixtral", "Mixtral 8x7B, 8x22B", f"{_EXPERTS}, sliding window"),
-        "nanochat": Architecture("nanochat", "nanochat", "norms without weights, soft cap on logits"),
-        "nemotron": Architecture(
-            "Nemotron", "Minitron, Nemotron 4", "squared ReLU without gate, partial rotation"
-        ),
-        "olmo": Architecture("OLMo", "OLMo 1B, 7B", "norms without weights, clipped q/k/v"),
-        "olmo2": Architecture("OLMo 2", "OLMo 2 1B to 32B", "norms over all heads, post norms, one KV head"),
-        "olmo3": Architecture("OLMo 3", "OLMo 3 7B, 32B", "norms over all heads, sliding window"),
-        "olmoe": Architecture("OLMoE", "OLMoE 1B-7B", f"{_EXPERTS}, norms over all heads, one KV head"),
-        "opt": Architecture(
-            "OPT", "OPT 125M to 66B", "learned positions, biases, projected embedding, five heads"
-        ),
-        "persimmon": Architecture(
-            "Persimmon", "Persimmon 8B", "fused q/k/v by head, q/k norms, partial rotation"
-        ),
-        "phi": Architecture("Phi", "Phi 1, 1.5, 2", "parallel residual, biases, q/k norms, head with bias"),
-        "phi3": Architecture(
-            "Phi-3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "fused q/k/v and gate/up, sliding window, LongRoPE"
-        ),
-        "phimoe": Architecture(
-            "Phi-MoE", "Phi-3.5-MoE", f"{_EXPERTS}, sliding window, biases, head with bias"
-        ),
-        "qwen2": Architecture(
-            "Qwen 2", "Qwen 2, 2.5; DeepSeek R1 Distill Qwen", "biases on q/k/v, untied head"
-        ),
-        "qwen2_moe": Architecture(
-            "Qwen 2 MoE", "Qwen1.5-MoE, Qwen2 57B-A14B", f"{_EXPERTS}, gated shared expert"
-        ),
-        "qwen3": Architecture("Qwen 3", "Qwen 3 0.6B to 32B", "q/k norms, biases, one KV head"),
-        "qwen3_moe": Architecture(
-            "Qwen 3 MoE", "Qwen 3 30B-A3B, 235B", f"{_EXPERTS}, q/k norms, dense layers between"
-        ),
-        "seed_oss": Architecture("Seed-OSS", "Seed-OSS 36B", "biases"),
-        "smollm3": Architecture("SmolLM3", "SmolLM3 3B", "layers without rotation"),
-        "solar_open": Architecture("Solar Open", "Solar Open 100B", f"{_EXPERTS}, shared expert"),
-        "stablelm": Architecture(
-            "StableLM", "StableLM 3B, Zephyr, 2 1.6B", "norms per head, partial rotation, biases"
-        ),
-        "starcoder2": Architecture(
-            "StarCoder2", "StarCoder2 3B, 7B, 15B", "sliding window, biases, layer norms"
-        ),
-        "vaultgemma": Architecture(
-            "VaultGemma", "VaultGemma 1B", "soft caps on scores and logits, sliding window"
-        ),
+        name: Architecture(title, examples, shown.replace("MoE", "mixture of experts"))
+        for name, title, examples, shown in (row.split(" | ") for row in _SERVED.strip().splitlines())
     }
 )
 """By `model_type`."""
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal(
-        "compresses keys and values (latent attention)",
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "longcat_flash",
-            "minicpm3",
-            "youtu",
-        ),
-    ),
-    Refusal(
-        "keeps a running state in some layers (state-space, recurrent or linear attention)",
-        (
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "jamba",
-            "kimi_linear",
-            "lfm2",
-            "lfm2_moe",
-            "mamba",
-            "mamba2",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_next",
-            "recurrent_gemma",
-            "rwkv",
-            "xlstm",
-            "zamba",
-            "zamba2",
-        ),
-    ),
-    Refusal("shares keys and values between layers", ("gemma3n_text", "gemma4_text")),
-    Refusal("attends within chunks of the text", ("llama4_text",)),
-    Refusal(
-        "computes attention in a way that is not paged here",
-        ("codegen", "ctrl", "diffllama", "doge", "gpt_neo", "mpt", "openai-gpt", "xglm", "xlnet"),
-    ),
-    Refusal(
-        "reads text in both directions",
-        ("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"),
-    ),
-)
+    Refusal("compresses keys and values (latent attention)", [
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3",
+        "youtu"
+    ]),
+    Refusal("keeps a running state in some layers (state-space, recurrent or linear attention)", [
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+        "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+        "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"
+    ]),
+    Refusal("shares keys and values between layers", ["gemma3n_text", "gemma4_text"]),
+    Refusal("attends within chunks of the text", ["llama4_text"]),
+    Refusal("computes attention in a way that is not paged here", [
+        "codegen", "ctrl", "diffllama", "doge", "gpt_neo", "mpt", "openai-gpt", "xglm", "xlnet"
+    ]),
+    Refusal("reads text in both directions", [
+        "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"
+    ]),
+)  # fmt: skip
 
 BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
     ("encoder-decoders, and decoders with cross-attention", "there is no encoder"),

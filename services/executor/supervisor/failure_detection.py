@@ -29,8 +29,8 @@ STALLED_AFTER = 120.0
 at least 4 MB a second, which any storage gives that is worth loading from."""
 
 
-class RingWatch:
-    """Watches one ring after the other, each under its epoch."""
+class _Watch:
+    """Of one ring after the other, each under its epoch."""
 
     def __init__(self, limit: float) -> None:
         """`limit`: seconds without progress."""
@@ -38,43 +38,44 @@ class RingWatch:
         self._watch = ProgressWatch(limit)
         self._looked: float | None = None
 
-    def verdict(self, epoch: int, loop_beats: int, ranks: Iterable[RankBeat], now: float) -> str:
-        """Why the ring is hung, at `now` (monotonic seconds); empty while it is not."""
+    def _look(self, now: float) -> ProgressWatch:
         if self._looked is not None and now - self._looked >= self._limit:
             # We stood still ourselves, perhaps with everybody else: what was seen before proves nothing.
             self._watch = ProgressWatch(self._limit)
         self._looked = now
-        reason = ""
+        return self._watch
+
+
+class RingWatch(_Watch):
+    """Watches the steps of a ring."""
+
+    def verdict(self, epoch: int, loop_beats: int, ranks: Iterable[RankBeat], now: float) -> str:
+        """Why the ring is hung, at `now` (monotonic seconds); empty while it is not."""
+        watch, reason = self._look(now), ""
         work: tuple[int, ...] = ()
         for beat in ranks:
             counters = (beat.step, beat.progress)
             if beat.rank == 0:
                 work = counters
-            if self._watch.stands_still((epoch, beat.rank), counters, beat.in_flight, now):
+            if watch.stands_still((epoch, beat.rank), counters, beat.in_flight, now):
                 reason = reason or f"rank {beat.rank} (process {beat.pid}) is hung in step {beat.step + 1}"
-        if self._watch.stands_still((epoch, "loop"), (loop_beats, *work), True, now):
+        if watch.stands_still((epoch, "loop"), (loop_beats, *work), True, now):
             return "the leader has stood still"
         return reason
 
 
-class LoadWatch:
-    """Watches the ranks of one ring after the other read their weights. What comes before and behind that (a download,
-    the ranks' meeting, kernels that are compiled) tells of no progress, and is not judged."""
+class LoadWatch(_Watch):
+    """Watches the ranks of a ring read their weights. What comes before and behind that (a download, the ranks'
+    meeting, kernels that are compiled) tells of no progress, and is not judged."""
 
     def __init__(self, limit: float = STALLED_AFTER) -> None:
-        """`limit`: seconds without progress."""
-        self._limit = limit
-        self._watch = ProgressWatch(limit)
-        self._looked: float | None = None
+        super().__init__(limit)
 
     def verdict(self, epoch: int, ranks: Iterable[Loading], now: float) -> str:
         """Why the ring does not load, at `now` (monotonic seconds); empty while it does."""
-        if self._looked is not None and now - self._looked >= self._limit:
-            self._watch = ProgressWatch(self._limit)  # we stood still ourselves
-        self._looked = now
-        reason = ""
+        watch, reason = self._look(now), ""
         for one in ranks:
-            if self._watch.stands_still((epoch, one.rank), (one.done,), one.done < one.total, now):
+            if watch.stands_still((epoch, one.rank), (one.done,), one.done < one.total, now):
                 reason = reason or (
                     f"rank {one.rank} (process {one.pid}) has read nothing for {self._limit:g} s, after "
                     f"{one.done / one.total:.0%} of its weights: look at the storage of the model and at the GPU"

@@ -11,25 +11,8 @@ import structlog
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.board import RingBoard
 from services.executor.ipc.proofs import MessageMac, is_proof, proof
-from services.executor.supervisor.multinode.wire import (
-    BEAT,
-    GREETING,
-    Alive,
-    Begin,
-    Challenge,
-    Ended,
-    Event,
-    Hello,
-    Input,
-    Kill,
-    Line,
-    LineLost,
-    Refused,
-    Rows,
-    ToHead,
-    Welcome,
-    to_head,
-)
+from services.executor.supervisor.multinode import wire
+from services.executor.supervisor.multinode.wire import Line, LineLost
 from shared.errors import ConfigurationError
 from shared.process import VERSION
 
@@ -52,16 +35,16 @@ class RemoteRank:
         self._send = send
         self._board = board
         self._ended = asyncio.Event()
-        send(Begin(rank, epoch))
+        send(wire.Begin(rank, epoch))
 
     def tell(self, line: bytes) -> None:
         """Writes to its standard input."""
-        self._send(Input(self.rank, self.epoch, line))
+        self._send(wire.Input(self.rank, self.epoch, line))
 
     def kill(self) -> None:
         """Its host ends all of its ranks."""
         if self.returncode is None:
-            self._send(Kill(self.epoch))
+            self._send(wire.Kill(self.epoch))
 
     async def wait(self) -> int:
         await self._ended.wait()
@@ -92,22 +75,22 @@ class RemoteRank:
 class _Node:
     """A host that has come."""
 
-    def __init__(self, line: Line[ToHead], number: int) -> None:
+    def __init__(self, line: Line[wire.ToHead], number: int) -> None:
         self.line = line
         self.number = number
         self.ranks: dict[int, RemoteRank] = {}
         """Of the ring that is up, by rank."""
 
-    def on_message(self, message: ToHead) -> None:
-        if isinstance(message, Rows):
+    def on_message(self, message: wire.ToHead) -> None:
+        if isinstance(message, wire.Rows):
             for rank, row in message.rows.items():
                 if (known := self._rank(rank, message.epoch)) is not None:
                     known.on_row(row)
         elif (
-            isinstance(message, Event | Ended)
+            isinstance(message, wire.Event | wire.Ended)
             and (known := self._rank(message.rank, message.epoch)) is not None
         ):
-            if isinstance(message, Event):
+            if isinstance(message, wire.Event):
                 known.on_event(message.line)
             else:
                 known.on_end(message.code)
@@ -178,7 +161,7 @@ class HeadNode:
         task = asyncio.current_task()
         assert task is not None
         self._talks.add(task)
-        line = to_head(reader, writer)
+        line = wire.to_head(reader, writer)
         try:
             node = await self._greeted(line)
             if node is not None:
@@ -189,24 +172,24 @@ class HeadNode:
             await line.close()
             self._talks.discard(task)
 
-    async def _greeted(self, line: Line[ToHead]) -> _Node | None:
+    async def _greeted(self, line: Line[wire.ToHead]) -> _Node | None:
         """The host that has come; None for one that is refused. Raises `LineLost`."""
         nonce = secrets.token_bytes(32)
-        line.send(Challenge(nonce))
-        hello = await line.receive(GREETING)
-        if not isinstance(hello, Hello):
+        line.send(wire.Challenge(nonce))
+        hello = await line.receive(wire.GREETING)
+        if not isinstance(hello, wire.Hello):
             raise LineLost("it did not say who it is")
         reason = self._objection(hello, nonce)
         if reason:
             log.warning("node_rejected", host=hello.node, reason=reason)
-            line.send(Refused(reason))
+            line.send(wire.Refused(reason))
             return None
-        line.send(Welcome(proof(self._secret, "head", hello.nonce)))
+        line.send(wire.Welcome(proof(self._secret, "head", hello.nonce)))
         nonces = nonce + hello.nonce
         sent, received = (MessageMac(self._secret, side, nonces) for side in ("head", f"node {hello.node}"))
         return _Node(line.protected(sent, received), hello.node)
 
-    def _objection(self, hello: Hello, nonce: bytes) -> str:
+    def _objection(self, hello: wire.Hello, nonce: bytes) -> str:
         """Why it is refused; empty: it is not. The secret comes first: others are told nothing."""
         if not is_proof(hello.proof, self._secret, f"node {hello.node}", nonce):
             return "it does not know the ring's secret; give all hosts the same RYZANSTEIN_RING_SECRET"
@@ -235,7 +218,7 @@ class HeadNode:
             node.lost()
 
 
-async def _beat(line: Line[ToHead]) -> None:
+async def _beat(line: Line[wire.ToHead]) -> None:
     while True:
-        line.send(Alive())
-        await asyncio.sleep(BEAT)
+        line.send(wire.Alive())
+        await asyncio.sleep(wire.BEAT)

@@ -17,24 +17,8 @@ from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.proofs import MessageMac, is_proof, proof
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_transfer.board import HandoverBoard
-from services.executor.supervisor.multinode.wire import (
-    GREETING,
-    ROWS,
-    Begin,
-    Challenge,
-    Ended,
-    Event,
-    Hello,
-    Input,
-    Kill,
-    Line,
-    LineLost,
-    Refused,
-    Rows,
-    ToNode,
-    Welcome,
-    to_node,
-)
+from services.executor.supervisor.multinode import wire
+from services.executor.supervisor.multinode.wire import Line, LineLost
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, fork_client
 from shared.messages import ServiceName
 from shared.process import VERSION
@@ -73,7 +57,7 @@ class NodeRanks:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
     def __init__(
-        self, settings: ExecutorSettings, epoch: int, line: Line[ToNode], forks: ForkClient | None
+        self, settings: ExecutorSettings, epoch: int, line: Line[wire.ToNode], forks: ForkClient | None
     ) -> None:
         self._settings = settings
         self._forks = forks
@@ -104,7 +88,7 @@ class NodeRanks:
                 rank.process.kill()
                 code = await rank.process.wait()
                 rank.process.close()
-                self._line.send(Ended(rank.number, self.epoch, code))
+                self._line.send(wire.Ended(rank.number, self.epoch, code))
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _run(self, rank: _Rank) -> None:
@@ -116,11 +100,11 @@ class NodeRanks:
         feeding = asyncio.create_task(_feed(process, rank.inputs))
         try:
             async for event in process.events:
-                self._line.send(Event(rank.number, self.epoch, event))
+                self._line.send(wire.Event(rank.number, self.epoch, event))
             code = await process.wait()
         finally:
             feeding.cancel()
-        self._line.send(Ended(rank.number, self.epoch, code))
+        self._line.send(wire.Ended(rank.number, self.epoch, code))
 
     def _own(self, spec: RankSpec) -> RankSpec:
         """`spec` with what is this host's own."""
@@ -133,8 +117,8 @@ class NodeRanks:
 
     async def _report(self) -> None:
         while True:
-            self._line.send(Rows(self.epoch, {rank: self._board.row(rank) for rank in self._ranks}))
-            await asyncio.sleep(ROWS)
+            self._line.send(wire.Rows(self.epoch, {rank: self._board.row(rank) for rank in self._ranks}))
+            await asyncio.sleep(wire.ROWS)
 
 
 async def _feed(process: LocalRank, inputs: "asyncio.Queue[bytes]") -> None:
@@ -193,38 +177,38 @@ class RingNode(Service):
                 self._reason = reason
             await asyncio.sleep(pauses.next(time.monotonic()))
 
-    async def _line_to_head(self) -> Line[ToNode]:
+    async def _line_to_head(self) -> Line[wire.ToNode]:
         """A line whose other end knows the secret. Raises `LineLost`."""
         settings = self._executor_settings
         try:
-            async with asyncio.timeout(GREETING):
+            async with asyncio.timeout(wire.GREETING):
                 reader, writer = await asyncio.open_connection(settings.master_addr, settings.master_port)
         except (OSError, TimeoutError) as error:
             raise LineLost(str(error) or "no answer") from None
-        line = to_node(reader, writer)
+        line = wire.to_node(reader, writer)
         try:
             return await self._greeted(line)
         except BaseException:
             await line.close()
             raise
 
-    async def _greeted(self, line: Line[ToNode]) -> Line[ToNode]:
-        challenge = await line.receive(GREETING)
-        if not isinstance(challenge, Challenge):
+    async def _greeted(self, line: Line[wire.ToNode]) -> Line[wire.ToNode]:
+        challenge = await line.receive(wire.GREETING)
+        if not isinstance(challenge, wire.Challenge):
             raise LineLost("it asked for no proof")
         number, nonce = self._executor_settings.node_rank, secrets.token_bytes(32)
         side, nonces = f"node {number}", challenge.nonce + nonce
-        line.send(Hello(number, nonce, proof(self._secret, side, challenge.nonce), VERSION))
-        answer = await line.receive(GREETING)
-        if isinstance(answer, Refused):
+        line.send(wire.Hello(number, nonce, proof(self._secret, side, challenge.nonce), VERSION))
+        answer = await line.receive(wire.GREETING)
+        if isinstance(answer, wire.Refused):
             raise LineLost(f"it refuses this host, because {answer.reason}")
-        if not isinstance(answer, Welcome) or not is_proof(answer.proof, self._secret, "head", nonce):
+        if not isinstance(answer, wire.Welcome) or not is_proof(answer.proof, self._secret, "head", nonce):
             raise LineLost("it does not know the ring's secret")
         return line.protected(
             MessageMac(self._secret, side, nonces), MessageMac(self._secret, "head", nonces)
         )
 
-    async def _talk(self, line: Line[ToNode]) -> None:
+    async def _talk(self, line: Line[wire.ToNode]) -> None:
         """For as long as the line holds. Raises `LineLost`."""
         self._met = True
         log.info("head_node_connected")
@@ -236,19 +220,19 @@ class RingNode(Service):
             await self._end_ranks()
             await line.close()
 
-    async def _on_message(self, line: Line[ToNode], message: ToNode) -> None:
+    async def _on_message(self, line: Line[wire.ToNode], message: wire.ToNode) -> None:
         ranks = self._live
-        if isinstance(message, Begin):
+        if isinstance(message, wire.Begin):
             if ranks is None or ranks.epoch != message.epoch:
                 await self._end_ranks()
                 if self._forks is not None:
                     self._forks.start()  # where it has ended meanwhile
                 ranks = self._live = NodeRanks(self._executor_settings, message.epoch, line, self._forks)
             ranks.begin(message.rank)
-        elif isinstance(message, Input):
+        elif isinstance(message, wire.Input):
             if ranks is not None and ranks.epoch == message.epoch:
                 ranks.tell(message.rank, message.line)
-        elif isinstance(message, Kill) and ranks is not None and ranks.epoch <= message.epoch:
+        elif isinstance(message, wire.Kill) and ranks is not None and ranks.epoch <= message.epoch:
             await self._end_ranks()
 
     async def _end_ranks(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.proofs import proof
-from services.executor.supervisor.multinode.head import NodesHead
+from services.executor.supervisor.multinode.head import HeadNode
 from services.executor.supervisor.multinode.wire import Hello
 from shared.config import load_settings
 from shared.errors import ConfigurationError
@@ -15,8 +15,8 @@ from shared.process import VERSION
 SECRET, NONCE = "s" * 32, b"n" * 32
 
 
-def head(port: int = 1) -> NodesHead:
-    return NodesHead(
+def head(port: int = 1) -> HeadNode:
+    return HeadNode(
         load_settings(
             ExecutorSettings,
             model="m",
