@@ -10,7 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -86,6 +86,21 @@ class HandoverBoard:
     def least(self, field: Field, batch: int) -> int:
         """The smallest number of all ranks; one that has said nothing yet counts as 0."""
         return min(number or 0 for number in self.numbers(field, batch))
+
+
+class OwnRing(NamedTuple):
+    """This ring, as its peers know it."""
+
+    group: str
+    epoch: int
+    model: str
+    format: str
+    """Of its blocks: rings of one format can give them to each other."""
+    host: str
+    """Where its ranks listen."""
+    block_size: int
+    block_bytes: int
+    """Of a full block on one rank."""
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):

@@ -17,6 +17,7 @@ from services.executor.kv_cache.prefix_index import PARENT_SIZES
 from services.executor.kv_transfer.board import (
     POLL,
     HandoverBoard,
+    OwnRing,
     Receive,
     StopReceiving,
     encode_command,
@@ -40,21 +41,14 @@ class HandoverReceiver:
         self,
         exchange: Exchange,
         board: HandoverBoard,
-        *,
-        host: str,
-        epoch: int,
-        block_format: str,
-        block_size: int,
+        ring: OwnRing,
         room: Callable[[], int],
         wake: Callable[[], object],
     ) -> None:
         """`room`: blocks that may be taken over now; `wake`: has the next step planned."""
         self._exchange = exchange
         self._board = board
-        self._host = host
-        self._epoch = epoch
-        self._format = block_format
-        self._token_bytes = 4 * block_size
+        self._ring = ring
         self._room = room
         self._wake = wake
         self._source: tuple[str, int] | None = None
@@ -82,14 +76,14 @@ class HandoverReceiver:
         if isinstance(message, BlocksSent):
             return await self._sent()
         self._end("ended")
-        return HandoverReply(True, epoch=self._epoch)
+        return HandoverReply(True, epoch=self._ring.epoch)
 
     def _problem_with(self, offer: BlockOffer) -> str:
-        if offer.format != self._format:
+        if offer.format != self._ring.format:
             return "Its KV blocks are of another format, or of another model."
         sizes_are_right = all(
             len(block.parent) in PARENT_SIZES
-            and len(block.tokens) == self._token_bytes
+            and len(block.tokens) == 4 * self._ring.block_size
             and 0 <= block.session < len(offer.sessions)
             for block in offer.blocks
         )
@@ -110,7 +104,7 @@ class HandoverReceiver:
         self._wanted = len(wanted)
         self._watch()
         if not wanted:
-            return HandoverReply(True, epoch=self._epoch)
+            return HandoverReply(True, epoch=self._ring.epoch)
         key = secrets.token_bytes(32)
         self._exchange.command(encode_command(Receive(self._batch, key, len(wanted))))
         self._wake()
@@ -118,8 +112,8 @@ class HandoverReceiver:
         if not all(ports):
             self._settle()
             return HandoverReply(False, "Its ranks cannot listen for blocks.")
-        addresses = [(self._host, port) for port in ports]
-        return HandoverReply(True, wanted=wanted, key=key, addresses=addresses, epoch=self._epoch)
+        addresses = [(self._ring.host, port) for port in ports]
+        return HandoverReply(True, wanted=wanted, key=key, addresses=addresses, epoch=self._ring.epoch)
 
     async def _ports(self, batch: int) -> list[int]:
         """Where each rank listens; 0 where it does not."""
@@ -151,7 +145,7 @@ class HandoverReceiver:
         await until(lambda: not arrivals.adopting, ADOPT_TIMEOUT)
         self._heard = time.monotonic()
         self._settle()
-        return HandoverReply(True, held=arrivals.held(), epoch=self._epoch)
+        return HandoverReply(True, held=arrivals.held(), epoch=self._ring.epoch)
 
     def _end(self, how: str) -> None:
         seconds = time.monotonic() - self._began

@@ -17,6 +17,7 @@ import structlog
 from services.executor.kv_transfer.board import (
     POLL,
     HandoverBoard,
+    OwnRing,
     Send,
     StopSending,
     encode_command,
@@ -179,25 +180,16 @@ class HandoverSender:
         exchange: Exchange,
         board: HandoverBoard,
         pins: PinMover,
-        *,
-        group: str,
-        epoch: int,
-        model: str,
-        block_format: str,
-        block_bytes: int,
-        block_size: int,
+        ring: OwnRing,
         wake: Callable[[], object],
     ) -> None:
         self._bus = bus
         self._exchange = exchange
         self._board = board
         self._pins = pins
-        self._group = group
-        self._epoch = epoch
-        self._model = model
-        self._format = block_format
-        self._block_bytes = block_bytes
-        self._most = max(1, min(MOST_BLOCKS, MOST_BYTES // block_bytes, MOST_OFFER_BYTES // (4 * block_size)))
+        self._ring = ring
+        offered = MOST_OFFER_BYTES // (4 * ring.block_size)
+        self._most = max(1, min(MOST_BLOCKS, MOST_BYTES // ring.block_bytes, offered))
         self._wake = wake
         self._homes = Homes({})
         self._batch = 0
@@ -236,12 +228,12 @@ class HandoverSender:
         log.info(
             "handover_sent",
             blocks=self.sent,
-            bytes_per_rank=self.sent * self._block_bytes,
+            bytes_per_rank=self.sent * self._ring.block_bytes,
             peers=sorted(self._begun),
             seconds=round(seconds, 3),
         )
         for peer in self._begun:
-            await self._ask(peer, HandoverEnd(self._group, self._epoch))
+            await self._ask(peer, HandoverEnd(self._ring.group, self._ring.epoch))
 
     async def _find_peers(self) -> None:
         """Waits for a ring that is starting where there is no other: in a rolling update it may take a moment
@@ -249,8 +241,8 @@ class HandoverSender:
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
         while not self._is_late():
             records = list((await groups.items()).values())
-            self._homes = Homes(peers_of(records, self._model, self._group))
-            if self._homes.peers or not is_coming(records, self._model, self._group):
+            self._homes = Homes(peers_of(records, self._ring.model, self._ring.group))
+            if self._homes.peers or not is_coming(records, self._ring.model, self._ring.group):
                 return
             if self._finished() and not self._exchange.departures.sessions():
                 return
@@ -294,7 +286,7 @@ class HandoverSender:
             complete = True
             if reply.wanted:
                 ended, complete = await self._send([batch[index].block for index in reply.wanted], reply)
-            reply = await self._ask(peer, BlocksSent(self._group, self._epoch))
+            reply = await self._ask(peer, BlocksSent(self._ring.group, self._ring.epoch))
             if not reply.ok or len(reply.held) != len(batch):
                 return False
             whole = self._whole_sessions(batch, reply.held)
@@ -313,9 +305,9 @@ class HandoverSender:
         last_used = {gift.session: gift.last_used for gift in batch}
         numbers = {name: number for number, name in enumerate(names)}
         return BlockOffer(
-            self._group,
-            self._epoch,
-            self._format,
+            self._ring.group,
+            self._ring.epoch,
+            self._ring.format,
             [OfferedSession(name, now - last_used[name]) for name in names],
             [OfferedBlock(gift.key.parent, gift.key.tokens, numbers[gift.session]) for gift in batch],
         )

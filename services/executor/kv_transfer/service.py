@@ -8,7 +8,7 @@ import structlog
 from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_transfer.board import HandoverBoard
+from services.executor.kv_transfer.board import HandoverBoard, OwnRing
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.kv_transfer.receiver import HandoverReceiver
 from services.executor.kv_transfer.sender import HandoverSender, PinMover
@@ -44,7 +44,6 @@ class Handover:
         self._wake = wake
         self._board = HandoverBoard.beside(spec.board, spec.world_size) if engine_spec.kv_format else None
         self._bus: Bus | None = None
-        self._format = ""
         self._taker: HandoverReceiver | None = None
         self._giver: HandoverSender | None = None
         self._giving: asyncio.Task[None] | None = None
@@ -55,17 +54,16 @@ class Handover:
         if self._board is None or self._settings.nnodes > 1:  # other hosts' ranks report elsewhere
             return
         spec = self._engine_spec
-        self._format = f"{fingerprint}/{self._spec.world_size}/{spec.kv_format}"
-        self._taker = HandoverReceiver(
-            self._exchange,
-            self._board,
-            host=self._settings.ring_host,
-            epoch=self._spec.epoch,
-            block_format=self._format,
-            block_size=spec.block_size,
-            room=self._receivable,
-            wake=self._wake,
+        self._ring = OwnRing(
+            self._spec.group,
+            self._spec.epoch,
+            self._model,
+            f"{fingerprint}/{self._spec.world_size}/{spec.kv_format}",
+            self._settings.ring_host,
+            spec.block_size,
+            spec.kv_block_bytes,
         )
+        self._taker = HandoverReceiver(self._exchange, self._board, self._ring, self._receivable, self._wake)
         subject = subjects.handover(self._spec.group)
         await bus.subscribe(subject, HandoverMessage, self._on_message)  # type: ignore[arg-type]
 
@@ -81,20 +79,8 @@ class Handover:
         timeout = self._settings.handover_timeout
         if self._giving or self._taker is None or self._board is None or self._bus is None or not timeout:
             return
-        spec = self._spec
-        self._giver = HandoverSender(
-            self._bus,
-            self._exchange,
-            self._board,
-            PinMover(self._bus, self._model, spec.group, self._settings.session_ttl),
-            group=spec.group,
-            epoch=spec.epoch,
-            model=self._model,
-            block_format=self._format,
-            block_bytes=self._engine_spec.kv_block_bytes,
-            block_size=self._engine_spec.block_size,
-            wake=self._wake,
-        )
+        pins = PinMover(self._bus, self._model, self._spec.group, self._settings.session_ttl)
+        self._giver = HandoverSender(self._bus, self._exchange, self._board, pins, self._ring, self._wake)
         self._giving = asyncio.create_task(self._give(self._giver, finished, timeout))
 
     async def _give(self, giver: HandoverSender, finished: Callable[[], bool], timeout: float) -> None:

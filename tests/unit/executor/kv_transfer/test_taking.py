@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
-from services.executor.kv_transfer.board import HandoverBoard, Receive, StopReceiving, decode_command
+from services.executor.kv_transfer.board import HandoverBoard, OwnRing, Receive, StopReceiving, decode_command
 from services.executor.kv_transfer.receiver import HandoverReceiver
 from services.executor.supervisor.metrics import HandoverCollector, Labels
 from shared.messages.groups import BlockOffer, BlocksSent, HandoverEnd, OfferedBlock, OfferedSession
@@ -31,12 +31,9 @@ class Peer:
         self.taker = HandoverReceiver(
             self.ring.batcher.exchange,
             self.board,
-            host="10.0.0.1",
-            epoch=7,
-            block_format=FORMAT,
-            block_size=BLOCK,
-            room=lambda: self.ring.batcher.receivable,
-            wake=self.wake,
+            OwnRing("b", 7, "m", FORMAT, "10.0.0.1", BLOCK, 1),
+            lambda: self.ring.batcher.receivable,
+            self.wake,
         )
 
     def wake(self) -> None:
