@@ -173,8 +173,9 @@ def why_not() -> str:
         return f"{DISABLE} is 0"
     if compiled() is None:
         return (
-            "they were not compiled, or not since they were changed; with gcc on the path, install the package again: "
-            "pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: --no-deps --editable .)"
+            "they were not compiled, or not since they were changed; with gcc 11 or newer on the path, install "
+            "the package again: pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: "
+            "--no-deps --editable .)"
         )
     return "" if levels() else "this processor has neither AVX2 nor Arm's dot products"
 

@@ -155,6 +155,10 @@ static void check_tiles(long outputs, long inputs)
     for (long i = 0; i < MOST_ROWS * inputs; i++)
         x[i] = to_bf16_of(draw_float());
     rz_pack(packed, weights, outputs, inputs, inputs, 0, outputs, outputs);
+    uint32_t digest = 0;
+    for (size_t i = 0; i < rz_packed_bytes(outputs, inputs) / 2; i++)
+        digest = digest * 31 + packed[i];
+    printf("exact packed %u\n", digest);
     for (long output = 0; output < outputs; output++) {
         rz_unpack_row(row, packed, output, inputs);
         must(!memcmp(row, weights + output * inputs, (size_t)inputs * 2), "rz_unpack_row");
