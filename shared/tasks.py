@@ -35,7 +35,6 @@ class TaskSet:
         return iter(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str | None = None) -> "asyncio.Task[T]":
-        """Runs `work`."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -86,7 +85,6 @@ class Backoff:
         self._began: float | None = None
 
     def began(self, now: float) -> None:
-        """It has been started."""
         self._began = now
 
     def next(self, now: float) -> float:

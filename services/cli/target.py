@@ -225,8 +225,6 @@ NatsUrl = Annotated[
 
 
 class Gateway(NamedTuple):
-    """Where one answers."""
-
     url: str
     certificate: str = ""
     """File of the one to trust, of a gateway on this machine; empty: those of known authorities."""

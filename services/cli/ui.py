@@ -84,7 +84,6 @@ class WordWrap:
         return "".join(map(self._take, text.expandtabs(4)))
 
     def end(self) -> str:
-        """The rest."""
         return self._release()
 
     def _take(self, character: str) -> str:

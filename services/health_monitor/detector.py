@@ -254,7 +254,6 @@ class Detector:
             self._take_over(entry, record)
 
     def merge_service(self, record: ServiceRecord, now: float, at: float) -> None:
-        """As `merge`, for a service instance."""
         entry = self._instances.get(record.instance)
         ahead = record.heard_at - (entry.record.heard_at if entry is not None else 0.0)
         if entry is None or ahead > SAME:
@@ -402,7 +401,6 @@ class Detector:
                 group.progress = ProgressWatch(self._hung_after)
 
     def _lose_groups(self, instance: str, reason: str) -> list[GroupEvent]:
-        """An instance is gone: so are its groups."""
         events: list[GroupEvent] = []
         for group in self._groups.values():
             if group.record.instance == instance and group.record.state != "gone":

@@ -171,7 +171,6 @@ class RequestQueue:
         return other
 
     def peek(self, model: str) -> WaitingRequest | None:
-        """The request for `model` whose turn it is."""
         lanes = self._lanes.get(model, {})
         for lane in LANES:
             if self._depth_of.get((model, lane)) and (item := lanes[lane].peek()) is not None:

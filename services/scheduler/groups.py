@@ -254,8 +254,6 @@ class Group:
 
 @dataclass(slots=True)
 class _Model:
-    """The groups of one model."""
-
     groups: dict[str, Group] = field(default_factory=dict)
     open: list[Group] = field(default_factory=list)
     ranking: Rendezvous = field(default_factory=Rendezvous)

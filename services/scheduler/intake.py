@@ -62,8 +62,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _LanePull:
-    """Where one lane's pulling stands."""
-
     lane: Lane
     limit: int
     inbox: str

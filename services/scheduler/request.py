@@ -69,7 +69,6 @@ class RequestTrace:
         return encode(msgspec.structs.replace(request, traceparent=self._part.traceparent))
 
     def accepted(self, epoch: int) -> None:
-        """The leader has it."""
         self._part.set({"ryzanstein.epoch": epoch})
         self._finish()
 

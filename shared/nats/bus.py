@@ -279,7 +279,6 @@ class Bus:
 
     @property
     def clustered(self) -> bool:
-        """Whether the server is one of a cluster."""
         return bool(self._client._server_info.get("cluster"))  # noqa: SLF001  # nats-py shows it nowhere else
 
     @property

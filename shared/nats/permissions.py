@@ -33,8 +33,6 @@ _OF_TENANTS = (
 
 
 class Rights(NamedTuple):
-    """What one user may do."""
-
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
@@ -44,7 +42,6 @@ class Rights(NamedTuple):
 
 
 def rights(user: User) -> Rights:
-    """The rights of `user`."""
     publish, subscribe = _TABLE[user]
     inbox = f"{inbox_of(user)}.>"
     heard = (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe)

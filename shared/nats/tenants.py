@@ -41,7 +41,6 @@ def tenant_key(tenant: str, name: str) -> str:
 
 
 def keys_of(tenant: str) -> str:
-    """All keys of a tenant, as a pattern."""
     return f"{escape(tenant) if tenant else NOBODY}.*"
 
 
@@ -60,7 +59,6 @@ class TenantBucket(Generic[T]):
     async def open(
         cls, bus: Bus, name: str, kind: type[T], owner: Callable[[T], str], *, ttl: float | None = None
     ) -> "TenantBucket[T]":
-        """As `Bucket.open`."""
         return cls(await Bucket.open(bus, name, kind, ttl=ttl, plain=True), owner)
 
     @classmethod

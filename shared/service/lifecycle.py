@@ -131,7 +131,6 @@ class Service(abc.ABC):
         return self.settings.ops_port
 
     def server_options(self) -> dict[str, Any]:
-        """Options for uvicorn."""
         return {}
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

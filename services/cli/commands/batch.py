@@ -33,8 +33,6 @@ TIMEOUT = 30.0
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What is to be submitted."""
-
     path: Path
     endpoint: str
     window: str

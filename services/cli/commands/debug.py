@@ -224,8 +224,6 @@ def _make(directory: Path) -> None:
 
 
 class _Executor:
-    """That of a group."""
-
     def __init__(self, bus: Bus, group: str) -> None:
         self._bus = bus
         self._group = group

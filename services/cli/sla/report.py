@@ -154,8 +154,6 @@ class Failovers(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """All models, or one of them."""
-
     model: str
     """Empty: all."""
     requests: Requests

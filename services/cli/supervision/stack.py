@@ -128,8 +128,6 @@ Tell = Callable[[str], None]
 
 
 class StackPlan(msgspec.Struct, frozen=True):
-    """What to start."""
-
     data_dir: Path
     model: str
     """Directory of the model, or empty with the stub engine."""

@@ -30,8 +30,6 @@ MakeProduct = Callable[[Weight, Tensor | None], Product]
 
 
 class PlainProduct:
-    """With the weight as it is."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 

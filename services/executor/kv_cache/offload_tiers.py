@@ -162,7 +162,6 @@ class SpillTiers:
 
     @property
     def disk_counts(self) -> tuple[int, int]:
-        """The same on disk."""
         return self._disk.counts
 
     def on_disk(self, slot: int) -> bool:

@@ -194,7 +194,6 @@ def joined_gate_up(feed_forward: Any) -> Weights:
 
 
 def weights_of(linear: Any) -> Weights:
-    """Of a linear of the model."""
     return linear.stored, linear.bias
 
 

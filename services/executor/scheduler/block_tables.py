@@ -314,7 +314,6 @@ class BlockTables:
     # --- what others see -------------------------------------------------------------------------
 
     def census(self) -> Census:
-        """The blocks, by what they are."""
         return self._allocator.census()
 
     def reserve(self, running: int) -> int:

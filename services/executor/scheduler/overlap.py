@@ -154,8 +154,6 @@ def drop_wasted_rows(step: Step, sampled: Seq[SampledToken]) -> tuple[Step, list
 
 
 class StepsUnderWay:
-    """Of one batcher."""
-
     def __init__(self, tables: BlockTables, planner: StepPlanner) -> None:
         self._tables = tables
         self._planner = planner

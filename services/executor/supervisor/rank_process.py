@@ -216,23 +216,6 @@ NCCL_DEFAULTS = {
 """torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first."""
 
 
-class RankProcess(Protocol):
-    """A rank's process, here or on another host. Its events are read beside it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def tell(self, line: bytes) -> None:
-        """Writes to its standard input; one that has ended is told nothing."""
-
-    def kill(self) -> None: ...
-
-    async def wait(self) -> int: ...
-
-
 class _Process(Protocol):
     """What has been started: by us, or by the fork server."""
 

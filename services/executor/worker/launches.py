@@ -26,8 +26,6 @@ Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
 
 
 class HostLaunches:
-    """Of one engine."""
-
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
         self._tokens: list[SampledToken] = []
@@ -71,8 +69,6 @@ class Begun(Protocol):
 
 
 class DeviceLaunches:
-    """Of one engine."""
-
     def __init__(
         self,
         execute: Execute,

@@ -88,10 +88,6 @@ class Files:
                     self._held.forget(key)
                     self._marks.note(key, revision, time.monotonic())
 
-    def held_by(self, tenant: str) -> tuple[int, int]:
-        """Files and bytes of a tenant, uploads counted, as far as this gateway has heard."""
-        return self._held.of(tenant)
-
     async def admit(self, tenant: str, size: int) -> int:
         """Bytes that a file of `size`, or of a size that is not known (negative), may have. Raises `PayloadTooLarge`,
         `QuotaExceeded`, `StorageFull`, `Unavailable`."""

@@ -97,8 +97,6 @@ class _Seen(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A batch that runs here."""
-
     runner: BatchRunner
     task: "asyncio.Task[None]"
     tenant: str

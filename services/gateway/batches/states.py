@@ -121,7 +121,6 @@ def file_id(job: BatchJob, kind: str) -> str:
 
 
 def batch_object(job: BatchJob) -> dict[str, Any]:
-    """OpenAI's batch object."""
     errors = None
     if job.errors:
         data = [

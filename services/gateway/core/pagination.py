@@ -30,8 +30,6 @@ class ListPage(msgspec.Struct, kw_only=True):
 
 
 class Listed(Protocol):
-    """What can stand in a list."""
-
     @property
     def id(self) -> str: ...
 

@@ -35,7 +35,6 @@ STOP_TIMEOUT = 1.0
 
 
 def unknown_generation(public_id: str) -> RouteError:
-    """The error for an id of which there is no record."""
     return RouteError(
         f"No generation '{public_id[:64]}' is known: the id is wrong, or older than the journal keeps; "
         "send the request again.",
@@ -106,7 +105,6 @@ class Answers:
         return list(self._by_identity.values())
 
     def known(self, identity: str) -> Answer | None:
-        """The answer, where it is at hand."""
         return self._by_identity.get(identity)
 
     async def run(self) -> None:

@@ -95,7 +95,6 @@ class Generations:
         return len(self._by_id)
 
     async def start(self) -> None:
-        """Subscribes."""
         with translated("look at the journal"):
             await self.journal.look()
         self._bus.on_reconnect(lambda: self._background.spawn(self._look_at_journal()))

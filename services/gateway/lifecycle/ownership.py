@@ -47,9 +47,7 @@ class AnswersAtHand(Protocol):
 
     def all(self) -> list[Answer]: ...
 
-    def known(self, identity: str) -> Answer | None:
-        """The answer, where it is at hand."""
-        ...
+    def known(self, identity: str) -> Answer | None: ...
 
     async def read_sources(self, answer: Answer, consumers: Sequence[str]) -> None:
         """Reads its log on the token subjects of `consumers`. Raises `BrokerUnavailable`."""

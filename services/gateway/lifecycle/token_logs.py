@@ -222,7 +222,6 @@ class Sources:
                 source.consumer.request_replay()
 
     async def stop(self) -> None:
-        """Closes all."""
         sources, self._sources = self._sources, {}
         await asyncio.gather(*(_close(source) for source in sources.values()), *self._closing)
 

@@ -121,8 +121,6 @@ def answer_of(stored: StoredResponse) -> Answer:
 
 
 class ResponseShelf:
-    """Responses that have ended."""
-
     def __init__(self, store: ResponseStore, runs: Runs) -> None:
         self._store = store
         self._runs = runs

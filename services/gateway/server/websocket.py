@@ -18,8 +18,6 @@ INVALID_DATA, POLICY = 1007, 1008
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """One connection."""
-
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._message = bytearray()

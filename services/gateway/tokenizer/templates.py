@@ -175,9 +175,7 @@ class Renderer(Protocol):
     """Makes prompts of conversations, with the templates of one model."""
 
     @property
-    def traits(self) -> Traits:
-        """What the templates can do."""
-        ...
+    def traits(self) -> Traits: ...
 
     async def render(
         self,

@@ -56,8 +56,6 @@ def joined(*parts: str) -> str:
 
 
 class Rules:
-    """The rules of a grammar."""
-
     def __init__(self) -> None:
         self._rules: dict[str, str] = {}
 

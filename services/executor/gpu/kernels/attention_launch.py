@@ -31,8 +31,6 @@ NO_WINDOW = 1 << 30
 
 
 class Call(NamedTuple):
-    """A launch."""
-
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
@@ -47,8 +45,6 @@ class Call(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer's blocks."""
-
     hot: Tensor
     """[num_hot, 2, kv_heads, block_size, head_dim]"""
     codes: Tensor
@@ -102,7 +98,6 @@ def attend(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out: Tenso
 
 
 def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out: Tensor) -> list[Call]:
-    """The launches of `attend`."""
     kv_heads, group, width = query.shape[1:]
     heads, splits = kv_heads * group, batch.splits
     parts, weights = _scratch(batch, heads, width, out)
@@ -151,7 +146,6 @@ def write(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> None:
 
 
 def write_call(key: Tensor, value: Tensor, slots: Tensor, hot: Tensor) -> Call:
-    """The launch of `write`."""
     tokens, kv_heads, width = key.shape
     arguments = {
         "key": key, "value": value, "slots": slots, "hot": hot,
@@ -182,7 +176,6 @@ def compress_layer(layer: Layer, pairs: Tensor, first: Tensor) -> None:
 def compress_call(
     hot: Tensor, layers: Tensor, code: Tensor, scales: Tensor | None, codec: Codec | None, pairs: Tensor
 ) -> Call:
-    """The launch of `compress`."""
     count, sides, heads = code.shape[0], code.shape[2], code.shape[3]
     size = code.shape[4] * code.shape[5]
     arguments = {

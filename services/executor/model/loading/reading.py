@@ -143,5 +143,4 @@ class Meter:
             self._progress(self._done, self._total)
 
     def finish(self) -> None:
-        """All of it is done."""
         self._progress(self._total, self._total)

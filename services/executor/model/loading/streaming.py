@@ -149,8 +149,6 @@ def lanes_here() -> int:
 
 
 class _Shared:
-    """What the lanes share."""
-
     def __init__(self, pieces: Iterator[Piece], on_bytes: Callable[[int], None]) -> None:
         self._pieces = pieces
         self._on_bytes = on_bytes

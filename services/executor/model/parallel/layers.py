@@ -185,8 +185,6 @@ class ColumnParallelConv1D(ShardedLayer):
 
 
 class RowParallelConv1D(ShardedLayer):
-    """What `RowParallelLinear` is, for a Conv1D."""
-
     weight: nn.Parameter
     bias: nn.Parameter | None
 

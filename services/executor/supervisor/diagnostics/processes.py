@@ -48,8 +48,6 @@ STOPPED = ("stopped", "stopped by a debugger")
 
 
 class ProcessSample(msgspec.Struct, frozen=True):
-    """A process at a moment."""
-
     pid: int
     state: str
     """One of the words above."""

@@ -34,7 +34,6 @@ class HealthService:
         self._looking: asyncio.Task[None] | None = None
 
     def methods(self) -> dict[str, Method]:
-        """By path."""
         return {
             f"/{SERVICE}/Check": Method(self.check, public=True),
             f"/{SERVICE}/Watch": Method(self.watch, public=True),
@@ -42,7 +41,6 @@ class HealthService:
         }
 
     async def check(self, call: Call) -> None:
-        """Check."""
         asked = decode(health_pb2.HealthCheckRequest, call.take()).service
         if asked not in self._known:
             raise RouteError(
@@ -105,7 +103,6 @@ class ReflectionService:
         ).ServerReflectionInfo
 
     def methods(self) -> dict[str, Method]:
-        """By path."""
         return {f"/{name}/ServerReflectionInfo": Method(self.info, streamed=True) for name in SERVICES}
 
     async def info(self, call: Call) -> None:

@@ -65,7 +65,7 @@ async def test_the_number_of_one_tenant_s_files_is_bounded_at_all_gateways(
     ):
         for _ in range(3):
             assert (await upload(http, 10)).status_code == 200
-        await until(lambda: two.service._backend.parts.files.held_by("")[0] == 3)
+        await until(lambda: two.service._backend.parts.files._held.of("")[0] == 3)
         for client in (http, elsewhere):
             answer = await upload(client, 10)
             assert refusal(answer) == (429, "quota_exceeded")
@@ -93,12 +93,12 @@ async def test_uploads_under_way_are_counted(nats_settings: CommonSettings) -> N
             with pytest.raises(QuotaExceeded):
                 await receive(size)
         unknown = asyncio.create_task(receive(-1))  # takes what is left
-        await until(lambda: files.held_by("acme") == (2, 300 * KIB))
+        await until(lambda: files._held.of("acme") == (2, 300 * KIB))
         with pytest.raises(QuotaExceeded):
             await receive(1)
         go_on.set()
         await asyncio.gather(under_way, unknown)
-        assert files.held_by("acme") == (2, 2), "what it has come to"
+        assert files._held.of("acme") == (2, 2), "what it has come to"
 
 
 async def test_uploads_leave_room_for_outputs(nats_settings: CommonSettings) -> None:

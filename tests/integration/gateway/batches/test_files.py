@@ -256,7 +256,7 @@ async def test_what_a_killed_gateway_had_received_is_removed(bus: Bus, objects: 
     begun = FileRecord("file-1", "", "a", "", time.time(), "file-1", status="uploading", nuid=nuid)
     await bucket.put("file-1", begun)
     assert await files.listed("", None) == []
-    await until(lambda: files.held_by("") != (0, 0))
+    await until(lambda: files._held.of("") != (0, 0))
     await files.sweep(time.time())
     assert await stored(bus) == 1  # it may be under way
     await files.sweep(time.time() + 4000)
