@@ -11,8 +11,7 @@ INSTALLED := $(VENV)/.installed
 ARGS ?=
 # Fails on a link or an anchor that leads nowhere.
 MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-# Test processes at a time, more than there are cores: a quarter of the time a test waits. 0: one after the other, in
-# this process.
+# Test processes at a time, more than there are cores, for tests wait too. 0: one after the other, in this process.
 WORKERS ?= 3
 # Which tests, as pytest's -m takes it.
 SELECTED ?= not chaos and not slow

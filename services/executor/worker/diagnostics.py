@@ -33,8 +33,6 @@ log = structlog.get_logger(__name__)
 
 
 class RankDebug:
-    """Answers for one rank."""
-
     def __init__(self, spec: RankSpec) -> None:
         """Stacks can be had, and the log is kept, from now on."""
         board = Path(spec.board)
