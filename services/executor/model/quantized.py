@@ -107,7 +107,7 @@ class QuantizedRows:
                 f"a weight quantized in groups of {self.group} inputs cannot be cut at {first} and {end}: a cut must "
                 f"be at a multiple of {_SMALLEST_GROUP}"
             )
-        finer = self._regrouped(group)
+        finer = self.regrouped(group)
         return _cut_groups(finer, first // group, end // group)
 
     def same_format(self, other: "QuantizedRows") -> bool:
@@ -222,7 +222,7 @@ class QuantizedRows:
         parts = {name: select(part) for name in _ROW_PARTS if (part := getattr(self, name)) is not None}
         return replace(self, **parts)
 
-    def _regrouped(self, group: int) -> "QuantizedRows":
+    def regrouped(self, group: int) -> "QuantizedRows":
         """The same values in groups of `group`, which divides those that there are."""
         times = self.group // group
         if times == 1:

@@ -10,6 +10,7 @@
 #include "gemm.h"
 #include "largest.h"
 #include "products.h"
+#include "quantized.h"
 #include "state.h"
 
 int64_t rz_now(void)
@@ -47,6 +48,17 @@ static void rotate_by_position(const rz_decoder *decoder, long token)
     }
 }
 
+static void embedding_row(const rz_linear *embedding, long row, float *to, bf16 *raw)
+{
+    if (embedding->format.bits) {
+        rz_quantized_row(to, &embedding->format, embedding->packed, row);
+        return;
+    }
+    rz_unpack_row(raw, embedding->packed, row, embedding->inputs);
+    for (long i = 0; i < embedding->inputs; i++)
+        to[i] = bf16_to_float(raw[i]);
+}
+
 static void embed_task(void *argument, long token, long next, int thread)
 {
     (void)next, (void)thread;
@@ -58,9 +70,9 @@ static void embed_task(void *argument, long token, long next, int thread)
     if (row < 0 || row >= model->rows_in_embedding) {
         memset(to, 0, (size_t)hidden * sizeof *to); /* another rank has it */
     } else {
-        rz_unpack_row(raw, model->embedding, row, hidden);
+        embedding_row(&model->embedding, row, to, raw);
         for (long i = 0; i < hidden; i++)
-            to[i] = bf16_to_float(raw[i]) * model->embedding_scale;
+            to[i] *= model->embedding_scale;
     }
     rotate_by_position(decoder, token);
 }
@@ -272,8 +284,30 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_NO_MEMORY;
     if (!rz_workspace_reserve_bests(&decoder->space, (long)step->sampled * rz_threads_count(decoder->threads)))
         return RZ_NO_MEMORY;
+    if (!rz_workspace_reserve_rounded(&decoder->space, decoder->rounded_row * (size_t)step->tokens))
+        return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
+}
+
+typedef struct {
+    rz_decoder *decoder;
+    rz_product product;
+} multiplication;
+
+static void multiply_alone(void *argument, int thread)
+{
+    const multiplication *job = argument;
+    rz_multiply(job->decoder, thread, RZ_HEAD, job->product);
+}
+
+int rz_decoder_multiply(rz_decoder *decoder, const rz_linear *linear, const void *x, int rows, float *out)
+{
+    if (!rz_workspace_reserve_rounded(&decoder->space, rz_rounded_row(linear) * (size_t)rows))
+        return RZ_NO_MEMORY;
+    multiplication job = { decoder, { .linear = linear, .x = x, .rows = rows, .end = STORE, .out = out, .scale = 1 } };
+    rz_threads_run(decoder->threads, multiply_alone, &job);
+    return RZ_OK;
 }
 
 void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent)
@@ -310,12 +344,28 @@ void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int 
     rz_threads_run(decoder->threads, search_rows, &job);
 }
 
+/* Of the widest quantized linear. */
+static size_t rounded_row_of(const rz_model *model)
+{
+    size_t most = rz_rounded_row(&model->head);
+    for (int i = 0; i < model->layers; i++) {
+        const rz_layer *layer = &model->layer[i];
+        const rz_linear *linears[] = { &layer->qkv, &layer->output, &layer->gate_up, &layer->down };
+        for (int j = 0; j < 4; j++) {
+            const size_t bytes = rz_rounded_row(linears[j]);
+            most = bytes > most ? bytes : most;
+        }
+    }
+    return most;
+}
+
 rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus)
 {
     rz_decoder *decoder = calloc(1, sizeof *decoder);
     if (!decoder)
         return NULL;
     decoder->model = *model;
+    decoder->rounded_row = rounded_row_of(model);
     decoder->threads = rz_threads_new(threads);
     if (!decoder->threads || !rz_workspace_new(&decoder->space, model, threads)) {
         rz_decoder_free(decoder);

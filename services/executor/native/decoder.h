@@ -17,10 +17,37 @@
 
 #include "shared_memory.h"
 
+enum { RZ_F32, RZ_F16, RZ_BF16, RZ_U8, RZ_I8 }; /* types of scales */
+enum { RZ_NO_MINIMUMS, RZ_MINIMUMS, RZ_ZEROS };
+
+/* How a quantized weight is packed: see quantized.h. */
 typedef struct {
-    const void *packed; /* bf16, see gemm.h */
+    int32_t bits;    /* 2, 3, 4, 5, 6 or 8; 0: the weight is bf16, and nothing below counts */
+    int32_t columns; /* of codes: the inputs, or what the permutation makes of them */
+    int32_t group;   /* columns of a scale: 16, 32, 64, 128, 256 or 512; 0: all */
+    int32_t per;     /* groups of a scale of scales; 0: there are none */
+    int32_t scale_type, super_type;
+    int32_t minimums; /* minimums have the type of scales, zero points are RZ_U8 */
+    int32_t offset;   /* that codes have; nothing where there is a table */
+    int32_t has_table;
+    int8_t table[16];
+    const int32_t *permutation; /* [columns]: the input of each; -1: none; or NULL */
+} rz_format;
+
+/* A weight as model/quantized.py has it; strides in elements. */
+typedef struct {
+    const uint8_t *codes; /* [outputs][columns] */
+    const void *scales, *minimums; /* [outputs][groups]; minimums or zero points, or NULL */
+    const void *supers, *super_minimums; /* [outputs][groups / per] or NULL */
+    int64_t outputs, code_stride, scale_stride, minimum_stride, super_stride, super_minimum_stride;
+} rz_codes;
+
+typedef struct rz_linear {
+    const void *packed; /* see gemm.h; where it is quantized, quantized.h */
     const float *bias;  /* [outputs] or NULL */
     int32_t outputs, inputs;
+    rz_format format;
+    const struct rz_linear *next; /* the outputs behind these, of another format; or NULL */
 } rz_linear;
 
 typedef struct {
@@ -73,7 +100,7 @@ typedef struct {
     float rotary_scale[RZ_ROTARIES];       /* of cosines and sines */
     const rz_layer *layer;
     const float *final_norm;
-    const void *embedding; /* packed like a linear layer: one output per token */
+    rz_linear embedding; /* packed like a linear layer: one output per token */
     rz_linear head;
     rz_ring *ring;           /* with a lane for every thread; NULL: a ring of one */
     int64_t ring_timeout_ns; /* that one wait may take */
@@ -96,7 +123,7 @@ typedef struct {
     int64_t num_compressions;
 } rz_step;
 
-/* Bytes of the four structures above: linear, layer, model, step. Whoever fills them asks whether theirs are these. */
+/* Bytes of linear, layer, model, step and codes. Whoever fills them asks whether theirs are these. */
 void rz_sizes(int64_t *sizes);
 
 /* The levels of instructions (levels/) that this processor runs, by name, the best first, each with a space behind it,
@@ -120,6 +147,10 @@ void rz_decoder_free(rz_decoder *decoder);
 
 /* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step);
+
+/* out [rows, outputs] float32 of `rows` rows of bf16 `x`, by `linear` alone, of any model. RZ_OK or RZ_NO_MEMORY. One
+ * caller at a time. */
+int rz_decoder_multiply(rz_decoder *decoder, const rz_linear *linear, const void *x, int rows, float *out);
 
 /* Nanoseconds that the steps so far have spent on each part, in `spent` [RZ_PARTS]. */
 void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent);

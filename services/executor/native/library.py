@@ -14,7 +14,7 @@ A process computes at the best one that its processor runs, or at the one that i
 import ctypes
 import importlib.util
 import os
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_size_t, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int8, c_int32, c_int64, c_long, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +32,34 @@ PARTS = ("embed", "norm", "qkv", "place", "attend", "output", "gate_up", "down",
 """What a step's time is spent on, as `decoder.h` numbers it."""
 
 
+class Format(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("bits", "columns", "group", "per", "scale_type", "super_type")),
+        *((name, c_int32) for name in ("minimums", "offset", "has_table")),
+        ("table", c_int8 * 16),
+        ("permutation", c_void_p),
+    ]
+
+
 class Linear(ctypes.Structure):
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)]
+    pass
+
+
+Linear._fields_ = [
+    *(("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)),
+    ("format", Format),
+    ("next", POINTER(Linear)),
+]
+
+
+class Codes(ctypes.Structure):
+    """`rz_codes` of `quantized.h`."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "minimums", "supers", "super_minimums")),
+        *((name, c_int64) for name in ("outputs", "code_stride", "scale_stride", "minimum_stride")),
+        *((name, c_int64) for name in ("super_stride", "super_minimum_stride")),
+    ]
 
 
 class SharedHead(ctypes.Structure):
@@ -81,7 +107,7 @@ class Model(ctypes.Structure):
         ("rotary_scale", c_float * ROTARIES),
         ("layer", POINTER(Layer)),
         ("final_norm", c_void_p),
-        ("embedding", c_void_p),
+        ("embedding", Linear),
         ("head", Linear),
         ("ring", c_void_p),
         ("ring_timeout_ns", c_int64),
@@ -133,6 +159,10 @@ class Step(ctypes.Structure):
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_packed_bytes": (c_size_t, [c_long, c_long]),
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
+    "rz_quantized_bytes": (c_size_t, [POINTER(Format), c_long]),
+    "rz_quantized_pack": (None, [c_void_p, POINTER(Format), POINTER(Codes), c_long, c_long]),
+    "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
+    "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
     "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),
     "rz_decoder_free": (None, [c_void_p]),
     "rz_decoder_forward": (c_int, [c_void_p, POINTER(Step)]),
@@ -230,7 +260,7 @@ def compiled() -> Any | None:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step)]
+    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes)]
     if not hasattr(library, "rz_sizes"):
         return False
     theirs = (c_int64 * len(ours))()

@@ -7,7 +7,7 @@
 typedef enum { STORE, ADD, ACTIVATE, LARGEST } rz_product_end;
 
 typedef struct {
-    const rz_linear *linear;
+    const rz_linear *linear; /* with ACTIVATE and LARGEST one alone */
     const bf16 *x;
     long rows, stride; /* of x, in values; stride 0: rows follow each other */
     rz_product_end end;
@@ -17,7 +17,11 @@ typedef struct {
     int activation;
 } rz_product;
 
-/* Called by all threads alike; its time is booked on `part`. */
+/* Called by all threads alike; its time is booked on `part`. Where a linear is quantized, there must be room for the
+ * rounded rows: rz_workspace_reserve_rounded. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
+
+/* Bytes of one rounded row of its inputs; 0 where nothing of it is quantized. */
+size_t rz_rounded_row(const rz_linear *linear);
 
 #endif

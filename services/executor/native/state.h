@@ -18,6 +18,7 @@ struct rz_decoder {
     const rz_step *step;
     long parts, merges; /* attention parts, and rows to be merged from partial ones */
     long work, first_work[2]; /* of attention, in rows times keys: planned, and for the first rank of each shared head */
+    size_t rounded_row; /* bytes of a row of rounded activations, at most; 0 where no linear is quantized */
     atomic_int failed;
     int64_t spent[RZ_PARTS]; /* written by thread 0 */
 };

@@ -64,4 +64,5 @@ void rz_sizes(int64_t *sizes)
     sizes[1] = sizeof(rz_layer);
     sizes[2] = sizeof(rz_model);
     sizes[3] = sizeof(rz_step);
+    sizes[4] = sizeof(rz_codes);
 }

@@ -64,8 +64,18 @@ int rz_workspace_reserve_bests(rz_workspace *space, long bests)
     return there;
 }
 
+int rz_workspace_reserve_rounded(rz_workspace *space, size_t bytes)
+{
+    if (bytes <= space->rounded_room)
+        return 1;
+    int there = renew(&space->rounded, bytes);
+    space->rounded_room = there ? bytes : 0;
+    return there;
+}
+
 void rz_workspace_free(rz_workspace *space)
 {
+    free(space->rounded);
     free(space->bests);
     free(space->residual);
     free(space->delta);

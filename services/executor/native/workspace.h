@@ -25,6 +25,8 @@ typedef struct {
     long partial_room;
     rz_best *bests; /* [threads, sampled]: see LARGEST of products.h */
     long bests_room;
+    void *rounded; /* activations for a quantized linear: see quantized.h */
+    size_t rounded_room;
     unsigned char *scratch; /* one piece per thread */
     size_t scratch_piece;
 } rz_workspace;
@@ -33,6 +35,7 @@ typedef struct {
 int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads);
 int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long parts, long partial);
 int rz_workspace_reserve_bests(rz_workspace *space, long bests);
+int rz_workspace_reserve_rounded(rz_workspace *space, size_t bytes);
 void rz_workspace_free(rz_workspace *space);
 
 #endif

@@ -19,6 +19,7 @@
 #define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
 #define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
 #define rz_decoder_largest RZ_OF_LEVEL(rz_decoder_largest)
+#define rz_decoder_multiply RZ_OF_LEVEL(rz_decoder_multiply)
 #define rz_decoder_new RZ_OF_LEVEL(rz_decoder_new)
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
@@ -30,6 +31,15 @@
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
+#define rz_quantized_bytes RZ_OF_LEVEL(rz_quantized_bytes)
+#define rz_quantized_pack RZ_OF_LEVEL(rz_quantized_pack)
+#define rz_quantized_panel RZ_OF_LEVEL(rz_quantized_panel)
+#define rz_quantized_panel_bytes RZ_OF_LEVEL(rz_quantized_panel_bytes)
+#define rz_quantized_row RZ_OF_LEVEL(rz_quantized_row)
+#define rz_round_row RZ_OF_LEVEL(rz_round_row)
+#define rz_rounded_bytes RZ_OF_LEVEL(rz_rounded_bytes)
+#define rz_rounded_in RZ_OF_LEVEL(rz_rounded_in)
+#define rz_rounded_row RZ_OF_LEVEL(rz_rounded_row)
 #define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
@@ -38,6 +48,7 @@
 #define rz_workspace_new RZ_OF_LEVEL(rz_workspace_new)
 #define rz_workspace_reserve RZ_OF_LEVEL(rz_workspace_reserve)
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
+#define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
 
 #include "../attention.c"
 #include "../attention_stages.c"
@@ -46,4 +57,5 @@
 #include "../gemm.c"
 #include "../largest.c"
 #include "../products.c"
+#include "../quantized.c"
 #include "../workspace.c"

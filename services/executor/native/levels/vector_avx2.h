@@ -261,6 +261,7 @@ RZ_INLINE bytes bytes_set1(uint8_t value)
 RZ_INLINE bytes bytes_and(bytes a, bytes b) { return HALVES2(bytes, _mm256_and_si256, a, b); }
 RZ_INLINE bytes bytes_or(bytes a, bytes b) { return HALVES2(bytes, _mm256_or_si256, a, b); }
 RZ_INLINE bytes bytes_xor(bytes a, bytes b) { return HALVES2(bytes, _mm256_xor_si256, a, b); }
+RZ_INLINE bytes bytes_add(bytes a, bytes b) { return HALVES2(bytes, _mm256_add_epi8, a, b); }
 
 RZ_INLINE bytes bytes_right(bytes a, int bits)
 {

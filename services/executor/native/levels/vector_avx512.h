@@ -148,6 +148,7 @@ RZ_INLINE bytes bytes_set1(uint8_t value) { return _mm512_set1_epi8((char)value)
 RZ_INLINE bytes bytes_and(bytes a, bytes b) { return _mm512_and_si512(a, b); }
 RZ_INLINE bytes bytes_or(bytes a, bytes b) { return _mm512_or_si512(a, b); }
 RZ_INLINE bytes bytes_xor(bytes a, bytes b) { return _mm512_xor_si512(a, b); }
+RZ_INLINE bytes bytes_add(bytes a, bytes b) { return _mm512_add_epi8(a, b); }
 /* By 16 bits at once: what leaves a byte enters the next one, and is to be masked. */
 RZ_INLINE bytes bytes_right(bytes a, int bits) { return _mm512_srli_epi16(a, (unsigned)bits); }
 RZ_INLINE bytes bytes_left(bytes a, int bits) { return _mm512_slli_epi16(a, (unsigned)bits); }

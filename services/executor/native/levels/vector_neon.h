@@ -243,6 +243,7 @@ RZ_INLINE bytes bytes_set1(uint8_t value) { PARTS(bytes, vdupq_n_u8(value)); }
 RZ_INLINE bytes bytes_and(bytes a, bytes b) { PARTS(bytes, vandq_u8(a.part[i], b.part[i])); }
 RZ_INLINE bytes bytes_or(bytes a, bytes b) { PARTS(bytes, vorrq_u8(a.part[i], b.part[i])); }
 RZ_INLINE bytes bytes_xor(bytes a, bytes b) { PARTS(bytes, veorq_u8(a.part[i], b.part[i])); }
+RZ_INLINE bytes bytes_add(bytes a, bytes b) { PARTS(bytes, vaddq_u8(a.part[i], b.part[i])); }
 
 RZ_INLINE bytes bytes_left(bytes a, int bits)
 {

@@ -1,0 +1,124 @@
+"""Quantized weights as the native kernels read them: see `native/quantized.h`."""
+
+import ctypes
+import math
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from services.executor.model.loading.arena import fresh
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import Codes, Format
+
+PANEL = 32
+"""Outputs that are packed together."""
+_BLOCK = 32
+_WIDEST_GROUP = 512
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
+"""As `decoder.h` numbers them."""
+_NONE, _MINIMUMS, _ZEROS = 0, 1, 2
+
+
+class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
+    """`rz_format` of `decoder.h`, without the permutation."""
+
+    bits: int
+    columns: int
+    group: int
+    per: int
+    scale_type: int
+    super_type: int
+    minimums: int
+    offset: int
+    table: tuple[int, ...]
+
+    def describe(self, permutation: Tensor | None) -> Format:
+        """The structure that the kernels take."""
+        made = Format(
+            bits=self.bits,
+            columns=self.columns,
+            group=self.group,
+            per=self.per,
+            scale_type=self.scale_type,
+            super_type=self.super_type,
+            minimums=self.minimums,
+            offset=self.offset,
+            has_table=bool(self.table),
+            permutation=None if permutation is None else permutation.data_ptr(),
+        )
+        made.table[: len(self.table)] = self.table
+        return made
+
+
+def format_of(weight: QuantizedRows) -> PackedFormat:
+    """How `weight` is packed, which must be `servable`."""
+    minimums = _MINIMUMS if weight.mins is not None else _ZEROS if weight.zeros is not None else _NONE
+    return PackedFormat(
+        bits=weight.bits,
+        columns=weight.columns_stored,
+        group=0 if weight.groups == 1 else weight.group,
+        per=0 if weight.supers is None else weight.per,
+        scale_type=_TYPES[weight.scales.dtype],
+        super_type=0 if weight.supers is None else _TYPES[weight.supers.dtype],
+        minimums=minimums,
+        offset=weight.offset,
+        table=weight.table,
+    )
+
+
+def servable(weight: QuantizedRows) -> QuantizedRows:
+    """The same values in groups that the kernels know: 16, or a power of two up to 512, or the whole row."""
+    if weight.groups == 1:
+        return weight
+    group = math.gcd(weight.group, _WIDEST_GROUP)
+    return weight.regrouped(group)
+
+
+def pack_rows(library: Any, weight: QuantizedRows, pool: Executor, threads: int) -> tuple[Tensor, PackedFormat]:
+    """`weight`, which is `servable`, packed with `threads` threads of `pool`."""
+    made = format_of(weight)
+    described = made.describe(None)
+    packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), weight.outputs))
+    parts = [_with_dense_rows(getattr(weight, name)) for name in ("codes", *_SCALES)]
+    minimums = parts[2] if parts[2] is not None else parts[3]
+    held = [parts[0], parts[1], minimums, parts[4], parts[5]]
+    codes = Codes(
+        *(None if part is None else part.data_ptr() for part in held),
+        weight.outputs,
+        *(0 if part is None else part.stride(0) for part in held),
+    )
+    panels = -(-weight.outputs // PANEL)
+    step = -(-panels // threads)
+    jobs = [
+        pool.submit(
+            library.rz_quantized_pack,
+            packed.data_ptr(),
+            ctypes.byref(described),
+            ctypes.byref(codes),
+            first,
+            min(first + step, panels),
+        )
+        for first in range(0, panels, step)
+    ]
+    for job in jobs:
+        job.result()
+    return packed, made
+
+
+_SCALES = ("scales", "mins", "zeros", "supers", "super_mins")
+
+
+def _with_dense_rows(part: Tensor | None) -> Tensor | None:
+    return part if part is None or part.stride(1) == 1 else part.contiguous()
+
+
+def unpacked(library: Any, packed: Tensor, form: PackedFormat, outputs: int) -> Tensor:
+    """float32 [outputs, columns]: what the kernels take the weight for."""
+    rows = torch.empty(outputs, form.columns)
+    described = form.describe(None)
+    for output in range(outputs):
+        library.rz_quantized_row(rows[output].data_ptr(), ctypes.byref(described), packed.data_ptr(), output)
+    return rows

@@ -1,0 +1,683 @@
+/* See quantized.h. */
+#include "quantized.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "gemm.h"
+
+enum {
+    QUADS = BLOCK / 4,               /* of a block, on each side */
+    QUAD = 64,                       /* bytes of a quad, unpacked */
+    BLOCK_BYTES = QUADS * 2 * QUAD,  /* of a block, unpacked */
+    SLAB = 16,                       /* blocks that are unpacked together, at most */
+    FEW = 4,                         /* likewise, for one tile of rows: unpacking hides behind products */
+    MANY = 4,                        /* blocks of a group that are summed before they are scaled, at most */
+    SLAB_GROUPS = 2 * SLAB,          /* at most */
+    ROWS = VECTORS >= 32 ? 6 : 2,    /* of a register tile */
+    FEWEST = 2,                      /* rows that are multiplied by codes as they are packed, at most */
+};
+
+RZ_INQUAD long blocks_of(const rz_format *format)
+{
+    return (format->columns + BLOCK - 1) / BLOCK;
+}
+
+/* Groups of a row, of whole blocks. */
+RZ_INQUAD long groups_of(const rz_format *format)
+{
+    return format->group ? blocks_of(format) * BLOCK / format->group : 1;
+}
+
+RZ_INQUAD long supers_of(const rz_format *format)
+{
+    return format->per ? (groups_of(format) + format->per - 1) / format->per : 0;
+}
+
+/* Blocks that share a scale and are summed before they are scaled; larger groups in parts. */
+RZ_INQUAD long blocks_together(const rz_format *format)
+{
+    return format->group == 0 || format->group > MANY * BLOCK ? MANY : format->group < BLOCK ? 1 : format->group / BLOCK;
+}
+
+/* Whether a row's minimum is added for each group; zero points of few bits become part of the codes. */
+RZ_INQUAD int has_minimums(const rz_format *format)
+{
+    return format->minimums == RZ_MINIMUMS || (format->minimums == RZ_ZEROS && format->bits == 8);
+}
+
+/* What unpacked codes are larger by than what they stand for. */
+static int unpacked_offset(const rz_format *format)
+{
+    int offset = format->has_table ? 0 : format->offset;
+    if (format->has_table)
+        for (int code = 0; code < 16; code++)
+            offset = -format->table[code] > offset ? -format->table[code] : offset;
+    return offset + (format->minimums == RZ_ZEROS && format->bits < 8 ? 1 << format->bits : 0);
+}
+
+/* --- activations --------------------------------------------------------------------------------------- */
+
+size_t rz_rounded_bytes(long columns)
+{
+    const size_t blocks = (size_t)(columns + BLOCK - 1) / BLOCK;
+    return blocks * (BLOCK + sizeof(float) + 2 * sizeof(int32_t) + 2 * sizeof(float));
+}
+
+rz_rounded rz_rounded_in(void *memory, const rz_format *format, long rows)
+{
+    const long blocks = blocks_of(format);
+    rz_rounded to = { .columns = blocks * BLOCK, .codes = memory };
+    to.scales = (float *)(to.codes + rows * to.columns);
+    to.starts = (int32_t *)(to.scales + rows * blocks);
+    to.sums = (float *)(to.starts + rows * blocks * 2);
+    return to;
+}
+
+/* int8 of a half block; returns their sum. */
+RZ_INQUAD int round_half(int8_t *to, f32 values, f32 inverse)
+{
+    f32 rounded = f32_round(f32_mul(values, inverse));
+    f32_store_i8(to, rounded);
+    return (int)f32_sum(rounded);
+}
+
+RZ_INQUAD f32 half_of(const bf16 *x, const int32_t *order, long column, long columns)
+{
+    if (!order && column + LANES <= columns)
+        return f32_load_bf16(x + column);
+    bf16 found[LANES];
+    for (long i = 0; i < LANES; i++) {
+        long input = column + i >= columns ? -1 : order ? order[column + i] : column + i;
+        found[i] = input < 0 ? 0 : x[input];
+    }
+    return f32_load_bf16(found);
+}
+
+void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const bf16 *x, long inputs)
+{
+    const long blocks = blocks_of(format), columns = format->permutation ? format->columns : inputs;
+    const int offset = unpacked_offset(format), by_halves = format->group == BLOCK / 2;
+    const long together = blocks_together(format);
+    int8_t *codes = to->codes + row * to->columns;
+    float *scales = to->scales + row * blocks, *sums = to->sums + row * blocks * 2, sum = 0;
+    int32_t *starts = to->starts + row * blocks * 2;
+    f32 flaws = f32_zero();
+    for (long block = 0; block < blocks; block++, codes += BLOCK) {
+        f32 left = half_of(x, format->permutation, block * BLOCK, columns);
+        f32 right = half_of(x, format->permutation, block * BLOCK + LANES, columns);
+        flaws = f32_add(flaws, f32_add(f32_sub(left, left), f32_sub(right, right)));
+        const float most = f32_largest(f32_max(f32_abs(left), f32_abs(right)));
+        const f32 inverse = f32_set1(most > 0 ? 127.0f / most : 0);
+        const float scale = scales[block] = most / 127.0f;
+        const int first = round_half(codes, left, inverse), second = round_half(codes + LANES, right, inverse);
+        if (by_halves) {
+            starts[block * 2] = -offset * first;
+            starts[block * 2 + 1] = -offset * second;
+            sums[block * 2] = scale * (float)first;
+            sums[block * 2 + 1] = scale * (float)second;
+        } else {
+            starts[block] = -offset * (first + second);
+            sum = (block % together ? sum : 0) + scale * (float)(first + second);
+            sums[block / together] = sum;
+        }
+    }
+    if (f32_sum(flaws) != 0) /* infinity or NaN, which int8 would hide */
+        for (long block = 0; block < blocks; block++)
+            scales[block] = NAN;
+}
+
+/* --- unpacking ----------------------------------------------------------------------------------------- */
+
+/* `bytes` from `from` on are about to be read. */
+RZ_INQUAD void ask_for(const uint8_t *from, const size_t bytes)
+{
+#pragma GCC unroll 16
+    for (size_t i = 0; i < bytes; i += QUAD)
+        __builtin_prefetch(from + i);
+}
+
+RZ_INQUAD size_t block_bytes(int bits)
+{
+    return (size_t)bits * BLOCK_BYTES / 8;
+}
+
+/* `value`'s bits from `from` on, as many as `mask` has, moved to where `mask` is. */
+RZ_INQUAD bytes field(bytes value, int from, int mask)
+{
+    const int by = from - __builtin_ctz((unsigned)mask);
+    value = by > 0 ? bytes_right(value, by) : by < 0 ? bytes_left(value, -by) : value;
+    return bytes_and(value, bytes_set1((uint8_t)mask));
+}
+
+/* The codes of quad `quad`, `side` 0 left, 1 right, of a block of fewer than 8 bits. */
+RZ_INQUAD bytes quad_codes(const int bits, const uint8_t *block, int quad, int side)
+{
+    const int low = bits >= 4 ? 4 : 2; /* bits of the first plane */
+    const uint8_t *second = block + QUADS * QUAD, *third = bits == 5 ? second : block + QUADS / 2 * QUAD;
+    bytes codes = low == 4 ? field(bytes_load(block + quad * QUAD), side * 4, 15)
+                             : field(bytes_load(block + quad / 2 * QUAD), (quad % 2 * 2 + side) * 2, 3);
+    if (bits == 6)
+        codes = bytes_or(
+            codes, field(bytes_load(second + quad / 2 * QUAD), (quad % 2 * 2 + side) * 2, 3 << 4));
+    if (bits == 3 || bits == 5)
+        codes = bytes_or(
+            codes, field(bytes_load(third + quad / 4 * QUAD), quad % 4 * 2 + side, 1 << low));
+    return codes;
+}
+
+typedef struct {
+    bytes table;   /* of 16 bytes, four times; where there is one */
+    bytes more[2]; /* what is added to the codes of each side, for their zero points */
+} amends;
+
+RZ_INQUAD void unpack_block(const int bits, const int has_table, const int has_zeros, const uint8_t *block,
+                            const amends *amend, int first, int end, uint8_t *to)
+{
+#pragma GCC unroll 8
+    for (int quad = first; quad < end; quad++)
+#pragma GCC unroll 2
+        for (int side = 0; side < 2; side++) {
+            bytes codes = quad_codes(bits, block, quad, side);
+            if (has_table)
+                codes = bytes_look_up(amend->table, codes);
+            if (has_zeros)
+                codes = bytes_add(codes, amend->more[side]);
+            bytes_store(to + (quad * 2 + side) * QUAD, codes);
+        }
+}
+
+/* 16 values of a type of scales. */
+RZ_INQUAD f32 widened(const uint8_t *from, const int type, long at)
+{
+    if (type == RZ_F16)
+        return f32_load_f16((const uint16_t *)from + at);
+    if (type == RZ_BF16)
+        return f32_load_bf16((const bf16 *)from + at);
+    if (type == RZ_F32)
+        return f32_load((const float *)from + at);
+    return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
+}
+
+RZ_INQUAD size_t type_bytes(int type)
+{
+    return type == RZ_F32 ? 4 : type == RZ_F16 || type == RZ_BF16 ? 2 : 1;
+}
+
+/* Where a panel's scales lie. */
+typedef struct {
+    const uint8_t *scales, *minimums, *supers, *super_minimums, *codes;
+    int minimum_type;
+    ptrdiff_t ahead; /* to the panel that comes, which is asked for while this one is computed; or 0 */
+} places;
+
+static places places_of(const rz_format *format, const uint8_t *panel)
+{
+    const long groups = groups_of(format), supers = supers_of(format);
+    places at = { .scales = panel };
+    at.minimum_type = format->minimums == RZ_ZEROS ? RZ_U8 : format->scale_type;
+    at.minimums = at.scales + (size_t)groups * PANEL * type_bytes(format->scale_type);
+    at.supers = at.minimums + (format->minimums ? (size_t)groups * PANEL * type_bytes(at.minimum_type) : 0);
+    at.super_minimums = at.supers + (size_t)supers * PANEL * type_bytes(format->super_type);
+    const uint8_t *end = at.super_minimums
+        + (format->minimums == RZ_MINIMUMS ? (size_t)supers * PANEL * type_bytes(format->super_type) : 0);
+    at.codes = panel + ((size_t)(end - panel) + QUAD - 1) / QUAD * QUAD;
+    return at;
+}
+
+/* A panel's slab, ready for tiles. */
+typedef struct {
+    const uint8_t *codes;             /* [blocks][8 quads][left, right][64]; or as they are packed */
+    const uint8_t *zeros;             /* [groups][32], where codes are packed and have zero points */
+    float scales[SLAB_GROUPS][PANEL];
+    float minimums[SLAB_GROUPS][PANEL]; /* negative */
+    ptrdiff_t ahead;                    /* as in places, where codes are read as they are packed */
+    uint8_t unpacked[SLAB * BLOCK_BYTES];
+} slab;
+
+/* Those of the groups of a slab; of a group that is summed in parts, its own for each. */
+RZ_INQUAD void unpack_scales_of(const int type, const int super, const rz_format *format, const places *at, long first,
+                                long blocks, slab *to)
+{
+    const long width = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
+    const long groups = (blocks * BLOCK + width - 1) / width, begin = first * BLOCK / width;
+    const int two = format->per > 0, zeros = format->minimums == RZ_ZEROS;
+    for (long i = 0; i < groups; i++) {
+        long group = begin + i;
+        if (format->group != width)
+            group = format->group ? group * width / format->group : 0;
+        const long over = two ? group / format->per : 0;
+        for (int side = 0; side < 2; side++) {
+            const long here = group * PANEL + side * LANES, there = over * PANEL + side * LANES;
+            if (side == 0 && format->group == width)
+                ask_for(at->scales + at->ahead + here * (long)type_bytes(type), 1);
+            f32 scale = widened(at->scales, type, here);
+            if (two)
+                scale = f32_mul(scale, widened(at->supers, super, there));
+            f32_store(to->scales[i] + side * LANES, scale);
+            if (!has_minimums(format))
+                continue;
+            if (side == 0 && format->group == width)
+                ask_for(at->minimums + at->ahead + here * (long)type_bytes(at->minimum_type), 1);
+            f32 least = widened(at->minimums, zeros ? RZ_U8 : type, here);
+            if (zeros || two)
+                least = f32_mul(least, zeros ? scale : widened(at->super_minimums, super, there));
+            f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), least));
+        }
+    }
+}
+
+static void unpack_scales(const rz_format *format, const places *at, long first, long blocks, slab *to)
+{
+    const int type = format->scale_type, super = format->super_type;
+    if (type == RZ_F16)
+        unpack_scales_of(RZ_F16, 0, format, at, first, blocks, to);
+    else if (type == RZ_U8 && super == RZ_F16)
+        unpack_scales_of(RZ_U8, RZ_F16, format, at, first, blocks, to);
+    else if (type == RZ_I8 && super == RZ_F16)
+        unpack_scales_of(RZ_I8, RZ_F16, format, at, first, blocks, to);
+    else
+        unpack_scales_of(type, super, format, at, first, blocks, to);
+}
+
+/* What is added to the codes of one group for its zero points: 2 ** bits less the zero point, in every byte. */
+RZ_INQUAD void amend_zeros(amends *amend, const uint8_t *zeros, int bits)
+{
+    for (int side = 0; side < 2; side++) {
+        int32_t more[LANES];
+        i32 here = i32_sub(i32_set1(1 << bits), i32_load_u8(zeros + side * LANES));
+        i32_store(more, i32_mul(here, i32_set1(0x01010101)));
+        amend->more[side] = bytes_load(more);
+    }
+}
+
+RZ_INQUAD void unpack_codes_of(const int bits, const int has_table, const int has_zeros, const rz_format *format,
+                            const places *at, long first, long blocks, uint8_t *to)
+{
+    amends amend = { 0 };
+    if (has_table) {
+        const int shift = unpacked_offset(format) - (has_zeros ? 1 << bits : 0);
+        amend.table = bytes_add(bytes_repeat16(format->table), bytes_set1((uint8_t)shift));
+    }
+    for (long block = first; block < first + blocks; block++, to += BLOCK_BYTES) {
+        const uint8_t *from = at->codes + (size_t)block * block_bytes(bits);
+        ask_for(from + at->ahead, block_bytes(bits));
+        if (has_zeros && format->group == BLOCK / 2) {
+            for (int half = 0; half < 2; half++) {
+                amend_zeros(&amend, at->minimums + (block * 2 + half) * PANEL, bits);
+                unpack_block(bits, has_table, has_zeros, from, &amend, half * QUADS / 2, (half + 1) * QUADS / 2, to);
+            }
+            continue;
+        }
+        if (has_zeros)
+            amend_zeros(&amend, at->minimums + (format->group ? block * BLOCK / format->group * PANEL : 0), bits);
+        unpack_block(bits, has_table, has_zeros, from, &amend, 0, QUADS, to);
+    }
+}
+
+static void unpack_codes(const rz_format *format, const places *at, long first, long blocks, slab *to)
+{
+    const int zeros = format->minimums == RZ_ZEROS;
+    to->codes = to->unpacked;
+#define UNPACK_OF(n, table, zeros) unpack_codes_of(n, table, zeros, format, at, first, blocks, to->unpacked)
+#define UNPACK(n) \
+    case n: \
+        if (format->has_table) \
+            UNPACK_OF(n, 1, 0); \
+        else if (zeros) \
+            UNPACK_OF(n, 0, 1); \
+        else \
+            UNPACK_OF(n, 0, 0); \
+        break
+    switch (format->bits) {
+        UNPACK(2);
+        UNPACK(3);
+        UNPACK(4);
+        UNPACK(5);
+        UNPACK(6);
+    default:
+        to->codes = at->codes + (size_t)first * BLOCK_BYTES;
+    }
+}
+
+/* --- products ------------------------------------------------------------------------------------------ */
+
+/* What a tile multiplies a slab by: its first row, and how far the next one is. */
+typedef struct {
+    const int8_t *codes;
+    const float *scales, *sums;
+    const int32_t *starts;
+    long columns, blocks;
+} tile_rows;
+
+enum { BY_HALVES, BY_BLOCKS, BY_MANY /* blocks */ };
+
+RZ_INQUAD f32 product_of(i32 dot, const float *scale)
+{
+    return f32_mul(f32_from_i32(dot), f32_set1(*scale));
+}
+
+/* dots[row] += quads [from, end) of a block: of unpacked codes, where `bits` is 8, else of packed ones. */
+RZ_INQUAD void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
+                         const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from, const int end)
+{
+#pragma GCC unroll 8
+    for (int quad = from; quad < end; quad++) {
+        bytes left, right;
+        if (bits == 8) {
+            left = bytes_load(codes + quad * 2 * QUAD);
+            right = bytes_load(codes + quad * 2 * QUAD + QUAD);
+        } else {
+            left = quad_codes(bits, codes, quad, 0);
+            right = quad_codes(bits, codes, quad, 1);
+        }
+        if (rows <= FEWEST)
+            ask_for(codes + ahead + (size_t)quad * QUAD * bits / 4, bits == 8 ? 2 * QUAD : QUAD);
+        if (zeros) {
+            left = bytes_add(left, amend->more[0]);
+            right = bytes_add(right, amend->more[1]);
+        }
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) {
+            bytes four = bytes_repeat4(x + row * columns + quad * 4);
+            dots[row][0] = bits < 8 ? i32_dot_u7(dots[row][0], left, four) : i32_dot_u8(dots[row][0], left, four);
+            dots[row][1] = bits < 8 ? i32_dot_u7(dots[row][1], right, four) : i32_dot_u8(dots[row][1], right, four);
+        }
+    }
+}
+
+/* sums[rows][32] += those of a slab of `blocks` blocks, `many` in a group. Every row is summed in the same order,
+ * however many rows there are. */
+RZ_INQUAD void tile(const int rows, const int bits, const int zeros, const int grouping, const int minimums,
+                    const slab *from, long blocks, long many, tile_rows x, float *sums)
+{
+    f32 totals[ROWS][2];
+    const uint8_t *codes = from->codes;
+    amends amend;
+    const int halves = grouping == BY_HALVES ? 2 : 1;
+    if (grouping != BY_MANY)
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) {
+            totals[row][0] = f32_load(sums + row * PANEL);
+            totals[row][1] = f32_load(sums + row * PANEL + LANES);
+        }
+    for (long block = 0, group = 0; block < blocks;) {
+        const long end = grouping == BY_MANY ? (block + many < blocks ? block + many : blocks) : block + 1;
+        f32 parts[ROWS][2];
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++)
+            parts[row][0] = parts[row][1] = f32_zero();
+        if (zeros)
+            amend_zeros(&amend, from->zeros + group * PANEL, bits);
+        for (; block < end; block++, codes += block_bytes(bits))
+            for (int half = 0; half < halves; half++, group += grouping != BY_MANY) {
+                i32 dots[ROWS][2];
+#pragma GCC unroll 6
+                for (int row = 0; row < rows; row++)
+                    dots[row][0] = dots[row][1] =
+                        i32_set1(x.starts[row * x.blocks * 2 + block * halves + half]);
+                if (halves == 1)
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, 0, QUADS);
+                else if (half == 0)
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, 0, QUADS / 2);
+                else
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, QUADS / 2,
+                              QUADS);
+                if (grouping == BY_MANY) {
+#pragma GCC unroll 6
+                    for (int row = 0; row < rows; row++)
+                        for (int side = 0; side < 2; side++) {
+                            f32 scale = f32_set1(x.scales[row * x.blocks + block]);
+                            parts[row][side] =
+                                f32_fma(f32_from_i32(dots[row][side]), scale, parts[row][side]);
+                        }
+                    continue;
+                }
+                const f32 left = f32_load(from->scales[group]);
+                const f32 right = f32_load(from->scales[group] + LANES);
+#pragma GCC unroll 6
+                for (int row = 0; row < rows; row++) {
+                    const float *scale = x.scales + row * x.blocks + block;
+                    totals[row][0] = f32_fma(product_of(dots[row][0], scale), left, totals[row][0]);
+                    totals[row][1] = f32_fma(product_of(dots[row][1], scale), right, totals[row][1]);
+                }
+                if (minimums)
+#pragma GCC unroll 6
+                    for (int row = 0; row < rows; row++) {
+                        f32 sum = f32_set1(x.sums[row * x.blocks * 2 + group]);
+                        totals[row][0] = f32_fma(sum, f32_load(from->minimums[group]), totals[row][0]);
+                        totals[row][1] =
+                            f32_fma(sum, f32_load(from->minimums[group] + LANES), totals[row][1]);
+                    }
+            }
+        if (grouping == BY_MANY) {
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; row++)
+                for (int side = 0; side < 2; side++) {
+                    float *at = sums + row * PANEL + side * LANES;
+                    f32 total = f32_fma(parts[row][side],
+                                                   f32_load(from->scales[group] + side * LANES),
+                                                   f32_load(at));
+                    if (minimums)
+                        total = f32_fma(f32_set1(x.sums[row * x.blocks * 2 + group]),
+                                                f32_load(from->minimums[group] + side * LANES), total);
+                    f32_store(at, total);
+                }
+            group++;
+        }
+    }
+    if (grouping != BY_MANY)
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) {
+            f32_store(sums + row * PANEL, totals[row][0]);
+            f32_store(sums + row * PANEL + LANES, totals[row][1]);
+        }
+}
+
+typedef void (*tile_function)(const slab *, long, long, tile_rows, float *);
+
+#define TILE_OF(rows, bits, zeros, grouping, minimums) \
+    static __attribute__((noinline)) void tile_##rows##_##bits##_##zeros##_##grouping##_##minimums( \
+        const slab *from, long blocks, long many, tile_rows x, float *sums) \
+    { \
+        tile(rows, bits, zeros, grouping, minimums, from, blocks, many, x, sums); \
+    }
+#define TILES_OF(n, grouping, minimums) TILE_OF(n, 8, 0, grouping, minimums)
+#define EVERY_GROUPING(make, n) \
+    make(n, BY_HALVES, 0) make(n, BY_HALVES, 1) make(n, BY_BLOCKS, 0) make(n, BY_BLOCKS, 1) make(n, BY_MANY, 0) \
+    make(n, BY_MANY, 1)
+#define EACH_GROUPING(name) \
+    { { name(BY_HALVES, 0), name(BY_HALVES, 1) }, { name(BY_BLOCKS, 0), name(BY_BLOCKS, 1) }, \
+      { name(BY_MANY, 0), name(BY_MANY, 1) } }
+
+EVERY_GROUPING(TILES_OF, 1) EVERY_GROUPING(TILES_OF, 2) EVERY_GROUPING(TILES_OF, 3)
+EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF, 5) EVERY_GROUPING(TILES_OF, 6)
+
+#define UNPACKED(grouping, minimums) \
+    { NULL, tile_1_8_0_##grouping##_##minimums, tile_2_8_0_##grouping##_##minimums, \
+      tile_3_8_0_##grouping##_##minimums, tile_4_8_0_##grouping##_##minimums, \
+      tile_5_8_0_##grouping##_##minimums, tile_6_8_0_##grouping##_##minimums }
+
+/* [grouping][minimums][rows] */
+static const tile_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
+
+/* Few rows read the codes as they are packed. */
+#define PACKED_OF(n, grouping, minimums) \
+    TILE_OF(n, 2, 0, grouping, minimums) TILE_OF(n, 3, 0, grouping, minimums) TILE_OF(n, 4, 0, grouping, minimums) \
+    TILE_OF(n, 5, 0, grouping, minimums) TILE_OF(n, 6, 0, grouping, minimums)
+#define ZEROS_OF(n) TILE_OF(n, 4, 1, BY_BLOCKS, 0) TILE_OF(n, 4, 1, BY_MANY, 0)
+#define PACKED(grouping, minimums) \
+    { [2] = PACKED_ROWS(2, 0, grouping, minimums), [3] = PACKED_ROWS(3, 0, grouping, minimums), \
+      [4] = PACKED_ROWS(4, 0, grouping, minimums), [5] = PACKED_ROWS(5, 0, grouping, minimums), \
+      [6] = PACKED_ROWS(6, 0, grouping, minimums), [8] = UNPACKED(grouping, minimums) }
+#define PACKED_ROWS(bits, zeros, grouping, minimums) \
+    { NULL, tile_1_##bits##_##zeros##_##grouping##_##minimums, tile_2_##bits##_##zeros##_##grouping##_##minimums }
+
+EVERY_GROUPING(PACKED_OF, 1) EVERY_GROUPING(PACKED_OF, 2) ZEROS_OF(1) ZEROS_OF(2)
+
+/* [grouping][minimums][bits][rows]; NULL: they are unpacked first */
+static const tile_function PACKED_TILES[3][2][9][ROWS + 1] = EACH_GROUPING(PACKED);
+static const tile_function PACKED_ZEROS[3][ROWS + 1] = {
+    [BY_BLOCKS] = PACKED_ROWS(4, 1, BY_BLOCKS, 0), [BY_MANY] = PACKED_ROWS(4, 1, BY_MANY, 0) };
+
+RZ_INQUAD int grouping_of(const rz_format *format)
+{
+    return format->group == BLOCK / 2 ? BY_HALVES : blocks_together(format) == 1 ? BY_BLOCKS : BY_MANY;
+}
+
+/* What multiplies `rows` rows by codes as they are packed, or NULL. */
+static tile_function packed_tile(const rz_format *format, long rows)
+{
+    const int grouping = grouping_of(format);
+    if (rows > ROWS || format->has_table)
+        return NULL;
+    if (format->minimums == RZ_ZEROS && format->bits < 8)
+        return format->bits == 4 && format->group <= MANY * BLOCK && format->group ? PACKED_ZEROS[grouping][rows] : NULL;
+    return PACKED_TILES[grouping][has_minimums(format)][format->bits][rows];
+}
+
+void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
+                        long first, long rows, float *sums)
+{
+    places at = places_of(format, panel);
+    at.ahead = coming ? coming - panel : 0;
+    const long blocks = blocks_of(format), many = blocks_together(format), most = rows > ROWS ? SLAB : FEW;
+    const tile_function *tiles = TILES[grouping_of(format)][has_minimums(format)], packed = packed_tile(format, rows);
+    const int halves = format->group == BLOCK / 2 ? 2 : 1;
+    slab here;
+    memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
+    for (long block = 0; block < blocks; block += most) {
+        const long some = blocks - block < most ? blocks - block : most, group = block * halves / many;
+        unpack_scales(format, &at, block, some, &here);
+        if (packed) {
+            here.codes = at.codes + (size_t)block * block_bytes(format->bits);
+            here.zeros = at.minimums + (format->group ? block * BLOCK / format->group * PANEL : 0);
+        } else {
+            unpack_codes(format, &at, block, some, &here);
+        }
+        here.ahead = packed || format->bits == 8 ? at.ahead : 0;
+        for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
+            const long count = (rows - row + left - 1) / left, r = first + row;
+            tile_rows some_rows = { x->codes + r * x->columns + block * BLOCK, x->scales + r * blocks + block,
+                                    x->sums + r * blocks * 2 + group, x->starts + r * blocks * 2 + block * halves,
+                                    x->columns, blocks };
+            (packed ? packed : tiles[count])(&here, some, many, some_rows, sums + row * PANEL);
+            row += count;
+            here.ahead = 0;
+        }
+    }
+}
+
+/* --- packing ------------------------------------------------------------------------------------------- */
+
+size_t rz_quantized_panel_bytes(const rz_format *format, size_t *scales)
+{
+    const size_t before = (size_t)(places_of(format, NULL).codes - (const uint8_t *)NULL);
+    if (scales)
+        *scales = before;
+    return before + (size_t)blocks_of(format) * block_bytes(format->bits);
+}
+
+static int is_served(const rz_format *format)
+{
+    const int bits = format->bits, group = format->group;
+    return bits >= 2 && bits <= 8 && bits != 7 && format->columns > 0 && format->per >= 0
+        && (group == 0 || (group >= BLOCK / 2 && group <= SLAB * BLOCK && (group & (group - 1)) == 0))
+        && (group <= BLOCK || format->columns % group == 0) && (!format->has_table || bits <= 4)
+        && !(format->has_table && format->minimums == RZ_ZEROS) && !(format->per && format->minimums == RZ_ZEROS);
+}
+
+size_t rz_quantized_bytes(const rz_format *format, long outputs)
+{
+    return is_served(format) ? (size_t)(outputs + PANEL - 1) / PANEL * rz_quantized_panel_bytes(format, NULL) : 0;
+}
+
+/* The bytes of a quad: four columns from `column` on of the 16 outputs from `output` on; 0 where there are none. */
+static void quad_of(uint8_t *to, const rz_codes *weight, long columns, long output, long column)
+{
+    memset(to, 0, QUAD);
+    const long left = columns - column, width = left < 4 ? (left < 0 ? 0 : left) : 4;
+    for (long row = 0; row < LANES && output + row < weight->outputs; row++)
+        memcpy(to + row * 4, weight->codes + (output + row) * weight->code_stride + column, (size_t)width);
+}
+
+static void pack_block(uint8_t *to, int bits, const rz_codes *weight, long columns, long output, long column)
+{
+    const int low = bits >= 4 ? 4 : 2;
+    memset(to, 0, block_bytes(bits));
+    for (int quad = 0; quad < QUADS; quad++)
+        for (int side = 0; side < 2; side++) {
+            uint8_t codes[QUAD];
+            quad_of(codes, weight, columns, output + side * LANES, column + quad * 4);
+            if (bits == 8) {
+                memcpy(to + (quad * 2 + side) * QUAD, codes, QUAD);
+                continue;
+            }
+            uint8_t *first = to + (low == 4 ? quad : quad / 2) * QUAD;
+            uint8_t *more = to + (low == 4 ? QUADS : QUADS / 2) * QUAD + (bits == 6 ? quad / 2 : quad / 4) * QUAD;
+            const int at = low == 4 ? side * 4 : (quad % 2 * 2 + side) * 2;
+            const int then = bits == 6 ? (quad % 2 * 2 + side) * 2 : quad % 4 * 2 + side;
+            for (int i = 0; i < QUAD; i++) {
+                first[i] |= (uint8_t)((codes[i] & ((1 << low) - 1)) << at);
+                if (bits > low)
+                    more[i] |= (uint8_t)((codes[i] >> low & ((1 << (bits - low)) - 1)) << then);
+            }
+        }
+}
+
+/* [count][32] from [outputs][count] */
+static void pack_scales(uint8_t *to, const void *from, size_t bytes, long stride, long count, long output, long outputs)
+{
+    for (long row = 0; from && row < PANEL && output + row < outputs; row++)
+        for (long i = 0; i < count; i++)
+            memcpy(to + (size_t)(i * PANEL + row) * bytes,
+                   (const uint8_t *)from + (size_t)((output + row) * stride + i) * bytes, bytes);
+}
+
+void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end)
+{
+    size_t before;
+    const size_t bytes = rz_quantized_panel_bytes(format, &before);
+    const long groups = format->group ? format->columns / format->group : 1;
+    const long supers = format->per ? groups / format->per : 0, blocks = blocks_of(format);
+    for (long panel = first; panel < end; panel++) {
+        uint8_t *to = packed + (size_t)panel * bytes;
+        const places at = places_of(format, to);
+        const long output = panel * PANEL, all = weight->outputs;
+        const size_t scale = type_bytes(format->scale_type), super = type_bytes(format->super_type);
+        memset(to, 0, before);
+        pack_scales((uint8_t *)at.scales, weight->scales, scale, weight->scale_stride, groups, output, all);
+        pack_scales((uint8_t *)at.minimums, weight->minimums, type_bytes(at.minimum_type), weight->minimum_stride,
+                    groups, output, all);
+        pack_scales((uint8_t *)at.supers, weight->supers, super, weight->super_stride, supers, output, all);
+        pack_scales((uint8_t *)at.super_minimums, weight->super_minimums, super, weight->super_minimum_stride, supers,
+                    output, all);
+        for (long block = 0; block < blocks; block++)
+            pack_block((uint8_t *)at.codes + (size_t)block * block_bytes(format->bits), format->bits, weight,
+                       format->columns, output, block * BLOCK);
+    }
+}
+
+void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output)
+{
+    const uint8_t *panel = packed + (size_t)(output / PANEL) * rz_quantized_panel_bytes(format, NULL);
+    const places at = places_of(format, panel);
+    const long lane = output % PANEL, side = lane / LANES, blocks = blocks_of(format);
+    const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
+    const long in_quad = side * QUAD + lane % LANES * 4;
+    const int offset = unpacked_offset(format), added = has_minimums(format);
+    slab here;
+    for (long block = 0; block < blocks; block++) {
+        const long begin = block / SLAB * SLAB;
+        if (block == begin) {
+            unpack_scales(format, &at, begin, blocks - begin < SLAB ? blocks - begin : SLAB, &here);
+            unpack_codes(format, &at, begin, blocks - begin < SLAB ? blocks - begin : SLAB, &here);
+        }
+        for (long i = 0; i < BLOCK && block * BLOCK + i < format->columns; i++) {
+            const long column = block * BLOCK + i;
+            const long group = (column - begin * BLOCK) / together;
+            const int code = here.codes[(block - begin) * BLOCK_BYTES + i / 4 * 2 * QUAD + in_quad + i % 4];
+            row[column] = (float)(code - offset) * here.scales[group][lane] + (added ? here.minimums[group][lane] : 0);
+        }
+    }
+}

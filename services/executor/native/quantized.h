@@ -1,0 +1,66 @@
+/* Products of activations rounded to int8 with weights of 2 to 8 bits, summed exactly within a group of inputs.
+ *
+ *     value[o][i] = s[o][g] * (T(code[o][i]) - zero[o][g]) - m[o][g]        g = i / group     (model/quantized.py)
+ *
+ * Packed, a panel of 32 outputs is its scales and then its codes, in blocks of 32 columns. What a vector holds is a
+ * quad: four columns of 16 outputs, a 32-bit lane for each output, as the dot-product instruction (vpdpbusd) reads it.
+ * A block has 8 quads of the panel's left 16 outputs and 8 of the right ones, in planes of bits:
+ *
+ *     8 bits      left quad 0 | right quad 0 | left quad 1 | ...                                        1,024 bytes
+ *     low 4       quad i: left in the low four bits of each byte, right in the high ones                  512
+ *     2 more      quads 2i, 2i + 1: left, right, left, right, two bits of each byte for each              256
+ *     1 more      quads 4i .. 4i + 3, likewise, one bit for each                                          128
+ *
+ *     2 bits: the second plane; 3: the second and third; 4: the first; 5: first and third; 6: first and second
+ *
+ * Scales: [groups][32] of their type, then minimums or zero points [groups][32], then what multiplies scales, then
+ * what multiplies minimums [groups / per][32].
+ *
+ * Few rows and many go the same way: a slab of columns is unpacked to 8 bits into the first cache and multiplied by
+ * all rows of the task, so a row's bits do not depend on the others. What comes from memory is the packed form.
+ */
+#ifndef RZ_QUANTIZED_H
+#define RZ_QUANTIZED_H
+
+#include "decoder.h"
+#include "vector.h"
+
+enum { BLOCK = 32 /* columns that share a scale of the activations */ };
+
+/* Activations of some rows, rounded for one linear layer. */
+typedef struct {
+    long columns; /* of a row, in whole blocks */
+    int8_t *codes;   /* [rows][columns] */
+    float *scales;   /* [rows][columns / 32] */
+    int32_t *starts; /* [rows][columns / 16]: what a sum begins with, for the offset of the weight's codes; by half
+                      * blocks where groups have 16 columns, else by blocks */
+    float *sums;     /* [rows][columns / 16]: of the values, by groups */
+} rz_rounded;
+
+/* Bytes of `columns` activations, rounded. */
+size_t rz_rounded_bytes(long columns);
+
+/* Where `rows` rows of activations for `format` lie in `memory`. */
+rz_rounded rz_rounded_in(void *memory, const rz_format *format, long rows);
+
+/* Rounds one row `x` [inputs] to row `row` of `to`. */
+void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const bf16 *x, long inputs);
+
+/* sums[rows][32] of a panel, from `rows` rows of `x` from `first` on. `coming`: the panel that this thread needs next,
+ * or NULL: its bytes are asked for from memory meanwhile. */
+void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
+                        long first, long rows, float *sums);
+
+/* Bytes of a packed panel, of which the scales take `scales`. */
+size_t rz_quantized_panel_bytes(const rz_format *format, size_t *scales);
+
+/* Bytes of `outputs` outputs, packed; 0 where `format` is none that is served. */
+size_t rz_quantized_bytes(const rz_format *format, long outputs);
+
+/* Packs the panels [first, end), as many as `weight` has. */
+void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end);
+
+/* Output `output` of a packed weight as a row of float32 [columns]; the permutation is not applied. */
+void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output);
+
+#endif
