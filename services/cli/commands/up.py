@@ -17,6 +17,8 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.models import REASONING_PARSERS, TOOL_PARSERS
 
+_WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")
+
 
 def up(
     model: Annotated[
@@ -31,8 +33,9 @@ def up(
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Data type of weights on GPUs; fp8 and int8: quantized while loading.",
-            metavar="auto|bf16|fp8|int8",
+            help="Data type of weights; quantized while loading: int8, on GPUs also fp8, on CPUs also "
+            "q8_0, q6_k, q4_k and int4.",
+            metavar="|".join(_WEIGHT_DTYPES),
             show_default="auto",
         ),
     ] = None,
@@ -95,7 +98,7 @@ def up(
     """Start NATS and every service on this machine, and serve until Ctrl-C."""
     _check_choice("--dtype", dtype, ("auto", "bf16", "fp32"))
     _check_choice("--engine", engine, ("torch", "stub"))
-    _check_choice("--weight-dtype", weight_dtype, ("auto", "bf16", "fp8", "int8"))
+    _check_choice("--weight-dtype", weight_dtype, _WEIGHT_DTYPES)
     _check_choice("--kv-dtype", kv_dtype, ("auto", "bf16", "fp8", "int8"))
     for service in ("gateway",) if engine == "stub" else ("gateway", "executor"):
         require_packages(service, extra="all")

@@ -141,7 +141,7 @@ class SlowSteps:
 
 
 DType = Literal["auto", "bf16", "fp32"]
-WeightDType = Literal["auto", "bf16", "fp8", "int8"]
+WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
 
 
 class ExecutorSettings(CommonSettings):
@@ -158,9 +158,10 @@ class ExecutorSettings(CommonSettings):
     dtype: DType = "auto"
     """Data type of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
     weight_dtype: WeightDType = "auto"
-    """Data type of the linear layers' weights in memory: `auto` and `bf16` keep that of the computation, `fp8` and
-    `int8` quantize while loading and halve the bytes (GPUs only). Embedding, output head and norms are not
-    quantized."""
+    """Data type of the linear layers' weights in memory: `auto` and `bf16` keep that of the checkpoint or the
+    computation, others quantize while loading. GPUs: `fp8` and `int8`, which halve the bytes; embedding and output
+    head are left as they are. CPUs: `int8` (8 bits a weight), `q8_0` (8.5), `q6_k` (6.6), `q4_k` (4.5) and `int4`
+    (4.4); with the last two embedding and output head are `q6_k`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ring computes; `auto`: CUDA GPUs where there are any, else CPUs."""
     engine: Literal["torch", "stub"] = "torch"

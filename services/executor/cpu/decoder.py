@@ -168,7 +168,7 @@ class NativeDecoder:
             shared_here=len(layout.shared_heads),
             layer=self._layers,
             final_norm=packed.final_norm.data_ptr(),
-            embedding=packed.embedding.packed.data_ptr(),
+            embedding=packed.embedding.describe(),
             head=packed.head.describe(),
             **asdict(packed.scalars),
         )

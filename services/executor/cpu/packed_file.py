@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import HeadCounts
-from services.executor.cpu.packed_model import PackedLayer, PackedLinear, PackedModel
+from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.packed_model import PackedLayer, PackedModel
+from services.executor.cpu.quantized import PackedFormat
 from services.executor.model.loading.arena import fresh
 from services.executor.model.lowering import Activation, Scalars
 
@@ -28,7 +30,7 @@ _TRAILER = struct.Struct("<8sQQ")
 _ALIGNMENT = 64
 _PIECE = 8 << 20
 """Bytes under one checksum: what a thread reads at once."""
-_DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
+_DTYPES = {"uint8": torch.uint8, "float32": torch.float32, "int32": torch.int32}
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -62,6 +64,9 @@ class _Linear(msgspec.Struct, frozen=True, array_like=True):
     bias: int | None
     outputs: int
     inputs: int
+    form: PackedFormat | None = None
+    permutation: int | None = None
+    next: "_Linear | None" = None
 
 
 class _Layer(msgspec.Struct, frozen=True):
@@ -223,8 +228,15 @@ class _Writer:
         return number
 
     def linear(self, linear: PackedLinear) -> _Linear:
-        bias = None if linear.bias is None else self.add(linear.bias)
-        return _Linear(self.add(linear.packed), bias, linear.outputs, linear.inputs)
+        return _Linear(
+            packed=self.add(linear.packed),
+            bias=None if linear.bias is None else self.add(linear.bias),
+            outputs=linear.outputs,
+            inputs=linear.inputs,
+            form=linear.form,
+            permutation=None if linear.permutation is None else self.add(linear.permutation),
+            next=None if linear.next is None else self.linear(linear.next),
+        )
 
     def write(self, fd: int) -> list[int]:
         """Returns the checksum of each piece."""
@@ -280,8 +292,15 @@ class _Reader:
         )
 
     def _linear(self, linear: _Linear) -> PackedLinear:
-        bias = None if linear.bias is None else self._tensor(linear.bias)
-        return PackedLinear(self._tensor(linear.packed), bias, linear.outputs, linear.inputs)
+        return PackedLinear(
+            packed=self._tensor(linear.packed),
+            bias=None if linear.bias is None else self._tensor(linear.bias),
+            outputs=linear.outputs,
+            inputs=linear.inputs,
+            form=linear.form,
+            permutation=None if linear.permutation is None else self._tensor(linear.permutation),
+            next=None if linear.next is None else self._linear(linear.next),
+        )
 
     def _tensor(self, number: int) -> Tensor:
         described = self._header.tensors[number]

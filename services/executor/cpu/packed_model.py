@@ -6,8 +6,7 @@ model ──lower──▶ modules and numbers ──pack──▶ PackedModel �
                                 a later start ───┘  └──▶ weight_cache.py
 """
 
-from collections.abc import Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,15 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import ShardLayout, split_dimension
+from services.executor.cpu.packed_linear import (
+    GATE_RUN,
+    PackedLinear,
+    Piece,
+    alternating,
+    one_after_another,
+    split_rows,
+)
 from services.executor.model import lowering
-from services.executor.model.loading.arena import fresh
 from services.executor.model.lowering import (
     Activation,
     CannotLower,
@@ -26,105 +32,8 @@ from services.executor.model.lowering import (
     linears_of,
     release,
     vocabulary,
+    weights_of,
 )
-from services.executor.native.library import Linear
-
-GATE_RUN = 16
-"""Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
-PANEL = 32
-"""Outputs that are packed together."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
-
-    weight: Tensor
-    """bf16 [rows, in]; rows are contiguous"""
-    bias: Tensor | None
-    first: int
-    run: int
-    step: int
-
-    def cut(self, parts: int) -> list["Piece"]:
-        """The same rows in about `parts` pieces of whole runs, without their bias."""
-        rows = self.weight.shape[0]
-        size = -(-rows // (parts * GATE_RUN)) * GATE_RUN
-        cuts = []
-        for start in range(0, rows, size):
-            first = self.first + start // self.run * self.step + start % self.run
-            cuts.append(Piece(self.weight[start : start + size], None, first, self.run, self.step))
-        return cuts
-
-    def places(self) -> Tensor:
-        """int64 [rows]: where the rows go."""
-        rows = torch.arange(self.weight.shape[0])
-        return self.first + rows // self.run * self.step + rows % self.run
-
-
-def one_after_another(parts: Iterable[tuple[Tensor, Tensor | None]]) -> list[Piece]:
-    """Weights [rows, in] with their biases, end to end."""
-    pieces = []
-    first = 0
-    for weight, bias in parts:
-        rows = weight.shape[0]
-        pieces.append(Piece(weight, bias, first, max(rows, 1), max(rows, 1)))
-        first += rows
-    return pieces
-
-
-def alternating(gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None]) -> list[Piece]:
-    """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
-    return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """A packed weight and its bias, with what owns their memory."""
-
-    packed: Tensor
-    """uint8 [bytes]"""
-    bias: Tensor | None
-    """float32 [outputs, rounded up to whole panels]"""
-    outputs: int
-    inputs: int
-
-    @classmethod
-    def of(cls, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> "PackedLinear":
-        """Packs with `threads` threads of `pool`."""
-        outputs = sum(piece.weight.shape[0] for piece in pieces)
-        inputs = pieces[0].weight.shape[1]
-        packed = fresh(library.rz_packed_bytes(outputs, inputs))
-        if outputs % PANEL or inputs % 2:
-            packed.zero_()  # what fills up the last panel and pair counts as zero
-        jobs = [part for piece in pieces for part in piece.cut(threads)]
-        for job in [pool.submit(_pack, library, part, packed) for part in jobs]:
-            job.result()
-        return cls(packed, _joined_bias(pieces, outputs), outputs, inputs)
-
-    def describe(self) -> Linear:
-        """The structure that the kernels take."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return Linear(self.packed.data_ptr(), bias, self.outputs, self.inputs)
-
-
-def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
-    weight = piece.weight
-    rows, inputs = weight.shape
-    places = (piece.first, piece.run, piece.step)
-    library.rz_pack(packed.data_ptr(), weight.data_ptr(), rows, inputs, weight.stride(0), *places)
-
-
-def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
-    """float32 [outputs, rounded up to whole panels]"""
-    if all(piece.bias is None for piece in pieces):
-        return None
-    joined = torch.zeros(-(-outputs // PANEL) * PANEL)
-    for piece in pieces:
-        if piece.bias is not None:
-            joined[piece.places()] = piece.bias.float()
-    return joined
-
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 """As `decoder.h` numbers them."""
@@ -154,19 +63,20 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
 def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
     """Queries, keys and values of a layer; `q_rows` and `kv_rows` are this rank's."""
     if hasattr(attention, "qkv_proj"):
-        weight, bias = _weights(attention.qkv_proj)
+        weight, bias = weights_of(attention.qkv_proj)
         sizes = [q_rows, kv_rows, kv_rows]
         biases = [None] * 3 if bias is None else torch.split(bias, sizes)
-        return one_after_another(zip(torch.split(weight, sizes), biases, strict=True))
-    return one_after_another(_weights(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+        return one_after_another(zip(split_rows(weight, sizes), biases, strict=True))
+    return one_after_another(weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
 
 
 def gate_up_pieces(feed_forward: Any) -> list[Piece]:
     """Gate and up projections of a layer, alternating."""
     if hasattr(feed_forward, "gate_up_proj"):
-        gate, up = feed_forward.gate_up_proj.weight.chunk(2)
+        weight = feed_forward.gate_up_proj.stored
+        gate, up = split_rows(weight, [weight.shape[0] // 2] * 2)
         return alternating((gate, None), (up, None))
-    return alternating(_weights(feed_forward.gate_proj), _weights(feed_forward.up_proj))
+    return alternating(weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj))
 
 
 def _check_widths(config: Any, world_size: int) -> None:
@@ -176,10 +86,6 @@ def _check_widths(config: Any, world_size: int) -> None:
             f"a hidden size of {config.hidden_size} with an inner width of {config.intermediate_size} does not "
             "fit the native kernels"
         )
-
-
-def _weights(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return linear.weight, linear.bias
 
 
 @dataclass(frozen=True)
@@ -220,8 +126,8 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         packer = _Packer(library, layout, pool, threads)
         layers = [packer.layer(layer) for layer in lowered.layers]
         rows, first, split = vocabulary(lowered)
-        head = packer.linear(one_after_another([(lowered.head.weight, lowered.head.bias)]))
-        tied = rows is lowered.head.weight
+        head = packer.linear(one_after_another([weights_of(lowered.head)]))
+        tied = rows is lowered.head.stored
         embedding = head if tied else packer.linear(one_after_another([(rows, None)]))
     release(lowered.head)
     release(lowered.embedding)
@@ -256,9 +162,9 @@ class _Packer:
         packed = PackedLayer(
             norms=layer.norms,
             qkv=self.linear(qkv_pieces(attention, *rows)),
-            output=self.linear(one_after_another([(attention.o_proj.weight, attention.o_proj.bias)])),
+            output=self.linear(one_after_another([weights_of(attention.o_proj)])),
             gate_up=self.linear(gate_up_pieces(layer.feed_forward)),
-            down=self.linear(one_after_another([(down.weight, down.bias)])),
+            down=self.linear(one_after_another([weights_of(down)])),
             rotary=layer.rotary,
             window=layer.window,
         )

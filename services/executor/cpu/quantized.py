@@ -77,7 +77,9 @@ def servable(weight: QuantizedRows) -> QuantizedRows:
     return weight.regrouped(group)
 
 
-def pack_rows(library: Any, weight: QuantizedRows, pool: Executor, threads: int) -> tuple[Tensor, PackedFormat]:
+def pack_rows(
+    library: Any, weight: QuantizedRows, pool: Executor, threads: int
+) -> tuple[Tensor, PackedFormat]:
     """`weight`, which is `servable`, packed with `threads` threads of `pool`."""
     made = format_of(weight)
     described = made.describe(None)

@@ -172,7 +172,7 @@ def _size_of(model: PackedModel) -> int:
     linears = {id(model.head): model.head, id(model.embedding): model.embedding}
     for layer in model.layers:
         linears |= {id(linear): linear for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)}
-    return sum(linear.packed.nbytes for linear in linears.values())
+    return sum(linear.nbytes for linear in linears.values())
 
 
 @contextlib.contextmanager

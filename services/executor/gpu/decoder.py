@@ -95,7 +95,9 @@ class GpuDecoder:
         self._frequencies = [(radians.to(device), scale) for radians, scale in lowered.frequencies]
         self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
         self._final_norm = lowered.final_norm
-        self._embedding, self._first_token, self._split = vocabulary(lowered)
+        embedding, self._first_token, self._split = vocabulary(lowered)
+        assert isinstance(embedding, Tensor), "on GPUs embeddings are kept as they are"
+        self._embedding = embedding
         self._head = make(*weights_of(lowered.head))
         self.vocab_rows = len(lowered.head.weight)
         release(lowered.head)

@@ -5,7 +5,7 @@ What a product multiplies by says how: a plain weight by the library's product, 
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,9 @@ from torch.nn import functional
 from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.parallel.layers import LinearShard
-from services.executor.model.weight_formats import Quantized, Weight
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS
+from services.executor.model.weight_formats import Weight, WeightCodec
 from shared.errors import ConfigurationError
 
 
@@ -27,6 +29,16 @@ class Product(Protocol):
 
 MakeProduct = Callable[[Weight, Tensor | None], Product]
 """What `make_product` is: whoever builds layers may be given another."""
+
+
+class UnpackedProduct:
+    """With a weight that is unpacked for every product."""
+
+    def __init__(self, weight: QuantizedRows, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight.dequantized().to(x), self._bias)
 
 
 class PlainProduct:
@@ -41,6 +53,8 @@ def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
     if isinstance(weight, Tensor):
         return PlainProduct(weight, bias)
+    if isinstance(weight, QuantizedRows):
+        return UnpackedProduct(weight, bias)
     from services.executor.gpu.quantized_matmul import coded_product  # with Triton, which not every host has
 
     return coded_product(weight, bias)
@@ -58,28 +72,32 @@ def invariant_product(weight: Weight, bias: Tensor | None) -> Product:
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
     """Has the quantised linear layers of `model`, which PyTorch runs, multiply by `make`'s products."""
     for module in model.modules():
-        if isinstance(module, LinearShard) and isinstance(module.stored, Quantized):
+        if isinstance(module, LinearShard) and not isinstance(module.stored, Tensor):
             module.multiply_by(make(module.stored, module.bias))
 
 
-_CODECS: dict[WeightDType, Codec | None] = {"auto": None, "bf16": None, "fp8": FP8, "int8": INT8}
+_CODECS: dict[str, Codec] = {"fp8": FP8, "int8": INT8}
 _FIRST_WITH_FP8 = (8, 9)
 """Compute capability of the first processors that multiply e4m3 (Ada)."""
 
 
-def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) -> Codec | None:
+def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) -> WeightCodec | None:
     """How the weights of linear layers are kept; None: as they are computed with, which is `dtype`.
 
     Raises `ConfigurationError` where `device` cannot multiply by such weights.
     """
-    codec = _CODECS[kind]
-    if codec is None:
+    if kind in ("auto", "bf16"):
         return None
-    if device.type != "cuda":
+    on_gpu = device.type == "cuda"
+    served: Mapping[str, WeightCodec] = _CODECS if on_gpu else CODECS
+    if kind not in served:
         raise ConfigurationError(
-            f"--weight-dtype {kind} is for GPUs and this rank computes on the CPU; leave it at auto, "
-            "or serve on a GPU (--device cuda)."
+            f"--weight-dtype {kind} is for {'CPUs' if on_gpu else 'GPUs'} and this rank computes on the "
+            f"{'GPU' if on_gpu else 'CPU'}; leave it at auto, or choose one of: {', '.join(served)}."
         )
+    codec = served[kind]
+    if not on_gpu:
+        return codec
     if dtype != torch.bfloat16:
         raise ConfigurationError(
             f"--weight-dtype {kind} computes in bf16 and this model would be served in fp32; give --dtype bf16, "

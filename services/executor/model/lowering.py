@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan
-from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding
+from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
 from services.executor.model.weight_formats import Weight, joined
 
 
@@ -205,17 +205,17 @@ def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
 
 def release(module: nn.Module) -> None:
     """Empties the parameters of `module` itself, which a decoder has taken over."""
-    if isinstance(module, LinearShard):
+    if isinstance(module, WeightShard):
         module.keep_quantized(None)
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
 
 
-def vocabulary(lowered: Lowered) -> tuple[Tensor, int, bool]:
+def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
     """(embedding weight [rows, hidden], token of its first row, whether the ranks hold different rows)"""
     embedding: Any = lowered.embedding
     if isinstance(embedding, VocabParallelEmbedding):
-        return embedding.weight, embedding.span.start, True
+        return embedding.stored, embedding.span.start, True
     return embedding.weight, 0, False
 
 

@@ -110,6 +110,16 @@ class QuantizedRows:
         finer = self.regrouped(group)
         return _cut_groups(finer, first // group, end // group)
 
+    def copy_from(self, other: "QuantizedRows") -> None:
+        """Takes over the rows of `other`, as many and of the same format, into the memory of this one."""
+        for name in _ROW_PARTS:
+            if (part := getattr(self, name)) is not None:
+                part.copy_(getattr(other, name))
+
+    def picked(self, outputs: Tensor) -> "QuantizedRows":
+        """The outputs of those numbers, int64 [n], in that order. A copy."""
+        return self._of_each_row(lambda part: part[outputs])
+
     def same_format(self, other: "QuantizedRows") -> bool:
         """Whether rows of the two can be one weight's."""
         return _format(self) == _format(other) and _same(self.permutation, other.permutation)
@@ -126,6 +136,43 @@ class QuantizedRows:
             if getattr(first, name) is not None
         }
         return replace(first, **parts)  # type: ignore[arg-type]
+
+    def plain(self, bits: int, group: int) -> "QuantizedRows":
+        """The same values, to float32's rounding, with codes of `bits` bits or of 8 and one level of scales in groups
+        of `group`, which divides this one's."""
+        finer = self.regrouped(group)
+        scales, mins = finer.level_scales()
+        codes, offset = finer.codes, finer.offset
+        if self.table:
+            offset = max(0, -min(self.table))
+            codes = (torch.tensor(self.table)[codes.int()] + offset).to(torch.uint8)
+        shift = (
+            torch.full_like(scales, float(offset)) if finer.zeros is None else finer.zeros.float() + offset
+        )
+        least = scales * shift if mins is None else mins + scales * shift
+        return QuantizedRows(
+            codes,
+            8 if self.table else bits,
+            group,
+            scales,
+            mins=least,
+            permutation=self.permutation,
+            of_inputs=self.of_inputs,
+        )
+
+    @staticmethod
+    def of_one_format(weights: Sequence["QuantizedRows"]) -> "list[QuantizedRows] | None":
+        """The same values, to float32's rounding, in one format; None where there is none."""
+        first = weights[0]
+        if all(first.same_format(other) for other in weights[1:]):
+            return list(weights)
+        group = math.gcd(*(weight.group for weight in weights))
+        if group % _SMALLEST_GROUP or not all(
+            _same(first.permutation, other.permutation) for other in weights
+        ):
+            return None
+        bits = max(8 if weight.table else weight.bits for weight in weights)
+        return [weight.plain(bits, group) for weight in weights]
 
     def level_scales(self) -> tuple[Tensor, Tensor | None]:
         """(s, m) float32 [out, groups], m without `zeros`: what a kernel multiplies by."""
@@ -174,6 +221,8 @@ class QuantizedRows:
             return f"a table of {len(self.table)} values does not serve codes of {self.bits} bits"
         if not 0 <= self.offset < 256 or any(not -128 <= value < 128 for value in self.table):
             return f"an offset of {self.offset} or a value of the table is beyond eight bits"
+        if self.zeros is not None and self.bits < 8 and bool((self.zeros > 1 << self.bits).any()):
+            return f"a zero point is beyond what {self.bits} bits hold"
         return self._flaw_of_scales(groups) or self._flaw_of_order()
 
     def _flaw_of_scales(self, groups: int) -> str:

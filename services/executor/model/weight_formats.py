@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from services.executor.kv_cache.codecs import Codec
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import RowsCodec
 
 _AT_ONCE = 1 << 24
 """Weights that are encoded together: encoding takes four bytes for each, more than once."""
@@ -31,23 +33,38 @@ class Quantized(NamedTuple):
     scales: Tensor
     """float32 [out]"""
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
     def rows(self, first: int, end: int) -> "Quantized":
         """The outputs [first, end). Shares their memory."""
         return Quantized(self.codes[first:end], self.scales[first:end])
 
 
-Weight = Tensor | Quantized
+Weight = Tensor | Quantized | QuantizedRows
 """[out, in]"""
 
 
-def empty(shape: Sequence[int], codec: Codec, device: torch.device) -> Quantized:
+WeightCodec = Codec | RowsCodec
+"""A way to quantise a weight: on GPUs, on CPUs."""
+
+
+def empty(shape: Sequence[int], codec: WeightCodec, device: torch.device) -> Quantized | QuantizedRows:
     """Room for a weight of `shape` [out, in]."""
+    if isinstance(codec, RowsCodec):
+        return codec.empty(*shape)
     codes = torch.empty(tuple(shape), dtype=codec.dtype, device=device)
     return Quantized(codes, torch.empty(shape[0], dtype=torch.float32, device=device))
 
 
-def encode_into(room: Quantized, weight: Tensor, codec: Codec) -> None:
+def encode_into(room: Quantized | QuantizedRows, weight: Tensor, codec: WeightCodec) -> None:
     """Fills `room` from `weight` [out, in], on the same device, a few rows at a time."""
+    if isinstance(room, QuantizedRows):
+        assert isinstance(codec, RowsCodec), "the room is the codec's"
+        codec.encode_into(room, weight)
+        return
+    assert isinstance(codec, Codec), "the room is the codec's"
     step = max(1, _AT_ONCE // max(weight.shape[1], 1))
     for first in range(0, len(weight), step):
         codes, scales = codec.encode(weight[first : first + step])
@@ -56,7 +73,7 @@ def encode_into(room: Quantized, weight: Tensor, codec: Codec) -> None:
         part.scales.copy_(scales)
 
 
-def quantize(weight: Tensor, codec: Codec) -> Quantized:
+def quantize(weight: Tensor, codec: WeightCodec) -> Quantized | QuantizedRows:
     """`weight` [out, in] of any floating dtype."""
     made = empty(weight.shape, codec, weight.device)
     encode_into(made, weight, codec)
@@ -69,6 +86,9 @@ def joined(weights: Sequence[Weight]) -> Weight:
     if plain:
         assert len(plain) == len(weights), "some of the weights are quantised and some are not"
         return torch.cat(plain)
+    rows = [weight for weight in weights if isinstance(weight, QuantizedRows)]
+    if rows:
+        return QuantizedRows.joined(rows)
     coded = [weight for weight in weights if isinstance(weight, Quantized)]
     dtype = coded[0].codes.dtype
     # As bytes: not every operator knows e4m3.

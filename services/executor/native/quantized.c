@@ -8,8 +8,8 @@
 
 enum {
     QUADS = BLOCK / 4,               /* of a block, on each side */
-    QUAD = 64,                       /* bytes of a quad, unpacked */
-    BLOCK_BYTES = QUADS * 2 * QUAD,  /* of a block, unpacked */
+    LINE_BYTES = 64,                       /* bytes of a quad, unpacked */
+    BLOCK_BYTES = QUADS * 2 * LINE_BYTES,  /* of a block, unpacked */
     SLAB = 16,                       /* blocks that are unpacked together, at most */
     FEW = 4,                         /* likewise, for one tile of rows: unpacking hides behind products */
     MANY = 4,                        /* blocks of a group that are summed before they are scaled, at most */
@@ -18,30 +18,30 @@ enum {
     FEWEST = 2,                      /* rows that are multiplied by codes as they are packed, at most */
 };
 
-RZ_INQUAD long blocks_of(const rz_format *format)
+RZ_INLINE long blocks_of(const rz_format *format)
 {
     return (format->columns + BLOCK - 1) / BLOCK;
 }
 
 /* Groups of a row, of whole blocks. */
-RZ_INQUAD long groups_of(const rz_format *format)
+RZ_INLINE long groups_of(const rz_format *format)
 {
     return format->group ? blocks_of(format) * BLOCK / format->group : 1;
 }
 
-RZ_INQUAD long supers_of(const rz_format *format)
+RZ_INLINE long supers_of(const rz_format *format)
 {
     return format->per ? (groups_of(format) + format->per - 1) / format->per : 0;
 }
 
 /* Blocks that share a scale and are summed before they are scaled; larger groups in parts. */
-RZ_INQUAD long blocks_together(const rz_format *format)
+RZ_INLINE long blocks_together(const rz_format *format)
 {
     return format->group == 0 || format->group > MANY * BLOCK ? MANY : format->group < BLOCK ? 1 : format->group / BLOCK;
 }
 
 /* Whether a row's minimum is added for each group; zero points of few bits become part of the codes. */
-RZ_INQUAD int has_minimums(const rz_format *format)
+RZ_INLINE int has_minimums(const rz_format *format)
 {
     return format->minimums == RZ_MINIMUMS || (format->minimums == RZ_ZEROS && format->bits == 8);
 }
@@ -75,14 +75,14 @@ rz_rounded rz_rounded_in(void *memory, const rz_format *format, long rows)
 }
 
 /* int8 of a half block; returns their sum. */
-RZ_INQUAD int round_half(int8_t *to, f32 values, f32 inverse)
+RZ_INLINE int round_half(int8_t *to, f32 values, f32 inverse)
 {
     f32 rounded = f32_round(f32_mul(values, inverse));
     f32_store_i8(to, rounded);
     return (int)f32_sum(rounded);
 }
 
-RZ_INQUAD f32 half_of(const bf16 *x, const int32_t *order, long column, long columns)
+RZ_INLINE f32 half_of(const bf16 *x, const int32_t *order, long column, long columns)
 {
     if (!order && column + LANES <= columns)
         return f32_load_bf16(x + column);
@@ -130,20 +130,21 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
 /* --- unpacking ----------------------------------------------------------------------------------------- */
 
 /* `bytes` from `from` on are about to be read. */
-RZ_INQUAD void ask_for(const uint8_t *from, const size_t bytes)
+RZ_INLINE void ask_for(const uint8_t *from, const size_t bytes)
 {
 #pragma GCC unroll 16
-    for (size_t i = 0; i < bytes; i += QUAD)
+    for (size_t i = 0; i < bytes; i += LINE_BYTES)
         __builtin_prefetch(from + i);
 }
 
-RZ_INQUAD size_t block_bytes(int bits)
+/* Of a block as it is packed; 7: unpacked, of codes below 128. */
+RZ_INLINE size_t block_bytes(int bits)
 {
-    return (size_t)bits * BLOCK_BYTES / 8;
+    return bits == 7 ? (size_t)BLOCK_BYTES : (size_t)bits * BLOCK_BYTES / 8;
 }
 
 /* `value`'s bits from `from` on, as many as `mask` has, moved to where `mask` is. */
-RZ_INQUAD bytes field(bytes value, int from, int mask)
+RZ_INLINE bytes field(bytes value, int from, int mask)
 {
     const int by = from - __builtin_ctz((unsigned)mask);
     value = by > 0 ? bytes_right(value, by) : by < 0 ? bytes_left(value, -by) : value;
@@ -151,18 +152,18 @@ RZ_INQUAD bytes field(bytes value, int from, int mask)
 }
 
 /* The codes of quad `quad`, `side` 0 left, 1 right, of a block of fewer than 8 bits. */
-RZ_INQUAD bytes quad_codes(const int bits, const uint8_t *block, int quad, int side)
+RZ_INLINE bytes quad_codes(const int bits, const uint8_t *block, int quad, int side)
 {
     const int low = bits >= 4 ? 4 : 2; /* bits of the first plane */
-    const uint8_t *second = block + QUADS * QUAD, *third = bits == 5 ? second : block + QUADS / 2 * QUAD;
-    bytes codes = low == 4 ? field(bytes_load(block + quad * QUAD), side * 4, 15)
-                             : field(bytes_load(block + quad / 2 * QUAD), (quad % 2 * 2 + side) * 2, 3);
+    const uint8_t *second = block + QUADS * LINE_BYTES, *third = bits == 5 ? second : block + QUADS / 2 * LINE_BYTES;
+    bytes codes = low == 4 ? field(bytes_load(block + quad * LINE_BYTES), side * 4, 15)
+                             : field(bytes_load(block + quad / 2 * LINE_BYTES), (quad % 2 * 2 + side) * 2, 3);
     if (bits == 6)
         codes = bytes_or(
-            codes, field(bytes_load(second + quad / 2 * QUAD), (quad % 2 * 2 + side) * 2, 3 << 4));
+            codes, field(bytes_load(second + quad / 2 * LINE_BYTES), (quad % 2 * 2 + side) * 2, 3 << 4));
     if (bits == 3 || bits == 5)
         codes = bytes_or(
-            codes, field(bytes_load(third + quad / 4 * QUAD), quad % 4 * 2 + side, 1 << low));
+            codes, field(bytes_load(third + quad / 4 * LINE_BYTES), quad % 4 * 2 + side, 1 << low));
     return codes;
 }
 
@@ -171,7 +172,7 @@ typedef struct {
     bytes more[2]; /* what is added to the codes of each side, for their zero points */
 } amends;
 
-RZ_INQUAD void unpack_block(const int bits, const int has_table, const int has_zeros, const uint8_t *block,
+RZ_INLINE void unpack_block(const int bits, const int has_table, const int has_zeros, const uint8_t *block,
                             const amends *amend, int first, int end, uint8_t *to)
 {
 #pragma GCC unroll 8
@@ -183,12 +184,12 @@ RZ_INQUAD void unpack_block(const int bits, const int has_table, const int has_z
                 codes = bytes_look_up(amend->table, codes);
             if (has_zeros)
                 codes = bytes_add(codes, amend->more[side]);
-            bytes_store(to + (quad * 2 + side) * QUAD, codes);
+            bytes_store(to + (quad * 2 + side) * LINE_BYTES, codes);
         }
 }
 
 /* 16 values of a type of scales. */
-RZ_INQUAD f32 widened(const uint8_t *from, const int type, long at)
+RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
 {
     if (type == RZ_F16)
         return f32_load_f16((const uint16_t *)from + at);
@@ -199,7 +200,7 @@ RZ_INQUAD f32 widened(const uint8_t *from, const int type, long at)
     return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
 }
 
-RZ_INQUAD size_t type_bytes(int type)
+RZ_INLINE size_t type_bytes(int type)
 {
     return type == RZ_F32 ? 4 : type == RZ_F16 || type == RZ_BF16 ? 2 : 1;
 }
@@ -221,7 +222,7 @@ static places places_of(const rz_format *format, const uint8_t *panel)
     at.super_minimums = at.supers + (size_t)supers * PANEL * type_bytes(format->super_type);
     const uint8_t *end = at.super_minimums
         + (format->minimums == RZ_MINIMUMS ? (size_t)supers * PANEL * type_bytes(format->super_type) : 0);
-    at.codes = panel + ((size_t)(end - panel) + QUAD - 1) / QUAD * QUAD;
+    at.codes = panel + ((size_t)(end - panel) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
     return at;
 }
 
@@ -236,7 +237,7 @@ typedef struct {
 } slab;
 
 /* Those of the groups of a slab; of a group that is summed in parts, its own for each. */
-RZ_INQUAD void unpack_scales_of(const int type, const int super, const rz_format *format, const places *at, long first,
+RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format *format, const places *at, long first,
                                 long blocks, slab *to)
 {
     const long width = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
@@ -251,17 +252,17 @@ RZ_INQUAD void unpack_scales_of(const int type, const int super, const rz_format
             const long here = group * PANEL + side * LANES, there = over * PANEL + side * LANES;
             if (side == 0 && format->group == width)
                 ask_for(at->scales + at->ahead + here * (long)type_bytes(type), 1);
-            f32 scale = widened(at->scales, type, here);
+            f32 scale = scales_at(at->scales, type, here);
             if (two)
-                scale = f32_mul(scale, widened(at->supers, super, there));
+                scale = f32_mul(scale, scales_at(at->supers, super, there));
             f32_store(to->scales[i] + side * LANES, scale);
             if (!has_minimums(format))
                 continue;
             if (side == 0 && format->group == width)
                 ask_for(at->minimums + at->ahead + here * (long)type_bytes(at->minimum_type), 1);
-            f32 least = widened(at->minimums, zeros ? RZ_U8 : type, here);
+            f32 least = scales_at(at->minimums, zeros ? RZ_U8 : type, here);
             if (zeros || two)
-                least = f32_mul(least, zeros ? scale : widened(at->super_minimums, super, there));
+                least = f32_mul(least, zeros ? scale : scales_at(at->super_minimums, super, there));
             f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), least));
         }
     }
@@ -281,7 +282,7 @@ static void unpack_scales(const rz_format *format, const places *at, long first,
 }
 
 /* What is added to the codes of one group for its zero points: 2 ** bits less the zero point, in every byte. */
-RZ_INQUAD void amend_zeros(amends *amend, const uint8_t *zeros, int bits)
+RZ_INLINE void amend_zeros(amends *amend, const uint8_t *zeros, int bits)
 {
     for (int side = 0; side < 2; side++) {
         int32_t more[LANES];
@@ -291,7 +292,7 @@ RZ_INQUAD void amend_zeros(amends *amend, const uint8_t *zeros, int bits)
     }
 }
 
-RZ_INQUAD void unpack_codes_of(const int bits, const int has_table, const int has_zeros, const rz_format *format,
+RZ_INLINE void unpack_codes_of(const int bits, const int has_table, const int has_zeros, const rz_format *format,
                             const places *at, long first, long blocks, uint8_t *to)
 {
     amends amend = { 0 };
@@ -352,27 +353,27 @@ typedef struct {
 
 enum { BY_HALVES, BY_BLOCKS, BY_MANY /* blocks */ };
 
-RZ_INQUAD f32 product_of(i32 dot, const float *scale)
+RZ_INLINE f32 product_of(i32 dot, const float *scale)
 {
     return f32_mul(f32_from_i32(dot), f32_set1(*scale));
 }
 
 /* dots[row] += quads [from, end) of a block: of unpacked codes, where `bits` is 8, else of packed ones. */
-RZ_INQUAD void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
+RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
                          const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from, const int end)
 {
 #pragma GCC unroll 8
     for (int quad = from; quad < end; quad++) {
         bytes left, right;
-        if (bits == 8) {
-            left = bytes_load(codes + quad * 2 * QUAD);
-            right = bytes_load(codes + quad * 2 * QUAD + QUAD);
+        if (bits >= 7) {
+            left = bytes_load(codes + quad * 2 * LINE_BYTES);
+            right = bytes_load(codes + quad * 2 * LINE_BYTES + LINE_BYTES);
         } else {
             left = quad_codes(bits, codes, quad, 0);
             right = quad_codes(bits, codes, quad, 1);
         }
         if (rows <= FEWEST)
-            ask_for(codes + ahead + (size_t)quad * QUAD * bits / 4, bits == 8 ? 2 * QUAD : QUAD);
+            ask_for(codes + ahead + (size_t)quad * LINE_BYTES * (bits >= 7 ? 8 : bits) / 4, bits >= 7 ? 2 * LINE_BYTES : LINE_BYTES);
         if (zeros) {
             left = bytes_add(left, amend->more[0]);
             right = bytes_add(right, amend->more[1]);
@@ -388,7 +389,7 @@ RZ_INQUAD void add_quads(const int rows, const int bits, const int zeros, i32 (*
 
 /* sums[rows][32] += those of a slab of `blocks` blocks, `many` in a group. Every row is summed in the same order,
  * however many rows there are. */
-RZ_INQUAD void tile(const int rows, const int bits, const int zeros, const int grouping, const int minimums,
+RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, const int grouping, const int minimums,
                     const slab *from, long blocks, long many, tile_rows x, float *sums)
 {
     f32 totals[ROWS][2];
@@ -474,15 +475,15 @@ RZ_INQUAD void tile(const int rows, const int bits, const int zeros, const int g
         }
 }
 
-typedef void (*tile_function)(const slab *, long, long, tile_rows, float *);
+typedef void (*slab_function)(const slab *, long, long, tile_rows, float *);
 
 #define TILE_OF(rows, bits, zeros, grouping, minimums) \
-    static __attribute__((noinline)) void tile_##rows##_##bits##_##zeros##_##grouping##_##minimums( \
+    static __attribute__((noinline)) void slab_##rows##_##bits##_##zeros##_##grouping##_##minimums( \
         const slab *from, long blocks, long many, tile_rows x, float *sums) \
     { \
-        tile(rows, bits, zeros, grouping, minimums, from, blocks, many, x, sums); \
+        multiply_slab(rows, bits, zeros, grouping, minimums, from, blocks, many, x, sums); \
     }
-#define TILES_OF(n, grouping, minimums) TILE_OF(n, 8, 0, grouping, minimums)
+#define TILES_OF(n, grouping, minimums) TILE_OF(n, 7, 0, grouping, minimums) TILE_OF(n, 8, 0, grouping, minimums)
 #define EVERY_GROUPING(make, n) \
     make(n, BY_HALVES, 0) make(n, BY_HALVES, 1) make(n, BY_BLOCKS, 0) make(n, BY_BLOCKS, 1) make(n, BY_MANY, 0) \
     make(n, BY_MANY, 1)
@@ -490,16 +491,23 @@ typedef void (*tile_function)(const slab *, long, long, tile_rows, float *);
     { { name(BY_HALVES, 0), name(BY_HALVES, 1) }, { name(BY_BLOCKS, 0), name(BY_BLOCKS, 1) }, \
       { name(BY_MANY, 0), name(BY_MANY, 1) } }
 
-EVERY_GROUPING(TILES_OF, 1) EVERY_GROUPING(TILES_OF, 2) EVERY_GROUPING(TILES_OF, 3)
-EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF, 5) EVERY_GROUPING(TILES_OF, 6)
+EVERY_GROUPING(TILES_OF, 1) EVERY_GROUPING(TILES_OF, 2)
+#if MOST_AT_ONCE > 6
+EVERY_GROUPING(TILES_OF, 3) EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF, 5) EVERY_GROUPING(TILES_OF, 6)
+#define MORE_ROWS(bits, zeros, kind) \
+    , slab_3_##bits##_##zeros##_##kind, slab_4_##bits##_##zeros##_##kind, slab_5_##bits##_##zeros##_##kind, \
+        slab_6_##bits##_##zeros##_##kind
+#else
+#define MORE_ROWS(bits, zeros, kind)
+#endif
 
-#define UNPACKED(grouping, minimums) \
-    { NULL, tile_1_8_0_##grouping##_##minimums, tile_2_8_0_##grouping##_##minimums, \
-      tile_3_8_0_##grouping##_##minimums, tile_4_8_0_##grouping##_##minimums, \
-      tile_5_8_0_##grouping##_##minimums, tile_6_8_0_##grouping##_##minimums }
+#define UNPACKED_AS(bits, kind) { NULL, slab_1_##bits##_0_##kind, slab_2_##bits##_0_##kind MORE_ROWS(bits, 0, kind) }
+#define UNPACKED(grouping, minimums) UNPACKED_AS(8, grouping##_##minimums)
+#define UNPACKED7(grouping, minimums) UNPACKED_AS(7, grouping##_##minimums)
 
-/* [grouping][minimums][rows] */
-static const tile_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
+/* [grouping][minimums][rows]: of codes up to 255, and up to 127 */
+static const slab_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
+static const slab_function TILES7[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED7);
 
 /* Few rows read the codes as they are packed. */
 #define PACKED_OF(n, grouping, minimums) \
@@ -511,22 +519,32 @@ static const tile_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
       [4] = PACKED_ROWS(4, 0, grouping, minimums), [5] = PACKED_ROWS(5, 0, grouping, minimums), \
       [6] = PACKED_ROWS(6, 0, grouping, minimums), [8] = UNPACKED(grouping, minimums) }
 #define PACKED_ROWS(bits, zeros, grouping, minimums) \
-    { NULL, tile_1_##bits##_##zeros##_##grouping##_##minimums, tile_2_##bits##_##zeros##_##grouping##_##minimums }
+    { NULL, slab_1_##bits##_##zeros##_##grouping##_##minimums, slab_2_##bits##_##zeros##_##grouping##_##minimums }
 
 EVERY_GROUPING(PACKED_OF, 1) EVERY_GROUPING(PACKED_OF, 2) ZEROS_OF(1) ZEROS_OF(2)
 
 /* [grouping][minimums][bits][rows]; NULL: they are unpacked first */
-static const tile_function PACKED_TILES[3][2][9][ROWS + 1] = EACH_GROUPING(PACKED);
-static const tile_function PACKED_ZEROS[3][ROWS + 1] = {
+static const slab_function PACKED_TILES[3][2][9][ROWS + 1] = EACH_GROUPING(PACKED);
+static const slab_function PACKED_ZEROS[3][ROWS + 1] = {
     [BY_BLOCKS] = PACKED_ROWS(4, 1, BY_BLOCKS, 0), [BY_MANY] = PACKED_ROWS(4, 1, BY_MANY, 0) };
 
-RZ_INQUAD int grouping_of(const rz_format *format)
+RZ_INLINE int grouping_of(const rz_format *format)
 {
     return format->group == BLOCK / 2 ? BY_HALVES : blocks_together(format) == 1 ? BY_BLOCKS : BY_MANY;
 }
 
+/* Whether unpacked codes are below 128, and that is worth telling. */
+RZ_INLINE int is_narrow(const rz_format *format)
+{
+    int most = (1 << format->bits) - 1;
+    if (format->has_table)
+        for (int code = 0; code < 16; code++)
+            most = format->table[code] + unpacked_offset(format) > most ? format->table[code] + unpacked_offset(format) : most;
+    return FASTER_BELOW_128 && format->bits < 8 && most < 128;
+}
+
 /* What multiplies `rows` rows by codes as they are packed, or NULL. */
-static tile_function packed_tile(const rz_format *format, long rows)
+static slab_function packed_product(const rz_format *format, long rows)
 {
     const int grouping = grouping_of(format);
     if (rows > ROWS || format->has_table)
@@ -542,7 +560,8 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
     const long blocks = blocks_of(format), many = blocks_together(format), most = rows > ROWS ? SLAB : FEW;
-    const tile_function *tiles = TILES[grouping_of(format)][has_minimums(format)], packed = packed_tile(format, rows);
+    const slab_function packed = packed_product(format, rows);
+    const slab_function *tiles = (is_narrow(format) ? TILES7 : TILES)[grouping_of(format)][has_minimums(format)];
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
     slab here;
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
@@ -595,7 +614,7 @@ size_t rz_quantized_bytes(const rz_format *format, long outputs)
 /* The bytes of a quad: four columns from `column` on of the 16 outputs from `output` on; 0 where there are none. */
 static void quad_of(uint8_t *to, const rz_codes *weight, long columns, long output, long column)
 {
-    memset(to, 0, QUAD);
+    memset(to, 0, LINE_BYTES);
     const long left = columns - column, width = left < 4 ? (left < 0 ? 0 : left) : 4;
     for (long row = 0; row < LANES && output + row < weight->outputs; row++)
         memcpy(to + row * 4, weight->codes + (output + row) * weight->code_stride + column, (size_t)width);
@@ -607,17 +626,17 @@ static void pack_block(uint8_t *to, int bits, const rz_codes *weight, long colum
     memset(to, 0, block_bytes(bits));
     for (int quad = 0; quad < QUADS; quad++)
         for (int side = 0; side < 2; side++) {
-            uint8_t codes[QUAD];
+            uint8_t codes[LINE_BYTES];
             quad_of(codes, weight, columns, output + side * LANES, column + quad * 4);
             if (bits == 8) {
-                memcpy(to + (quad * 2 + side) * QUAD, codes, QUAD);
+                memcpy(to + (quad * 2 + side) * LINE_BYTES, codes, LINE_BYTES);
                 continue;
             }
-            uint8_t *first = to + (low == 4 ? quad : quad / 2) * QUAD;
-            uint8_t *more = to + (low == 4 ? QUADS : QUADS / 2) * QUAD + (bits == 6 ? quad / 2 : quad / 4) * QUAD;
+            uint8_t *first = to + (low == 4 ? quad : quad / 2) * LINE_BYTES;
+            uint8_t *more = to + (low == 4 ? QUADS : QUADS / 2) * LINE_BYTES + (bits == 6 ? quad / 2 : quad / 4) * LINE_BYTES;
             const int at = low == 4 ? side * 4 : (quad % 2 * 2 + side) * 2;
             const int then = bits == 6 ? (quad % 2 * 2 + side) * 2 : quad % 4 * 2 + side;
-            for (int i = 0; i < QUAD; i++) {
+            for (int i = 0; i < LINE_BYTES; i++) {
                 first[i] |= (uint8_t)((codes[i] & ((1 << low) - 1)) << at);
                 if (bits > low)
                     more[i] |= (uint8_t)((codes[i] >> low & ((1 << (bits - low)) - 1)) << then);
@@ -664,7 +683,7 @@ void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed
     const places at = places_of(format, panel);
     const long lane = output % PANEL, side = lane / LANES, blocks = blocks_of(format);
     const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
-    const long in_quad = side * QUAD + lane % LANES * 4;
+    const long in_quad = side * LINE_BYTES + lane % LANES * 4;
     const int offset = unpacked_offset(format), added = has_minimums(format);
     slab here;
     for (long block = 0; block < blocks; block++) {
@@ -676,7 +695,7 @@ void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed
         for (long i = 0; i < BLOCK && block * BLOCK + i < format->columns; i++) {
             const long column = block * BLOCK + i;
             const long group = (column - begin * BLOCK) / together;
-            const int code = here.codes[(block - begin) * BLOCK_BYTES + i / 4 * 2 * QUAD + in_quad + i % 4];
+            const int code = here.codes[(block - begin) * BLOCK_BYTES + i / 4 * 2 * LINE_BYTES + in_quad + i % 4];
             row[column] = (float)(code - offset) * here.scales[group][lane] + (added ? here.minimums[group][lane] : 0);
         }
     }

@@ -97,7 +97,7 @@ def _cache_of(
         backend.native_kernels(collectives, device, threads)
     except CannotLower:
         return None
-    share = (spec.rank, spec.world_size, settings.dtype)
+    share = (spec.rank, spec.world_size, settings.dtype, settings.weight_dtype)
     where = settings.weight_cache_directory or settings.model_cache / ".packed"
     return WeightCache(where.expanduser(), settings.weight_cache_bytes, directory, share)
 

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache.codecs import Codec
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import check_supported, longest_context
 from services.executor.model.loading.reading import Progress, Read, read_all
@@ -32,13 +31,16 @@ from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import (
     LinearShard,
     TensorSlice,
+    VocabParallelEmbedding,
     VocabParallelHead,
+    WeightShard,
     held_elsewhere,
     piece_of,
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
-from services.executor.model.weight_formats import Quantized, Weight, can_pack, packed_weight
+from services.executor.model.quantizing import RowsCodec
+from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError
 
 _LOADING = threading.Lock()
@@ -84,11 +86,12 @@ def load_model(
     collectives: Collectives,
     device: torch.device,
     progress: Progress,
-    codec: Codec | None = None,
+    codec: WeightCodec | None = None,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
-    With a `codec` the weights of its linear layers, but not the head's, are quantised as they are read.
+    With a `codec` the weights of its linear layers are quantised as they are read, on CPUs those of head and
+    embedding too.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -155,12 +158,15 @@ class _Parameter:
     names: list[str] = field(default_factory=list)
     """What the model calls it."""
 
-    @property
-    def quantizable(self) -> bool:
-        """Whether it is the weight of a linear layer, and of nothing else."""
-        [(module, leaf), *others] = self.targets
-        of_linear = isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead)
-        return of_linear and leaf == "weight" and not others
+    def codec_of(self, codec: WeightCodec | None) -> WeightCodec | None:
+        """What quantises it, where all that is quantised is to be by `codec`; None: nothing. On GPUs head and embedding
+        are left as they are."""
+        if not all(isinstance(module, WeightShard) and leaf == "weight" for module, leaf in self.targets):
+            return None
+        vocabulary = VocabParallelHead | VocabParallelEmbedding
+        if any(isinstance(module, vocabulary) for module, _ in self.targets):
+            return codec.for_vocabulary() if isinstance(codec, RowsCodec) else None
+        return codec
 
 
 def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
@@ -181,10 +187,10 @@ def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
 
 
 def _plan_reads(
-    parameters: list[_Parameter], sources: Sources, codec: Codec | None
+    parameters: list[_Parameter], sources: Sources, codec: WeightCodec | None
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
-    if codec is not None and not any(parameter.quantizable for parameter in parameters):
+    if codec is not None and not any(parameter.codec_of(codec) for parameter in parameters):
         raise ModelLoadError(
             f"The model has no linear layers that can be quantised to {codec.name}; leave --weight-dtype at auto."
         )
@@ -202,7 +208,7 @@ def _plan_reads(
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
-        plan.append((parameter, Read(content, parameter.dtype, codec if parameter.quantizable else None)))
+        plan.append((parameter, Read(content, parameter.dtype, parameter.codec_of(codec))))
     return plan
 
 
@@ -237,9 +243,9 @@ def _check_leftovers(
 
 
 def _place(parameter: _Parameter, held: Weight) -> None:
-    if isinstance(held, Quantized):
+    if not isinstance(held, Tensor):
         for module, _ in parameter.targets:
-            assert isinstance(module, LinearShard), "only linear layers are quantised"
+            assert isinstance(module, WeightShard), "only linear layers and embeddings are quantised"
             module.keep_quantized(held)
         return
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
@@ -252,13 +258,13 @@ def pack_linears(model: nn.Module) -> None:
 
     The plain weight is let go, unless the embedding shares it: a tied head is held twice.
     """
-    linears = (module for module in model.modules() if isinstance(module, LinearShard))
+    modules = (module for module in model.modules() if isinstance(module, LinearShard))
+    linears = [linear for linear in modules if isinstance(linear.stored, Tensor)]
     if not any(can_pack(linear.weight.device, linear.weight.dtype) for linear in linears):
         return
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for module in model.modules():
-        if isinstance(module, LinearShard):
-            module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)
+    for module in linears:
+        module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,12 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.executor.kv_cache.codecs import Codec
 from services.executor.model.loading import streaming
 from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.weight_formats import Quantized, Weight, empty, quantize
+from services.executor.model.weight_formats import Weight, WeightCodec, empty, quantize
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of this rank's share."""
@@ -35,7 +34,7 @@ class Read:
 
     content: Composition
     dtype: torch.dtype
-    codec: Codec | None = None
+    codec: WeightCodec | None = None
     """Of a weight [out, in] that is quantised from what it is in `dtype`."""
 
     @property
@@ -90,7 +89,7 @@ def _room(read: Read, device: torch.device) -> Weight:
 
 def _streamed(read: Read, into: Weight, files: WeightFiles) -> Iterator[streaming.Piece]:
     for part in read.content.parts:
-        if isinstance(into, Quantized):
+        if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"
             yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
         else:

@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.executor.kv_cache.codecs import Codec
 from services.executor.model.loading.composition import Part
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.weight_formats import Quantized, encode_into
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.weight_formats import Quantized, WeightCodec, encode_into
 
 PIECE = 8 << 20
 """Bytes of a buffer. The device takes it in 0.15 ms at 55 GB/s, a thread fills it in 1 ms, and the interpreter's work
@@ -104,8 +104,8 @@ class Place:
 class CodedPlace:
     """Rows of a weight that is quantised from what it is in `dtype`."""
 
-    room: Quantized
-    codec: Codec
+    room: Quantized | QuantizedRows
+    codec: WeightCodec
     dtype: torch.dtype
 
     def take(self, staged: Tensor) -> None:
@@ -202,7 +202,7 @@ def pieces_of(part: Part, files: WeightFiles, held: Tensor, itemsize: int) -> It
 
 
 def coded_pieces_of(
-    part: Part, files: WeightFiles, held: Quantized, codec: Codec, dtype: torch.dtype
+    part: Part, files: WeightFiles, held: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype
 ) -> Iterator[Piece]:
     """Of `part`, whole rows of a weight [out, in] that is quantised to `held` from what it is in `dtype`."""
     stored = part.view(files.tensor(part.source))

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import Span, split_dimension
+from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
 
@@ -88,27 +89,35 @@ class ShardedLayer(nn.Module):
         """Parameters of the checkpoint that another rank holds for all."""
 
 
-class LinearShard(ShardedLayer):
-    """A rank's share of a linear layer, and the product with it."""
+class WeightShard(ShardedLayer):
+    """A layer whose weight may be quantised."""
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed: Tensor | None = None
-        self._quantized: Quantized | None = None
-        self._product: Callable[[Tensor], Tensor] | None = None
+        self._quantized: Quantized | QuantizedRows | None = None
 
     @property
     def stored(self) -> Weight:
         """The weight [out, in] as it was loaded: plain or quantised."""
         return self.weight if self._quantized is None else self._quantized
 
-    def keep_quantized(self, weight: Quantized | None) -> None:
+    def keep_quantized(self, weight: Quantized | QuantizedRows | None) -> None:
         """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
         self._quantized = weight
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
+
+
+class LinearShard(WeightShard):
+    """A rank's share of a linear layer, and the product with it."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: Tensor | None = None
+        self._product: Callable[[Tensor], Tensor] | None = None
 
     def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
         """From now on multiplies by `product`, [T, in] -> [T, out], which holds weight and bias."""
@@ -123,7 +132,8 @@ class LinearShard(ShardedLayer):
     def multiply(self, x: Tensor) -> Tensor:
         """`x` [..., in] times the share, plus its bias: [..., out]."""
         if self._product is not None:
-            return self._product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            made = self._product(x.reshape(-1, x.shape[-1]))
+            return made.view(*x.shape[:-1], made.shape[1])
         if self._packed is None:
             return functional.linear(x, self.weight, self.bias)
         return packed_product(x, self._packed, self.bias)
@@ -207,13 +217,12 @@ class RowParallelConv1D(ShardedLayer):
         )
 
 
-class VocabParallelEmbedding(ShardedLayer):
+class VocabParallelEmbedding(WeightShard):
     """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank.
 
     An embedding with a buffer `embed_scale` (Gemma's) is multiplied by it.
     """
 
-    weight: nn.Parameter
     embed_scale: Tensor | None
 
     def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
@@ -230,11 +239,17 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
-            return functional.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         local = token_ids - self.span.start
         foreign = (local < 0) | (local >= self.span.size)
-        rows = functional.embedding(local.masked_fill(foreign, 0), self.weight)
+        rows = self._rows(local.masked_fill(foreign, 0))
         return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        if isinstance(self._quantized, QuantizedRows):
+            values = self._quantized.picked(rows.flatten()).dequantized().to(self.weight.dtype)
+            return values.view(*rows.shape, -1)
+        return functional.embedding(rows, self.weight)
 
 
 class VocabParallelHead(LinearShard):

@@ -295,7 +295,9 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 }
 
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return i32_dot_u8(sum, a, b); }
+enum { FASTER_BELOW_128 = 0 };
 #else
+enum { FASTER_BELOW_128 = 1 };
 /* Sums of two products fit into 16 bits where the bytes of `a` are below 128: vpmaddubsw saturates beyond. */
 RZ_INLINE __m256i dot_u7(__m256i sum, __m256i a, __m256i b, int unit)
 {

@@ -168,7 +168,8 @@ RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { return _mm512_shuffle_
 
 /* sum + the products of each lane's four unsigned bytes of `a` with its four signed ones of `b`. */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
-/* The same, for bytes of `a` below 128: faster at some levels. */
+/* The same, for bytes of `a` below 128: faster where FASTER_BELOW_128 says so. */
+enum { FASTER_BELOW_128 = 0 };
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
 
 /* --- layouts --- */

@@ -268,11 +268,15 @@ RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+enum { FASTER_BELOW_128 = 0 };
+
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 {
     PARTS(i32, vusdotq_s32(sum.part[i], a.part[i], vreinterpretq_s8_u8(b.part[i])));
 }
 #else
+enum { FASTER_BELOW_128 = 1 };
+
 /* (a - 128) b + 64 b + 64 b */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 {

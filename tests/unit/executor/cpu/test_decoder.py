@@ -18,11 +18,13 @@ from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.progress import Progress
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.lowering import FAMILIES
+from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from services.executor.sampling.candidates import largest_of
 from services.executor.worker.backend import make_runner
@@ -67,16 +69,19 @@ def runner_of(
     codec: Codec | None = None,
     collectives: Collectives | None = None,
     cpus: Sequence[int] = (),
+    weights: str = "",
 ) -> ModelRunner:
     config = load_config(directory)
     ring = collectives or SingleRank()
     layout = ShardLayout.from_config(config, ring.world_size, ring.rank)
     dtype, layers = torch.bfloat16, config.num_hidden_layers
-    model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None)
+    kind = CODECS[weights] if weights else None
+    model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None, kind)
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
     if native:
         return make_runner(model, store, layout, ring, CPU, threads, cpus=cpus)
+    use_products(model)
     return ModelRunner(model, widths_of(model), store, ring, CPU)
 
 

@@ -31,7 +31,8 @@ class Compiled:
 
 
 def test_structures_of_other_sizes_are_refused() -> None:
-    ours = [ctypes.sizeof(kind) for kind in (library.Linear, library.Layer, library.Model, library.Step)]
+    kinds = (library.Linear, library.Layer, library.Model, library.Step, library.Codes)
+    ours = [ctypes.sizeof(kind) for kind in kinds]
     assert library._has_our_structures(Compiled(ours))
     for index in range(len(ours)):
         theirs = list(ours)

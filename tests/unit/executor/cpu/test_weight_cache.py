@@ -35,8 +35,8 @@ def model_of(directory: Path, model_type: str = "llama", **changes: Any) -> Path
     return make_model(directory, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {}), **changes})
 
 
-def built(directory: Path) -> tuple[ModelFacts, ModelRunner]:
-    runner = runner_of(directory, native=True)
+def built(directory: Path, weights: str = "") -> tuple[ModelFacts, ModelRunner]:
+    runner = runner_of(directory, native=True, weights=weights)
     config = runner._model.config
     heads = HeadCounts.from_config(config)
     widths = widths_of(runner._model)
@@ -67,13 +67,19 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "granite"])
+@pytest.mark.parametrize(
+    ("model_type", "weights"),
+    [
+        *((name, "") for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite")),
+        *(("llama", "q4_k"), ("qwen2", "int4")),
+    ],
+)
 def test_what_is_read_computes_what_was_built(
-    tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_type: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_file, "_PIECE", 4096)  # many pieces, and tensors across their borders
     model = model_of(tmp_path / "model", model_type)
-    facts, runner = built(model)
+    facts, runner = built(model, weights)
     assert runner.packed is not None
     cache = cache_of(tmp_path, model)
     assert cache.find() is None

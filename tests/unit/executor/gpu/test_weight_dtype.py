@@ -1,4 +1,5 @@
 import re
+from typing import cast
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from services.executor.core.settings import ExecutorSettings, WeightDType
 from services.executor.gpu.linear import weight_codec
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.leader.leader import fingerprint_of
+from services.executor.model.quantizing import CODECS
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
@@ -33,10 +35,15 @@ def test_how_weights_are_kept() -> None:
     assert weight_codec("bf16", CUDA, BF16) is None
     assert weight_codec("fp8", CUDA, BF16) is FP8
     assert weight_codec("int8", CUDA, BF16) is INT8
+    for name, codec in CODECS.items():
+        assert weight_codec(cast("WeightDType", name), CPU, BF16) is codec
 
 
 def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused("fp8", CPU, BF16, "--weight-dtype fp8 is for GPUs")
+    refused(
+        "fp8", CPU, BF16, "--weight-dtype fp8 is for GPUs and this rank computes on the CPU; leave it at auto"
+    )
+    refused("q4_k", CUDA, BF16, "choose one of: fp8, int8.")
     refused("int8", CUDA, torch.float32, "give --dtype bf16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused("int8", CUDA, BF16, "needs Triton")
@@ -46,7 +53,7 @@ def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_know_four_kinds_and_rings_of_another_continue_nothing() -> None:
     with pytest.raises(ConfigurationError, match=r"RYZANSTEIN_WEIGHT_DTYPE \(or --weight-dtype\) is wrong"):
-        load_settings(ExecutorSettings, weight_dtype="int4")
+        load_settings(ExecutorSettings, weight_dtype="int3")
     prints = {
         fingerprint_of(load_settings(ExecutorSettings, weight_dtype=kind), CARD, "")
         for kind in ("auto", "bf16", "fp8", "int8")

@@ -1,0 +1,210 @@
+"""A linear layer packed for the native kernels: bf16 as in `native/gemm.h`, quantized as in `native/quantized.h`.
+
+Linears that are computed as one (queries, keys and values; gate and up) are joined row by row where their weights have
+one format. Queries, keys and values of several formats follow each other as linears of their own; gate and up, which
+meet in registers, are brought to one format.
+"""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+
+from services.executor.cpu.quantized import PANEL, PackedFormat, pack_rows, servable
+from services.executor.model.loading.arena import fresh
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.weight_formats import Weight
+from services.executor.native.library import Linear
+
+log = structlog.get_logger(__name__)
+
+GATE_RUN = 16
+"""Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
+
+    weight: Weight
+    """[rows, in], bf16 or quantized; rows of bf16 are contiguous"""
+    bias: Tensor | None
+    first: int
+    run: int
+    step: int
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    def cut(self, parts: int) -> list["Piece"]:
+        """The same rows of bf16 in about `parts` pieces of whole runs, without their bias."""
+        assert isinstance(self.weight, Tensor), "quantized rows are packed by panels"
+        size = -(-self.rows // (parts * GATE_RUN)) * GATE_RUN
+        cuts = []
+        for start in range(0, self.rows, size):
+            first = self.first + start // self.run * self.step + start % self.run
+            cuts.append(Piece(self.weight[start : start + size], None, first, self.run, self.step))
+        return cuts
+
+    def places(self) -> Tensor:
+        """int64 [rows]: where the rows go."""
+        rows = torch.arange(self.rows)
+        return self.first + rows // self.run * self.step + rows % self.run
+
+
+def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[Piece]:
+    """Weights [rows, in] with their biases, end to end."""
+    pieces = []
+    first = 0
+    for weight, bias in parts:
+        rows = weight.shape[0]
+        pieces.append(Piece(weight, bias, first, max(rows, 1), max(rows, 1)))
+        first += rows
+    return pieces
+
+
+def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | None]) -> list[Piece]:
+    """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
+    return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
+
+
+def split_rows(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
+    """Parts of `sizes` rows, end to end; they share the weight's memory."""
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [_rows(weight, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _rows(weight: Weight, first: int, end: int) -> Weight:
+    return weight[first:end] if isinstance(weight, Tensor) else weight.rows(first, end)
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A packed weight and its bias, with what owns their memory."""
+
+    packed: Tensor
+    """uint8 [bytes]"""
+    bias: Tensor | None
+    """float32 [outputs, rounded up to whole panels]"""
+    outputs: int
+    inputs: int
+    form: PackedFormat | None = None
+    """Of a quantized weight"""
+    permutation: Tensor | None = None
+    """int32 [columns], of a quantized weight"""
+    next: "PackedLinear | None" = None
+    """The outputs behind these, of another format"""
+
+    @classmethod
+    def of(cls, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> "PackedLinear":
+        """Packs with `threads` threads of `pool`."""
+        linear: PackedLinear | None = None
+        for part in reversed(_of_one_format(pieces)):
+            make = _pack_bf16 if isinstance(part[0].weight, Tensor) else _pack_quantized
+            linear = replace(make(library, part, pool, threads), next=linear)
+        assert linear is not None, "a linear has rows"
+        return linear
+
+    @property
+    def parts(self) -> list["PackedLinear"]:
+        """This one, and what follows it."""
+        return [self, *(self.next.parts if self.next else [])]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.packed.nbytes for part in self.parts)
+
+    def describe(self) -> Linear:
+        """The structure that the kernels take."""
+        made = Linear(self.packed.data_ptr(), None, self.outputs, self.inputs)
+        if self.bias is not None:
+            made.bias = self.bias.data_ptr()
+        if self.form is not None:
+            made.format = self.form.describe(self.permutation)
+        if self.next is not None:
+            made.next = ctypes.pointer(self.next.describe())
+        return made
+
+
+def _of_one_format(pieces: list[Piece]) -> list[list[Piece]]:
+    """`pieces` in runs of one format each; in one run where they alternate."""
+    if any(piece.step != piece.run for piece in pieces):
+        return [_unified(pieces)]
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and _alike(runs[-1][-1].weight, piece.weight):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return [one_after_another((piece.weight, piece.bias) for piece in run) for run in runs]
+
+
+def _alike(one: Weight, other: Weight) -> bool:
+    if isinstance(one, QuantizedRows) and isinstance(other, QuantizedRows):
+        return one.same_format(other)
+    return isinstance(one, Tensor) and isinstance(other, Tensor)
+
+
+def _unified(pieces: list[Piece]) -> list[Piece]:
+    weights = [piece.weight for piece in pieces]
+    coded = [weight for weight in weights if isinstance(weight, QuantizedRows)]
+    if not coded:
+        return pieces
+    same = QuantizedRows.of_one_format(coded) if len(coded) == len(weights) else None
+    if same is None:
+        log.info(
+            "weights_unpacked", reason="gate and up have formats that cannot be one", shape=coded[0].shape
+        )
+        plain = [
+            weight.dequantized().bfloat16() if isinstance(weight, QuantizedRows) else weight
+            for weight in weights
+        ]
+        return [replace(piece, weight=weight) for piece, weight in zip(pieces, plain, strict=True)]
+    return [replace(piece, weight=weight) for piece, weight in zip(pieces, same, strict=True)]
+
+
+def _pack_bf16(library: Any, pieces: list[Piece], pool: Executor, threads: int) -> PackedLinear:
+    outputs, inputs = sum(piece.rows for piece in pieces), pieces[0].weight.shape[1]
+    packed = fresh(library.rz_packed_bytes(outputs, inputs))
+    if outputs % PANEL or inputs % 2:
+        packed.zero_()  # what fills up the last panel and pair counts as zero
+    jobs = [part for piece in pieces for part in piece.cut(threads)]
+    for job in [pool.submit(_pack, library, part, packed) for part in jobs]:
+        job.result()
+    return PackedLinear(packed, _joined_bias(pieces, outputs), outputs, inputs)
+
+
+def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
+    weight = piece.weight
+    assert isinstance(weight, Tensor), "quantized rows are packed by panels"
+    rows, inputs = weight.shape
+    places = (piece.first, piece.run, piece.step)
+    library.rz_pack(packed.data_ptr(), weight.data_ptr(), rows, inputs, weight.stride(0), *places)
+
+
+def _pack_quantized(library: Any, pieces: list[Piece], pool: Executor, threads: int) -> PackedLinear:
+    coded = [piece.weight for piece in pieces if isinstance(piece.weight, QuantizedRows)]
+    weight = servable(coded[0] if len(coded) == 1 else QuantizedRows.joined(coded))
+    places = torch.cat([piece.places() for piece in pieces])
+    if not torch.equal(places, torch.arange(len(places))):
+        weight = weight.picked(places.argsort())
+    packed, form = pack_rows(library, weight, pool, threads)
+    bias = _joined_bias(pieces, weight.outputs)
+    return PackedLinear(packed, bias, weight.outputs, weight.inputs, form, weight.permutation)
+
+
+def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
+    """float32 [outputs, rounded up to whole panels]"""
+    if all(piece.bias is None for piece in pieces):
+        return None
+    joined = torch.zeros(-(-outputs // PANEL) * PANEL)
+    for piece in pieces:
+        if piece.bias is not None:
+            joined[piece.places()] = piece.bias.float()
+    return joined

@@ -1,0 +1,225 @@
+"""Products with quantized weights against float64 sums of what the packed weight stands for."""
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
+from services.executor.cpu.quantized import pack_rows, servable, unpacked
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import Model, kernels_at, levels, why_not
+from tests.unit.executor.model.quantized_weights import FORMS, random_rows
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+COLUMNS, OUTPUTS, ROWS = 640, 70, 13
+GROUPS = (16, 32, 64, 128, 320, 640)
+"""320 is no group of the kernels, and becomes one that is; 640 is the row."""
+
+
+class Kernels:
+    """Products of one level, with the threads of one decoder."""
+
+    def __init__(self, level: str, pool: ThreadPoolExecutor) -> None:
+        self.library = kernels_at(level)
+        self.pool = pool
+        self._decoder = self.library.rz_decoder_new(ctypes.byref(Model(head_dim=32)), 2, None)
+
+    def pack(self, *pieces: Piece) -> PackedLinear:
+        return PackedLinear.of(self.library, list(pieces), self.pool, 2)
+
+    def product(self, linear: PackedLinear, x: Tensor) -> Tensor:
+        out = torch.full((len(x), sum(part.outputs for part in linear.parts)), torch.nan)
+        described = ctypes.byref(linear.describe())
+        assert (
+            self.library.rz_decoder_multiply(self._decoder, described, x.data_ptr(), len(x), out.data_ptr())
+            == 0
+        )
+        return out
+
+    def of(self, weight: QuantizedRows, x: Tensor) -> Tensor:
+        return self.product(self.pack(*one_after_another([(weight, None)])), x)
+
+    def close(self) -> None:
+        self.library.rz_decoder_free(self._decoder)
+
+
+@pytest.fixture(params=levels() or ("none",), scope="module")
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    if request.param == "amx":
+        pytest.skip("its products of integers are those of avx512vnni")
+    with ThreadPoolExecutor(2) as pool:
+        made = Kernels(request.param, pool)
+        yield made
+        made.close()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """float64 of what the kernels take activations for: int8, with a scale for 32 columns."""
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).reshape(len(x), -1, 32)
+    most = blocks.abs().amax(2, keepdim=True)
+    codes = (blocks * torch.where(most > 0, torch.full_like(most, 127) / most, 0)).round()
+    return (codes.double() * (most / 127).double()).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def expected(weight: QuantizedRows, x: Tensor) -> Tensor:
+    """float64, with the order of the columns that the kernels see."""
+    if weight.permutation is not None:
+        x = torch.where(weight.permutation < 0, 0, x[:, weight.permutation.clamp(min=0).long()])
+        weight = replace(weight, permutation=None, of_inputs=None)
+    return rounded(x) @ weight.dequantized().double().T
+
+
+def activations(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns)
+    x[:, ::37] *= 20  # outliers
+    x[1, 32:64] = 0
+    return x.bfloat16()
+
+
+def widths(form: str) -> tuple[int, ...]:
+    return (4,) if form == "table" else (2, 3, 4, 5, 6, 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_are_sums_of_what_the_weight_stands_for(kernels: Kernels, form: str) -> None:
+    x = activations()
+    for bits in widths(form):
+        for group in GROUPS:
+            per = 1 if group >= 320 else 5
+            weight = random_rows(form, OUTPUTS, COLUMNS, bits, group, per=per, ordered=group == 64)
+            found, wanted = kernels.of(weight, x), expected(weight, x)
+            torch.testing.assert_close(
+                found.double(), wanted, rtol=0, atol=2e-6 * wanted.abs().max().item(), msg=f"{bits} {group}"
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, form: str) -> None:
+    x = activations(100)
+    for bits in widths(form):
+        for group in (16, 32, 128, 640):
+            weight = random_rows(form, 33, COLUMNS, bits, group, per=1 if group == 640 else 5)
+            linear = kernels.pack(*one_after_another([(weight, None)]))
+            together = kernels.product(linear, x)
+            for count in (1, 2, 3, 6, 7):
+                assert torch.equal(kernels.product(linear, x[:count]), together[:count]), (bits, group, count)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_packed_is_the_weight(kernels: Kernels, form: str, dtype: torch.dtype) -> None:
+    for bits in widths(form):
+        for group in GROUPS:
+            weight = random_rows(
+                form, OUTPUTS, COLUMNS, bits, group, per=1 if group >= 320 else 5, dtype=dtype
+            )
+            packed, made = pack_rows(kernels.library, servable(weight), kernels.pool, 2)
+            torch.testing.assert_close(
+                unpacked(kernels.library, packed, made, OUTPUTS), weight.dequantized(), rtol=0, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("columns", [16, 48, 80, 576])
+@pytest.mark.parametrize("group", [16, 0])
+def test_columns_that_fill_no_block(kernels: Kernels, columns: int, group: int) -> None:
+    weight = random_rows("offset", OUTPUTS, columns, 8, group or columns)
+    x = activations(3, columns)
+    torch.testing.assert_close(
+        kernels.of(weight, x).double(), expected(weight, x), rtol=1e-5, atol=1e-4, check_dtype=False
+    )
+
+
+def test_a_share_of_columns_in_order_of_activation(kernels: Kernels) -> None:
+    weight, x = random_rows("zeros", OUTPUTS, COLUMNS, ordered=True), activations()
+    for first, end in ((0, 208), (208, COLUMNS)):
+        part, inputs = weight.columns(first, end), x[:, first:end].contiguous()
+        wanted = expected(part, inputs)
+        torch.testing.assert_close(
+            kernels.of(part, inputs).double(), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item()
+        )
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_none(kernels: Kernels, wrong: float) -> None:
+    x = activations(3)
+    x[1, 40] = wrong
+    out = kernels.of(random_rows("offset", OUTPUTS, COLUMNS), x)
+    assert not out[1].isfinite().any()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_parts_of_several_formats_follow_each_other(kernels: Kernels) -> None:
+    x = activations(7)
+    weights: list[Any] = [
+        random_rows("super_mins", 64, COLUMNS, 4),
+        random_rows("super_mins", 32, COLUMNS, 4, seed=1),
+        random_rows("supers", 32, COLUMNS, 6, 16, per=10),
+        torch.randn(32, COLUMNS).bfloat16(),
+    ]
+    biases = [torch.randn(weight.shape[0]) for weight in weights]
+    linear = kernels.pack(*one_after_another(zip(weights, biases, strict=True)))
+    assert [part.outputs for part in linear.parts] == [96, 32, 32]
+    wanted = [expected(weight, x) for weight in weights[:3]] + [x.double() @ weights[3].double().T]
+    torch.testing.assert_close(
+        kernels.product(linear, x).double(),
+        torch.cat(wanted, dim=1) + torch.cat(biases),
+        rtol=1e-4,
+        atol=1e-3,
+        check_dtype=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "up"),
+    [
+        (("super_mins", 4, 32), ("super_mins", 4, 32)),
+        (("super_mins", 4, 32), ("supers", 6, 16)),
+        (("table", 4, 32), ("zeros", 4, 128)),
+        (("offset", 8, COLUMNS), ("mins", 5, 32)),
+    ],
+)
+def test_gate_and_up_become_one_format(kernels: Kernels, gate: Any, up: Any) -> None:
+    x = activations(7)
+    weights = [
+        random_rows(form, 64, COLUMNS, bits, group, per=5 if group <= 32 else 1, seed=seed)
+        for seed, (form, bits, group) in enumerate((gate, up))
+    ]
+    linear = kernels.pack(*alternating((weights[0], None), (weights[1], None)))
+    assert linear.form is not None
+    found = kernels.product(linear, x).double().view(7, 4, 2, 16)
+    for side, weight in enumerate(weights):
+        wanted = expected(weight, x)
+        torch.testing.assert_close(
+            found[:, :, side].reshape(7, 64), wanted, rtol=0, atol=1e-5 * wanted.abs().max().item()
+        )
+
+
+def test_gate_and_up_that_cannot_be_one_are_unpacked(kernels: Kernels) -> None:
+    x = activations(7)
+    gate, up = random_rows("offset", 16, COLUMNS), torch.randn(16, COLUMNS).bfloat16()
+    linear = kernels.pack(*alternating((gate, None), (up, None)))
+    assert linear.form is None
+    found = kernels.product(linear, x)
+    torch.testing.assert_close(found[:, 16:], x.float() @ up.float().T, rtol=1e-2, atol=0.1)
+    torch.testing.assert_close(found[:, :16], x.float() @ gate.dequantized().T, rtol=1e-2, atol=0.5)
+
+
+def test_every_level_has_the_same_bits_but_for_the_order_of_sums() -> None:
+    """int8 is int8 everywhere: only roundings of float32 may differ."""
+    x, weight = activations(), random_rows("super_mins", OUTPUTS, COLUMNS)
+    found = []
+    with ThreadPoolExecutor(1) as pool:
+        for level in levels():
+            if level != "amx":
+                made = Kernels(level, pool)
+                found.append(made.of(weight, x))
+                made.close()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-3)

@@ -1,0 +1,75 @@
+"""Models whose weights were quantized while they were loaded: the kernels against PyTorch with unpacked weights."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.model.lowering import FAMILIES
+from services.executor.model.quantizing import CODECS
+from services.executor.native.library import why_not
+from tests.unit.executor.cpu.test_decoder import CHANGES, errors, runner_of, truth
+from tests.unit.executor.model.ring import mixed_script
+from tests.unit.executor.model.tiny import make_model
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+WIDE = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
+"""Of inner widths that two and three ranks do not share equally."""
+
+
+def model_of(directory: Path, model_type: str) -> Path:
+    return make_model(directory, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {}), **WIDE})
+
+
+@pytest.mark.parametrize("weights", CODECS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
+def test_as_near_to_the_truth_as_with_unpacked_weights(tmp_path: Path, model_type: str, weights: str) -> None:
+    directory = model_of(tmp_path, model_type)
+    native = runner_of(directory, native=True, weights=weights)
+    assert native.is_native
+    expected = truth(directory, mixed_script()[0].sequences)
+    ours = errors(native, expected)
+    theirs = errors(runner_of(directory, native=False, weights=weights), expected)
+    spread = torch.stack([row.std() for row in expected]).mean()
+    # What int8 activations add is as much as int8 weights do.
+    assert ours.mean() < theirs.mean() + 0.02 * spread
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
+    directory = model_of(tmp_path, model_type)
+    native = runner_of(directory, native=True, weights="q8_0")
+    expected = truth(directory, mixed_script()[0].sequences)
+    assert errors(native, expected).mean() < 0.15 * torch.stack([row.std() for row in expected]).mean()
+
+
+@pytest.mark.parametrize("weights", ["int8", "q4_k", "int4"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, weights: str) -> None:
+    directory = model_of(tmp_path, "llama")
+    expected = truth(directory, mixed_script()[0].sequences)
+    area = make_area(ranks, 2)
+
+    def work(rank: int) -> torch.Tensor:
+        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        runner = runner_of(directory, native=True, collectives=ring, weights=weights)
+        assert runner.is_native
+        return errors(runner, expected)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        ours = next(iter(pool.map(work, range(ranks))))
+    alone = errors(runner_of(directory, native=True, weights=weights), expected)
+    assert ours.mean() < 1.3 * alone.mean()
+
+
+def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
+    packed = runner_of(model_of(tmp_path, "llama"), native=True, weights="int4").packed
+    assert packed is not None
+    assert packed.head is packed.embedding
+    assert packed.head.form is not None
+    assert packed.head.form.bits == 6
+    assert packed.layers[0].down.form is not None
+    assert packed.layers[0].down.form.bits == 4
