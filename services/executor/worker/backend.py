@@ -199,7 +199,7 @@ def _native_decoder(
 def _log_native(library: Any, threads: int, cpus: Sequence[int], weights: str) -> None:
     log.info(
         "computing_with_native_kernels",
-        level=library.level,
+        cpu_level=library.level,
         threads=threads,
         cores=list(cpus) or "any",
         weights=weights,

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 from torch import Tensor
 
@@ -69,7 +70,9 @@ def test_without_fast_bf16_a_model_that_the_kernels_compute_is_bf16(
     share = share_of(model_of(tmp_path, head_dim=32), cpu_level=library.levels()[-1])
     assert share.dtype is torch.bfloat16
     assert share.reads_compressed
-    assert runner_of(share).kernels == f"native {library.levels()[-1]}"
+    with structlog.testing.capture_logs() as logged:
+        assert runner_of(share).kernels == f"native {library.levels()[-1]}"
+    assert [line["cpu_level"] for line in logged if "native" in line["event"]] == [library.levels()[-1]]
 
 
 def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: None, tmp_path: Path) -> None:
