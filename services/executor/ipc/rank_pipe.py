@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from services.executor.core.gpu_errors import EXTERNAL
-from shared.messages.debugging import LeaderDump
+from shared.messages.debugging import LeaderDump, StackDump
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -104,8 +104,8 @@ Question = StateQuestion | ProfileQuestion
 
 
 class StateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    threads: dict[str, str] = {}
-    """Names of Python's threads by their number, as faulthandler writes it."""
+    stacks: list[StackDump] = []
+    """Of Python's threads, the main one last."""
     leader: LeaderDump | None = None
 
 
@@ -130,6 +130,12 @@ STACK_SIGNAL = signal.SIGUSR2
 def stack_file(directory: Path, rank: int) -> Path:
     """Where a rank writes its stacks."""
     return directory / f"stacks-{rank}"
+
+
+def below(path: str, roots: list[str]) -> str:
+    """`path` from the nearest of the directories `roots` on."""
+    inside = [root for root in roots if root and path.startswith(root.rstrip("/") + "/")]
+    return path[len(max(inside, key=len).rstrip("/")) + 1 :] if inside else path
 
 
 def write_answer(path: Path, answer: msgspec.Struct) -> None:

@@ -1,17 +1,19 @@
-"""A rank's side of the debugging: writes its stacks when signalled, answers what it is asked.
+"""A rank's side of the debugging: answers what it is asked, and writes its stacks when signalled.
 
     supervisor ──"debug {...}" on standard input──▶ the rank's listening thread ──▶ a file, named in the command
 
-The listening thread needs the interpreter's lock, so a rank that is stuck with it does not answer; its stacks and
-its row in the flight recorder are there all the same.
-So are the last lines of its log.
+The listening thread needs the interpreter's lock, so a rank that is stuck with it does not answer: it is signalled
+then, and a handler in C writes its stacks. The row in the flight recorder is there all the same, and so are the last
+lines of its log.
 """
 
 import faulthandler
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO, TextIO
 
 import structlog
@@ -23,11 +25,12 @@ from services.executor.ipc.rank_pipe import (
     RankSpec,
     StateAnswer,
     StateQuestion,
+    below,
     question_of,
     stack_file,
     write_answer,
 )
-from shared.messages.debugging import LeaderDump
+from shared.messages.debugging import LeaderDump, StackDump
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +56,7 @@ class RankDebug:
             question = question_of(line)
             match question:
                 case StateQuestion(path):
-                    write_answer(Path(path), StateAnswer(_thread_names(), self._leader()))
+                    write_answer(Path(path), StateAnswer(python_stacks(), self._leader()))
                 case ProfileQuestion():
                     self._profile(question)
         except Exception:
@@ -72,8 +75,23 @@ def install_stacks(path: Path) -> BinaryIO:
     return file
 
 
-def _thread_names() -> dict[str, str]:
-    return {f"0x{thread.ident:016x}": thread.name for thread in threading.enumerate() if thread.ident}
+def python_stacks() -> list[StackDump]:
+    """Of all threads but the one that calls, the main one last. No thread runs Python meanwhile, so that no frame goes
+    away while it is read, as it can under a signal's handler."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, here = threading.main_thread().ident, threading.get_ident()
+    frames = sorted(sys._current_frames().items(), key=lambda one: one[0] == main)  # noqa: SLF001  # no public name
+    return [
+        StackDump(
+            names.get(ident) or f"0x{ident:016x}", [_place(*one) for one in traceback.walk_stack(frame)]
+        )
+        for ident, frame in frames
+        if ident != here
+    ]
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{below(frame.f_code.co_filename, sys.path)}:{line} {frame.f_code.co_name}"
 
 
 class RecordedStream:

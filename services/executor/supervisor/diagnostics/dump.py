@@ -1,9 +1,10 @@
 """Takes a dump of a ring from outside, as the supervisor: whatever state its ranks are in.
 
-signal ──▶ stacks, by a file per rank          needs no interpreter, only a process that is not stopped
-/proc  ──▶ threads, twice                      needs nothing
-memory ──▶ board, flight recorder              needs nothing
-question on standard input ──▶ queues, blocks  needs a thread of Python that runs: it is waited for briefly
+question on standard input ──▶ stacks, queues, blocks  needs a thread of Python that runs: it is waited for briefly
+signal ──▶ stacks, by a file per rank                  of ranks that do not answer: needs no interpreter, only a process
+                                                       that is not stopped
+/proc  ──▶ threads, twice                              needs nothing
+memory ──▶ board, flight recorder                      needs nothing
 
 Of dumps that are written without being asked for the last few are kept, in one directory.
 """
@@ -36,7 +37,6 @@ from shared.messages.debugging import (
     Dump,
     LeaderDump,
     RankDump,
-    StackDump,
     StepDump,
 )
 from shared.nats.errors import without_password
@@ -45,6 +45,8 @@ LOOK = 0.02
 """Seconds between two looks for answers."""
 WINDOW = 0.1
 """Seconds over which a thread's use of the CPU is measured, at least."""
+ANSWER_TIME = 1.0
+"""Seconds, or half of those that there are, after which a rank that has not answered is signalled."""
 STEPS_SHOWN = 16
 PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py", "llguidance")
 
@@ -105,8 +107,9 @@ class _Gathering:
         at = time.monotonic()
         for rank, path in enumerate(self._answers):
             self._ring.ask(rank, ask(StateQuestion(str(path))))
+        await _wait(lambda: self._all_answered(before), at + min(ANSWER_TIME, wait / 2))
         requests = [self._request_stacks(rank, sample) for rank, sample in enumerate(before)]
-        await self._wait(requests, at, wait)
+        await _wait(lambda: self._is_complete(requests, at), at + max(wait, WINDOW))
         after = await asyncio.to_thread(self._sample)
         seconds = time.monotonic() - at
         told = [_read(path) for path in self._answers]
@@ -114,7 +117,8 @@ class _Gathering:
         beats = {beat.rank: beat for beat in board.beats()}
         ranks = []
         for rank, (pid, sample) in enumerate(zip(self._pids, after, strict=True)):
-            stacks = _with_names(requests[rank].read(), told[rank])
+            answer = told[rank]
+            stacks = answer.stacks if answer else requests[rank].read()
             beat = beats.get(rank)
             found = _of_record(rank, pid, sample.state, self._ring.flight.read(rank))
             ranks.append(
@@ -128,7 +132,7 @@ class _Gathering:
                     memory_bytes=sample.memory_bytes,
                     stacks=stacks,
                     stacks_missing="" if stacks else requests[rank].missing or "it did not answer the signal",
-                    answered=told[rank] is not None,
+                    answered=answer is not None,
                     threads=processes.with_usage(before[rank], sample, seconds),
                 )
             )
@@ -155,22 +159,30 @@ class _Gathering:
     def _sample(self) -> list[processes.ProcessSample]:
         return [processes.sample(pid) for pid in self._pids]
 
-    def _request_stacks(self, rank: int, sample: processes.ProcessSample) -> StackRequest:
-        path = stack_file(self._ring.directory, rank)
-        stopped = sample.state in processes.STOPPED
-        return StackRequest(sample.pid, path, "a stopped process writes no stacks" if stopped else "")
+    def _all_answered(self, samples: list[processes.ProcessSample]) -> bool:
+        """But for those that are stopped."""
+        pairs = zip(self._answers, samples, strict=True)
+        return all(path.exists() or sample.state in processes.STOPPED for path, sample in pairs)
 
-    async def _wait(self, requests: list[StackRequest], began: float, wait: float) -> None:
-        """Until all have answered, for `wait` seconds at most; a stopped process is not waited for."""
-        while (now := time.monotonic()) < began + max(wait, WINDOW):
-            complete = [request.poll() for request in requests]
-            told = (
-                path.exists() or request.missing
-                for path, request in zip(self._answers, requests, strict=True)
-            )
-            if now >= began + WINDOW and all(complete) and all(told):
-                return
-            await asyncio.sleep(LOOK)
+    def _request_stacks(self, rank: int, sample: processes.ProcessSample) -> StackRequest:
+        """Of a rank that has not answered by itself."""
+        path = stack_file(self._ring.directory, rank)
+        missing = "a stopped process writes no stacks" if sample.state in processes.STOPPED else ""
+        return StackRequest(sample.pid, path, "it has answered" if self._answers[rank].exists() else missing)
+
+    def _is_complete(self, requests: list[StackRequest], began: float) -> bool:
+        """A stopped process is not waited for."""
+        complete = [request.poll() for request in requests]
+        answered = [path.exists() for path in self._answers]
+        told = (there or request.missing for there, request in zip(answered, requests, strict=True))
+        return time.monotonic() >= began + WINDOW and all(complete) and all(told)
+
+
+async def _wait(is_over: Callable[[], bool], end: float) -> None:
+    while time.monotonic() < end:
+        if is_over():
+            return
+        await asyncio.sleep(LOOK)
 
 
 def _of_record(rank: int, pid: int, process: str, record: RankRecord) -> RankDump:
@@ -225,11 +237,6 @@ def _read(path: Path) -> StateAnswer | None:
     with contextlib.suppress(OSError):
         path.unlink()
     return answer
-
-
-def _with_names(stacks: list[StackDump], told: StateAnswer | None) -> list[StackDump]:
-    names = told.threads if told else {}
-    return [msgspec.structs.replace(stack, thread=names.get(stack.thread, stack.thread)) for stack in stacks]
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,8 @@ and its Python stacks, asked for by a signal: its interpreter need not take part
 
 It works while a thread sits in native code with the interpreter's lock. It does not while the process is stopped,
 or where the kernel does not let it be interrupted. The signal ends a process that has no handler, so that is asked
-first.
+first. The handler reads frames that a running thread may be about to let go of, which can end the process: only a
+rank that does not answer by itself is signalled.
 """
 
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.executor.ipc.rank_pipe import STACK_SIGNAL
+from services.executor.ipc.rank_pipe import STACK_SIGNAL, below
 from shared.messages.debugging import StackDump, ThreadDump
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -212,10 +213,5 @@ def parse(text: str, roots: list[str]) -> list[StackDump]:
         if head := _HEAD.match(line):
             found.append(StackDump(head[2] or f"0x{head[1]}", []))
         elif found and (frame := _FRAME.match(line)):
-            found[-1].frames.append(f"{_below(frame[1], roots)}:{frame[2]} {frame[3]}")
+            found[-1].frames.append(f"{below(frame[1], roots)}:{frame[2]} {frame[3]}")
     return found
-
-
-def _below(path: str, roots: list[str]) -> str:
-    inside = [root for root in roots if root and path.startswith(root.rstrip("/") + "/")]
-    return path[len(max(inside, key=len).rstrip("/")) + 1 :] if inside else path

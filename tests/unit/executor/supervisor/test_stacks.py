@@ -15,7 +15,8 @@ import pytest
 from services.executor.ipc.rank_pipe import STACK_SIGNAL
 from services.executor.supervisor.diagnostics import processes
 from services.executor.supervisor.diagnostics.processes import StackRequest, parse
-from shared.messages.debugging import ThreadDump
+from services.executor.worker.diagnostics import python_stacks
+from shared.messages.debugging import StackDump, ThreadDump
 
 STUCK = """
 import ctypes, pathlib, sys, threading
@@ -61,6 +62,31 @@ def test_a_process_that_is_stuck_in_native_code_with_the_lock_shows_its_stacks(t
             )
             assert len(found) == 2
         assert child.poll() is None, "it goes on"
+
+
+def test_a_process_tells_the_stacks_of_its_own_threads() -> None:
+    end = threading.Event()
+
+    def held_up() -> None:
+        end.wait()
+
+    threads = [threading.Thread(target=held_up, name=name) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    try:
+        found: list[StackDump] = []
+        asked = threading.Thread(target=lambda: found.extend(python_stacks()), name="asked")
+        asked.start()
+        asked.join()
+    finally:
+        end.set()
+    names = [stack.thread for stack in found]
+    assert {"one", "two"} <= set(names), names
+    assert "asked" not in names, "the one that tells"
+    assert names[-1] == "MainThread"
+    [one] = [stack for stack in found if stack.thread == "one"]
+    assert "wait" in one.frames[0], "the innermost first"
+    assert any(frame.endswith(" held_up") and "test_stacks.py:" in frame for frame in one.frames)
 
 
 def test_a_process_without_a_handler_is_left_alone(tmp_path: Path) -> None:
