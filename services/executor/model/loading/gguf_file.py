@@ -1,0 +1,263 @@
+"""GGUF files: numbers and texts about a model, and named tensors over mapped bytes.
+
+    "GGUF", version, counts │ metadata: key, type, value │ tensors: name, shape, type, offset │ padding │ their bytes
+
+A file is not trusted: every length, count and offset is held against the file's size before it is used, and what
+reading a header may hold is bounded. Tensors over the map are made once all of them are known to lie in it.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from shared.errors import ModelLoadError
+
+Value = int | float | bool | str | tuple[int | float | bool, ...]
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes. A vocabulary of 256,000 tokens with its merges takes 12 million."""
+_LONGEST_KEY = 65_535
+"""Bytes, the format's own limit; of the name of a tensor too, which has 64 at most."""
+_LONGEST_ARRAY = 1024
+"""Numbers of an array that are kept: enough for one per layer. Vocabularies are longer, and passed over."""
+_MOST_DIMENSIONS = 4
+_LARGEST = 1 << 50
+"""Values of a tensor."""
+_MOST_FILES = 9999
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Type of a value -> how `struct` names it."""
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as everywhere but in the file; the last dimension is stored in blocks."""
+    kind: GGMLQuantizationType
+    offset: int
+    """Of the file"""
+
+    @property
+    def row_bytes(self) -> int:
+        values, size = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // int(values) * int(size)
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says of itself."""
+
+    metadata: Mapping[str, Value]
+    """Without arrays of texts, and long ones"""
+    tensors: tuple[GgufTensor, ...]
+
+
+class GgufFile:
+    """A file, mapped. Raises `ModelLoadError` where it cannot be read or is no whole GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                if file.read(4) != b"GGUF":
+                    raise ModelLoadError(f"The file {path} is not a GGUF file; fetch it again.")
+                # Private and writable, because torch warns of tensors over memory that cannot be written.
+                self._memory = mmap.mmap(
+                    file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                )
+        except OSError as error:
+            raise ModelLoadError(
+                f"The file {path} cannot be read ({error.strerror}); check the path."
+            ) from error
+        try:
+            self.header = _Reader(self._memory).header()
+        except ValueError as error:
+            raise ModelLoadError(
+                f"The GGUF file {path} cannot be read ({error}); it is damaged or was not fetched to its end, fetch it "
+                "again."
+            ) from error
+
+    def rows(self, tensor: GgufTensor) -> Tensor:
+        """uint8 [rows, bytes of a row] over the mapped file. Do not write to it."""
+        held = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
+        return held.view(tensor.rows, tensor.row_bytes)
+
+    def release(self) -> None:
+        """Takes the file's pages out of this process; they come back when they are touched."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model that `path` is, or is one of: `NAME-00001-of-00003.gguf` and so on, in order."""
+    named = _SPLIT.fullmatch(path.name)
+    if named is None or not 1 <= int(named["count"]) <= _MOST_FILES:
+        return [path]
+    count = named["count"]
+    return [
+        path.with_name(f"{named['stem']}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)
+    ]
+
+
+def open_parts(path: Path) -> list[GgufFile]:
+    """The model's files, of which `path` is one. Raises `ModelLoadError` where one is missing or of another model."""
+    paths = parts_of(path)
+    if missing := [part for part in paths if not part.exists()]:
+        raise ModelLoadError(
+            f"The file {missing[0]} does not exist; check the path, and that all {len(paths)} files of the model are "
+            "in one directory."
+        )
+    files = [GgufFile(part) for part in paths]
+    for number, file in enumerate(files):
+        said = (file.header.metadata.get("split.no", 0), file.header.metadata.get("split.count", 1) or 1)
+        if said != (number, len(files)):
+            raise ModelLoadError(
+                f"The file {file.path} is not number {number + 1} of {len(files)} files of a model, as its name says; "
+                "fetch the model's files again, under their own names."
+            )
+    names = [tensor.name for file in files for tensor in file.header.tensors]
+    if len(set(names)) != len(names):
+        raise ModelLoadError(f"The files beside {path} hold the same tensors; fetch the model's files again.")
+    return files
+
+
+class _Reader:
+    """Reads a header from its beginning to its end. Raises `ValueError` with the reason."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._size = len(memory)
+        self._end = min(self._size, _LONGEST_HEADER)
+        self._at = 4
+
+    def header(self) -> GgufHeader:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            raise ValueError(
+                "it is of a big-endian machine" if swapped else f"its version {version} is not read"
+            )
+        tensors, values = self._number("Q"), self._number("Q")
+        metadata: dict[str, Value] = {}
+        seen: set[str] = set()
+        for _ in range(values):
+            key = self._text(_LONGEST_KEY)
+            if key in seen:
+                raise ValueError(f"it says {key!r} twice")
+            seen.add(key)
+            value = self._value(self._number("I"), key)
+            if value is not None:
+                metadata[key] = value
+        described = [self._tensor() for _ in range(tensors)]
+        return GgufHeader(metadata, self._placed(described, metadata))
+
+    def _placed(self, described: list[GgufTensor], metadata: Mapping[str, Value]) -> tuple[GgufTensor, ...]:
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise ValueError(f"its alignment is {alignment!r}")
+        begin = -(-self._at // alignment) * alignment
+        placed = []
+        behind, before = 0, ""
+        for tensor in sorted(described, key=lambda tensor: tensor.offset):
+            if tensor.offset % alignment:
+                raise ValueError(f"the tensor {tensor.name} is not at a multiple of {alignment} bytes")
+            if tensor.offset < behind:
+                raise ValueError(f"the tensors {before} and {tensor.name} overlap")
+            behind, before = tensor.offset + tensor.nbytes, tensor.name
+            if begin + behind > self._size:
+                raise ValueError(
+                    f"it ends {begin + behind - self._size} bytes before the end of the tensor {before}"
+                )
+            placed.append(GgufTensor(tensor.name, tensor.shape, tensor.kind, begin + tensor.offset))
+        if len({tensor.name for tensor in placed}) != len(placed):
+            raise ValueError("two of its tensors have one name")
+        return tuple(placed)
+
+    def _tensor(self) -> GgufTensor:
+        name = self._text(_LONGEST_KEY)
+        dimensions = self._number("I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise ValueError(f"the tensor {name} has {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        number, offset = self._number("I"), self._number("Q")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise ValueError(f"the tensor {name} has the type {number}, which is not known") from None
+        if not all(shape) or math.prod(shape) > _LARGEST:
+            raise ValueError(f"the tensor {name} has the shape {list(shape)}")
+        if shape[-1] % GGML_QUANT_SIZES[kind][0]:
+            raise ValueError(
+                f"the rows of the tensor {name} have {shape[-1]} values, which are no blocks of type {kind.name}"
+            )
+        return GgufTensor(name, shape, kind, offset)
+
+    def _value(self, kind: int, key: str) -> Value | None:
+        """None for what is passed over."""
+        if kind == _STRING:
+            return self._text(_LONGEST_HEADER)
+        if kind != _ARRAY:
+            return self._number(self._format_of(kind, key))
+        inner, count = self._number("I"), self._number("Q")
+        if inner == _STRING:
+            for _ in range(count):
+                self._take(self._number("Q"))
+            return None
+        form = self._format_of(inner, key)
+        begin = self._take(count * struct.calcsize(f"<{form}"))
+        if count > _LONGEST_ARRAY:
+            return None
+        return struct.unpack_from(f"<{count}{form}", self._memory, begin)
+
+    def _format_of(self, kind: int, key: str) -> str:
+        if kind not in _NUMBERS:
+            raise ValueError(f"{key!r} has a value of type {kind}, which is not read")
+        return _NUMBERS[kind]
+
+    def _number(self, form: str) -> int:
+        begin = self._take(struct.calcsize(f"<{form}"))
+        return struct.unpack_from(f"<{form}", self._memory, begin)[0]  # type: ignore[no-any-return]
+
+    def _text(self, longest: int) -> str:
+        length = self._number("Q")
+        if length > longest:
+            raise ValueError(f"a text of {length} bytes is longer than {longest}")
+        begin = self._take(length)
+        try:
+            return self._memory[begin : begin + length].decode()
+        except UnicodeDecodeError:
+            raise ValueError("a text is not UTF-8") from None
+
+    def _take(self, count: int) -> int:
+        """Where the next `count` bytes begin."""
+        begin = self._at
+        if count > self._end - begin:
+            if self._end < self._size:
+                raise ValueError(f"its header is longer than {_LONGEST_HEADER} bytes")
+            raise ValueError("it ends within its header")
+        self._at = begin + count
+        return begin
