@@ -180,6 +180,48 @@ static void check_tiles(long outputs, long inputs)
     }
 }
 
+/* A weight of 40 outputs: its scales and minimums are float32, by `group` columns. */
+static void check_quantized(int bits, int group, int minimums, int tabled)
+{
+    enum { OUTPUTS = 40, COLUMNS = 256, ROWS_TRIED = 13 };
+    const long groups = COLUMNS / group;
+    rz_format format = { .bits = bits, .group = group, .offset = bits == 8 ? 128 : 3, .scale_type = RZ_F32,
+                         .minimums = minimums, .has_table = tabled, .columns = COLUMNS };
+    uint8_t *codes = room(OUTPUTS * COLUMNS), *zeros = room((size_t)(OUTPUTS * groups));
+    float *scales = room((size_t)(OUTPUTS * groups) * 4), *least = room((size_t)(OUTPUTS * groups) * 4);
+    for (int i = 0; i < 16; i++)
+        format.table[i] = (int8_t)(i * i - 120);
+    for (int i = 0; i < OUTPUTS * COLUMNS; i++)
+        codes[i] = (uint8_t)(draw() & ((1u << bits) - 1));
+    for (int i = 0; i < OUTPUTS * groups; i++) {
+        zeros[i] = (uint8_t)(draw() & ((1u << bits) - 1));
+        scales[i] = draw_float();
+        least[i] = draw_float();
+    }
+    rz_codes weight = { .codes = codes, .scales = scales, .minimums = minimums == RZ_ZEROS ? (void *)zeros : least,
+                        .outputs = OUTPUTS, .code_stride = COLUMNS, .scale_stride = groups, .minimum_stride = groups };
+    weight.minimums = minimums ? weight.minimums : NULL;
+    uint8_t *packed = room(rz_quantized_bytes(&format, OUTPUTS));
+    rz_quantized_pack(packed, &format, &weight, 0, 2);
+    float row[COLUMNS];
+    rz_quantized_row(row, &format, packed, 37);
+    show_floats("row", row, COLUMNS);
+    bf16 x[ROWS_TRIED * COLUMNS];
+    for (int i = 0; i < ROWS_TRIED * COLUMNS; i++)
+        x[i] = to_bf16_of(draw_float());
+    rz_rounded rounded = rz_rounded_in(room(ROWS_TRIED * rz_rounded_bytes(COLUMNS)), &format, ROWS_TRIED);
+    for (int i = 0; i < ROWS_TRIED; i++)
+        rz_round_row(&rounded, &format, i, x + i * COLUMNS, COLUMNS);
+    float all[ROWS_TRIED * PANEL], some[ROWS_TRIED * PANEL];
+    rz_quantized_panel(&format, packed, NULL, &rounded, 0, ROWS_TRIED, all);
+    show_floats("quantized", all, ROWS_TRIED * PANEL);
+    for (int rows = 1; rows < ROWS_TRIED; rows++) {
+        rz_quantized_panel(&format, packed, NULL, &rounded, ROWS_TRIED - rows, rows, some);
+        must(!memcmp(some, all + (ROWS_TRIED - rows) * PANEL, (size_t)(rows * PANEL) * sizeof *some),
+             "a row of quantized products, of its neighbours");
+    }
+}
+
 static void check_codecs(void)
 {
     enum { COUNT = 64 };
@@ -214,7 +256,7 @@ static void check_largest(void)
 
 /* --- a whole decoder --------------------------------------------------------------------------------- */
 
-enum { HIDDEN = 62, INNER = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, VOCABULARY = 83, LAYERS = 2, BLOCK = 16, KV_BLOCKS = 16,
+enum { HIDDEN = 62, INNER = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, VOCABULARY = 83, LAYERS = 2, TOKENS_OF_BLOCK = 16, KV_BLOCKS = 16,
        TOKENS = 150 };
 
 static float *floats_of(long count, float base, float spread)
@@ -232,8 +274,8 @@ static rz_linear linear_of(long outputs, long inputs, int biased)
         weights[i] = to_bf16_of(0.25f * draw_float());
     rz_pack(packed, weights, outputs, inputs, inputs, 0, outputs, outputs);
     free(weights);
-    return (rz_linear){ packed, biased ? floats_of((outputs + 31) / 32 * 32, 0, 0.1f) : NULL, (int32_t)outputs,
-                        (int32_t)inputs };
+    return (rz_linear){ .packed = packed, .bias = biased ? floats_of((outputs + 31) / 32 * 32, 0, 0.1f) : NULL,
+                        .outputs = (int32_t)outputs, .inputs = (int32_t)inputs };
 }
 
 /* Logits of the last token of `step`. */
@@ -249,12 +291,12 @@ static void forward_tokens(rz_decoder *decoder, int first, int count, float *log
         slots[i] = first + i;
     }
     for (int block = 0; block < KV_BLOCKS; block++)
-        tables[block] = (block + 1) * BLOCK <= context ? KV_BLOCKS + block : block;
-    for (int block = first / BLOCK; (block + 1) * BLOCK <= context; block++, compressions++) {
+        tables[block] = (block + 1) * TOKENS_OF_BLOCK <= context ? KV_BLOCKS + block : block;
+    for (int block = first / TOKENS_OF_BLOCK; (block + 1) * TOKENS_OF_BLOCK <= context; block++, compressions++) {
         pairs[2 * compressions] = block;
         pairs[2 * compressions + 1] = KV_BLOCKS + block;
     }
-    rz_step step = { .tokens = count, .sequences = 1, .sampled = 1, .table_blocks = (context + BLOCK - 1) / BLOCK,
+    rz_step step = { .tokens = count, .sequences = 1, .sampled = 1, .table_blocks = (context + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK,
                      .token_ids = ids, .positions = positions, .slots = slots, .query_lens = &count,
                      .context_lens = &context, .block_tables = tables, .sample_rows = &last, .logits = logits,
                      .progress = &progress, .compressions = pairs, .num_compressions = compressions };
@@ -274,7 +316,7 @@ static void forward_tokens(rz_decoder *decoder, int first, int count, float *log
 
 static void check_decoder(int codec, int activation, float cap)
 {
-    const long plane = (long)KV_BLOCKS * 2 * KV_HEADS, inner = (long)BLOCK * DIM;
+    const long plane = (long)KV_BLOCKS * 2 * KV_HEADS, inner = (long)TOKENS_OF_BLOCK * DIM;
     rz_layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
         layers[i] = (rz_layer){
@@ -287,11 +329,11 @@ static void check_decoder(int codec, int activation, float cap)
             .codec = codec };
     rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
     rz_model model = { .layers = LAYERS, .hidden = HIDDEN, .intermediate = INNER, .q_heads = HEADS, .kv_heads = KV_HEADS,
-                       .head_dim = DIM, .block_size = BLOCK, .activation = activation, .rotary_dim = DIM,
+                       .head_dim = DIM, .block_size = TOKENS_OF_BLOCK, .activation = activation, .rotary_dim = DIM,
                        .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
                        .attention_scale = 0.2f, .attention_cap = cap, .embedding_scale = 1, .residual_scale = 0.5f,
                        .logit_scale = 1, .logit_cap = cap, .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f),
-                       .embedding = head.packed, .head = head };
+                       .embedding = head, .head = head };
     float *frequencies = floats_of(DIM / 2, 0, 0);
     for (int i = 0; i < DIM / 2; i++)
         frequencies[i] = 1.0f / (float)(1 + i);
@@ -320,5 +362,11 @@ int main(void)
     check_decoder(RZ_CODEC_INT8, RZ_SILU, 0);
     check_decoder(RZ_CODEC_FP8, RZ_GELU_TANH, 0);
     check_decoder(RZ_CODEC_NONE, RZ_GELU_TANH, 20);
+    for (int bits = 2; bits <= 8; bits += bits < 6 ? 1 : 2) {
+        check_quantized(bits, 32, RZ_NO_MINIMUMS, 0);
+        check_quantized(bits, bits == 6 ? 16 : 128, RZ_MINIMUMS, 0);
+        check_quantized(bits, 64, RZ_ZEROS, 0);
+    }
+    check_quantized(4, 32, RZ_NO_MINIMUMS, 1);
     return 0;
 }
