@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout, Span
-from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.loading import streaming
 from services.executor.model.loading.composition import Composition, concatenated
 from services.executor.model.loading.loader import load_config, load_model
@@ -123,7 +123,7 @@ def test_every_byte_arrives(
 @pytest.mark.parametrize("codec", [FP8, INT8], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("piece", [300, 1 << 20])
 def test_weights_are_quantised_as_they_come(
-    tmp_path: Path, codec: streaming.Codec, piece: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, codec: Codec, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streaming, "PIECE", piece)
     tensors = stored(tmp_path)

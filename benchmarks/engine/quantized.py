@@ -1,0 +1,147 @@
+"""What products with quantized weights take: `python -m benchmarks.engine.quantized --help`.
+
+One linear layer in every format, at several counts of rows, in this process: the formats take turns, and the best of
+many rounds counts, so that a noisy machine troubles them alike. With few rows memory bounds them, and GB/s of packed
+weights tell; with many the processor does, and billions of multiplications and additions a second tell. bf16 is what
+they are compared with: an integer dot product does twice as many of them as a bf16 one.
+
+With `--model` also whole decode steps of that model, for each `--weight-dtype`.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.steps import decode_plan, load_one_rank
+from services.executor.cpu.packed_linear import PackedLinear, one_after_another
+from services.executor.model.loading.arena import fresh
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS
+from services.executor.model.weight_formats import Weight
+from services.executor.native.library import Model, load_library
+
+OUTPUTS, INPUTS = 11264, 2048
+"""Gate and up of a model of 1.1B parameters."""
+ROWS = (1, 2, 4, 16, 64, 256)
+COPIES_OF = 160 << 20
+"""Bytes of each format that take turns at few rows: more than the caches hold."""
+NUM_BLOCKS = 64
+
+
+def formats() -> Iterator[tuple[str, Weight]]:
+    """(name, a weight in it) of random codes."""
+    weight = torch.randn(OUTPUTS, INPUTS) * 0.02
+    yield "bf16", weight.bfloat16()
+    for name, codec in CODECS.items():
+        room = codec.empty(OUTPUTS, INPUTS)
+        codec.encode_into(room, weight)
+        yield name, room
+    codes = torch.randint(0, 16, (OUTPUTS, INPUTS), dtype=torch.uint8)
+    for group in (32, 128):
+        scales = torch.rand(OUTPUTS, INPUTS // group).half()
+        yield f"4 bits, {group}", QuantizedRows(codes, 4, group, scales, offset=8)
+        zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+        yield f"4 bits, {group}, zero points", QuantizedRows(codes, 4, group, scales, zeros=zeros)
+    scales = torch.randint(-32, 32, (OUTPUTS, INPUTS // 16), dtype=torch.int8)
+    supers = torch.rand(OUTPUTS, INPUTS // 256).half()
+    yield "q3_k", QuantizedRows(codes % 8, 3, 16, scales, offset=4, supers=supers, per=16)
+
+
+class Products:
+    """Packed copies of one weight."""
+
+    def __init__(self, library: Any, decoder: Any, weight: Weight, pool: ThreadPoolExecutor) -> None:
+        self._library, self._decoder = library, decoder
+        self._linear = PackedLinear.of(library, one_after_another([(weight, None)]), pool, 2)
+        self.nbytes = self._linear.nbytes
+        self._memory = [self._linear.packed]
+        while len(self._memory) * self.nbytes < COPIES_OF:
+            self._memory.append(fresh(self.nbytes).copy_(self._linear.packed))
+
+    def seconds(self, x: torch.Tensor, out: torch.Tensor) -> float:
+        """The best of one product with each copy."""
+        best = float("inf")
+        for memory in self._memory if len(x) < ROWS[3] else self._memory[:1]:
+            described = self._linear.describe()
+            described.packed = memory.data_ptr()
+            began = time.perf_counter()
+            self._library.rz_decoder_multiply(
+                self._decoder, ctypes.byref(described), x.data_ptr(), len(x), out.data_ptr()
+            )
+            best = min(best, time.perf_counter() - began)
+        return best
+
+
+def table_of_products(threads: int, rounds: int) -> Table:
+    library = load_library()
+    if library is None:
+        raise typer.Exit(1)
+    decoder = library.rz_decoder_new(ctypes.byref(Model(head_dim=32)), threads, None)
+    with ThreadPoolExecutor(threads) as pool:
+        products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
+    table = Table(title=f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")
+    table.add_column("format")
+    for rows in ROWS:
+        table.add_column(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}", justify="right")
+    times: dict[str, list[float]] = {name: [] for name in products}
+    for rows in ROWS:
+        x, out = torch.randn(rows, INPUTS).bfloat16(), torch.empty(rows, OUTPUTS)
+        taken = [{name: made.seconds(x, out) for name, made in products.items()} for _ in range(rounds)]
+        for name in products:
+            times[name].append(min(one[name] for one in taken))
+    for name, made in products.items():
+        table.add_row(name, *_cells(made.nbytes, times[name], times["bf16"]))
+    library.rz_decoder_free(decoder)
+    return table
+
+
+def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Iterator[str]:
+    for rows, taken, of_bf16 in zip(ROWS, times, plain, strict=True):
+        rate = nbytes / taken / 1e9 if rows < ROWS[3] else 2 * rows * OUTPUTS * INPUTS / taken / 1e9
+        yield (
+            f"{rate:.1f} ({of_bf16 / taken:.2f})" if rows < ROWS[3] else f"{rate:.0f} ({of_bf16 / taken:.2f})"
+        )
+
+
+def table_of_steps(model: Path, threads: int, rounds: int, kinds: Sequence[str]) -> Table:
+    """Of one sequence with a short context."""
+    runners = {}
+    for kind in ("bf16", *kinds):
+        runners[kind], _ = load_one_rank(model, "bf16", threads, NUM_BLOCKS, weights=CODECS.get(kind))
+    best = dict.fromkeys(runners, float("inf"))
+    for _ in range(rounds):
+        for kind, runner in runners.items():
+            began = time.perf_counter()
+            runner.forward_to_largest(decode_plan(1, 64))
+            best[kind] = min(best[kind], time.perf_counter() - began)
+    table = Table("weights", "ms a token", "tokens/s", "x bf16", title=f"{model.name}, one sequence")
+    for kind, taken in best.items():
+        table.add_row(kind, f"{taken * 1e3:.2f}", f"{1 / taken:.1f}", f"{best['bf16'] / taken:.2f}")
+    return table
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="A model directory, for decode steps too.")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 8,
+    weights: Annotated[str, typer.Option(help="Kinds of --weight-dtype for --model.")] = "int8,q4_k,int4",
+) -> None:
+    """Times products in every format."""
+    Console().print(
+        table_of_steps(model, threads, rounds, weights.split(","))
+        if model
+        else table_of_products(threads, rounds)
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
