@@ -23,6 +23,7 @@ from services.executor.supervisor.rank_process import SPIN_COUNT
 if TYPE_CHECKING:
     from services.executor.core.settings import BlockDType
     from services.executor.kv_cache.store import KvStore
+    from services.executor.model.weight_formats import WeightCodec
     from services.executor.worker.runner import ModelRunner
 
 
@@ -30,9 +31,15 @@ BLOCK = 16
 
 
 def load_one_rank(
-    directory: Path, dtype_name: str, threads: int, num_blocks: int, kind: "BlockDType" = "bf16"
+    directory: Path,
+    dtype_name: str,
+    threads: int,
+    num_blocks: int,
+    kind: "BlockDType" = "bf16",
+    weights: "WeightCodec | None" = None,
 ) -> "tuple[ModelRunner, KvStore]":
-    """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16.
+    """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16; its weights
+    quantized where `weights` says how.
 
     `dtype_name`: bf16 or fp32.
     """
@@ -54,7 +61,7 @@ def load_one_rank(
     config = load_config(directory)
     layers = config.num_hidden_layers
     layout = ShardLayout.from_config(config, 1, 0)
-    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None)
+    model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
     codecs = codecs_of([kind] * layers)
     shape = StoreShape(layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype, codecs)
     store = KvStore(shape, num_blocks, device, 0 if kind == "bf16" else num_blocks)

@@ -114,7 +114,7 @@ static void quantized_task(void *argument, long task, long next, int thread)
     const long pieces = pieces_of(part->job), panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
     const long rows = least(ROWS_OF_TASK, part->job->rows - first), panels = (linear->outputs + PANEL - 1) / PANEL;
     const uint8_t *packed = linear->packed;
-    const size_t bytes = rz_quantized_panel_bytes(&linear->format, NULL);
+    const size_t bytes = rz_quantized_panel_bytes(&linear->format);
     const int more = next / pieces != panel && next / pieces < panels;
     float sums[ROWS_OF_TASK * PANEL];
     rz_quantized_panel(&linear->format, packed + (size_t)panel * bytes,

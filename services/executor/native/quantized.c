@@ -11,8 +11,9 @@ enum {
     LINE_BYTES = 64,                       /* bytes of a quad, unpacked */
     BLOCK_BYTES = QUADS * 2 * LINE_BYTES,  /* of a block, unpacked */
     SLAB = 16,                       /* blocks that are unpacked together, at most */
-    FEW = 4,                         /* likewise, for one tile of rows: unpacking hides behind products */
-    MANY = 4,                        /* blocks of a group that are summed before they are scaled, at most */
+    PIECE = 4,                       /* blocks that lie together behind their scales */
+    FEW = PIECE,                     /* blocks that are unpacked together for one tile of rows */
+    MANY = PIECE,                    /* blocks of a group that are summed before they are scaled, at most */
     SLAB_GROUPS = 2 * SLAB,          /* at most */
     ROWS = VECTORS >= 32 ? 6 : 2,    /* of a register tile */
     FEWEST = 2,                      /* rows that are multiplied by codes as they are packed, at most */
@@ -129,12 +130,12 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
 
 /* --- unpacking ----------------------------------------------------------------------------------------- */
 
-/* `bytes` from `from` on are about to be read. */
+/* Brings `bytes` from `from` on to the second cache: in the first they would drive out what is computed with. */
 RZ_INLINE void ask_for(const uint8_t *from, const size_t bytes)
 {
 #pragma GCC unroll 16
     for (size_t i = 0; i < bytes; i += LINE_BYTES)
-        __builtin_prefetch(from + i);
+        __builtin_prefetch(from + i, 0, 2);
 }
 
 /* Of a block as it is packed; 7: unpacked, of codes below 128. */
@@ -200,30 +201,55 @@ RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
     return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
 }
 
+RZ_INLINE size_t whole_lines(size_t bytes)
+{
+    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+}
+
 RZ_INLINE size_t type_bytes(int type)
 {
     return type == RZ_F32 ? 4 : type == RZ_F16 || type == RZ_BF16 ? 2 : 1;
 }
 
-/* Where a panel's scales lie. */
+/* Where a panel's parts lie. */
 typedef struct {
-    const uint8_t *scales, *minimums, *supers, *super_minimums, *codes;
-    int minimum_type;
-    ptrdiff_t ahead; /* to the panel that comes, which is asked for while this one is computed; or 0 */
+    const uint8_t *scales, *minimums, *supers, *super_minimums, *codes; /* of the first group, or block */
+    int minimum_type, shift;  /* a piece has 2^shift groups */
+    size_t head, piece;       /* bytes of the scales that a piece begins with, and of all of it */
+    ptrdiff_t ahead;          /* to the panel that comes, which is asked for while this one is computed; or 0 */
 } places;
 
 static places places_of(const rz_format *format, const uint8_t *panel)
 {
-    const long groups = groups_of(format), supers = supers_of(format);
-    places at = { .scales = panel };
+    const int in_pieces = format->group && format->group <= PIECE * BLOCK, least = format->minimums == RZ_MINIMUMS;
+    const size_t one = type_bytes(format->scale_type) * PANEL, super = type_bytes(format->super_type) * PANEL;
+    const size_t supers = (size_t)supers_of(format) * super;
+    places at = { .supers = panel, .super_minimums = panel + supers };
     at.minimum_type = format->minimums == RZ_ZEROS ? RZ_U8 : format->scale_type;
-    at.minimums = at.scales + (size_t)groups * PANEL * type_bytes(format->scale_type);
-    at.supers = at.minimums + (format->minimums ? (size_t)groups * PANEL * type_bytes(at.minimum_type) : 0);
-    at.super_minimums = at.supers + (size_t)supers * PANEL * type_bytes(format->super_type);
-    const uint8_t *end = at.super_minimums
-        + (format->minimums == RZ_MINIMUMS ? (size_t)supers * PANEL * type_bytes(format->super_type) : 0);
-    at.codes = panel + ((size_t)(end - panel) + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
+    const size_t groups = in_pieces ? (size_t)(PIECE * BLOCK / format->group) : (size_t)groups_of(format);
+    const size_t scales = groups * one, minimums = format->minimums ? groups * PANEL * type_bytes(at.minimum_type) : 0;
+    const size_t all = whole_lines(scales + minimums);
+    const uint8_t *pieces = at.super_minimums + (least ? supers : 0);
+    pieces = panel + whole_lines((size_t)(pieces - panel));
+    at.scales = pieces;
+    at.minimums = at.scales + scales;
+    at.codes = pieces + all;
+    at.head = in_pieces ? all : 0;
+    at.piece = at.head + PIECE * block_bytes(format->bits);
+    at.shift = in_pieces ? __builtin_ctz((unsigned)groups) : 30;
     return at;
+}
+
+/* Where group `group` of `of`, scales or minimums of `bytes` each, lies. */
+RZ_INLINE const uint8_t *group_at(const places *at, const uint8_t *of, size_t bytes, long group)
+{
+    const size_t in_piece = (size_t)(group & ((1L << at->shift) - 1));
+    return of + (size_t)(group >> at->shift) * at->piece + in_piece * PANEL * bytes;
+}
+
+RZ_INLINE const uint8_t *block_at(const places *at, int bits, long block)
+{
+    return at->codes + (size_t)(block / PIECE) * at->piece + (size_t)(block % PIECE) * block_bytes(bits);
 }
 
 /* A panel's slab, ready for tiles. */
@@ -248,19 +274,17 @@ RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format
         if (format->group != width)
             group = format->group ? group * width / format->group : 0;
         const long over = two ? group / format->per : 0;
+        const uint8_t *scales = group_at(at, at->scales, type_bytes(type), group);
+        const uint8_t *minimums = group_at(at, at->minimums, type_bytes(at->minimum_type), group);
         for (int side = 0; side < 2; side++) {
-            const long here = group * PANEL + side * LANES, there = over * PANEL + side * LANES;
-            if (side == 0 && format->group == width)
-                ask_for(at->scales + at->ahead + here * (long)type_bytes(type), 1);
-            f32 scale = scales_at(at->scales, type, here);
+            const long here = side * LANES, there = over * PANEL + side * LANES;
+            f32 scale = scales_at(scales, type, here);
             if (two)
                 scale = f32_mul(scale, scales_at(at->supers, super, there));
             f32_store(to->scales[i] + side * LANES, scale);
             if (!has_minimums(format))
                 continue;
-            if (side == 0 && format->group == width)
-                ask_for(at->minimums + at->ahead + here * (long)type_bytes(at->minimum_type), 1);
-            f32 least = scales_at(at->minimums, zeros ? RZ_U8 : type, here);
+            f32 least = scales_at(minimums, zeros ? RZ_U8 : type, here);
             if (zeros || two)
                 least = f32_mul(least, zeros ? scale : scales_at(at->super_minimums, super, there));
             f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), least));
@@ -301,17 +325,17 @@ RZ_INLINE void unpack_codes_of(const int bits, const int has_table, const int ha
         amend.table = bytes_add(bytes_repeat16(format->table), bytes_set1((uint8_t)shift));
     }
     for (long block = first; block < first + blocks; block++, to += BLOCK_BYTES) {
-        const uint8_t *from = at->codes + (size_t)block * block_bytes(bits);
+        const uint8_t *from = block_at(at, bits, block);
         ask_for(from + at->ahead, block_bytes(bits));
         if (has_zeros && format->group == BLOCK / 2) {
             for (int half = 0; half < 2; half++) {
-                amend_zeros(&amend, at->minimums + (block * 2 + half) * PANEL, bits);
+                amend_zeros(&amend, group_at(at, at->minimums, 1, block * 2 + half), bits);
                 unpack_block(bits, has_table, has_zeros, from, &amend, half * QUADS / 2, (half + 1) * QUADS / 2, to);
             }
             continue;
         }
         if (has_zeros)
-            amend_zeros(&amend, at->minimums + (format->group ? block * BLOCK / format->group * PANEL : 0), bits);
+            amend_zeros(&amend, group_at(at, at->minimums, 1, format->group ? block * BLOCK / format->group : 0), bits);
         unpack_block(bits, has_table, has_zeros, from, &amend, 0, QUADS, to);
     }
 }
@@ -337,7 +361,7 @@ static void unpack_codes(const rz_format *format, const places *at, long first, 
         UNPACK(5);
         UNPACK(6);
     default:
-        to->codes = at->codes + (size_t)first * BLOCK_BYTES;
+        to->codes = block_at(at, 8, first);
     }
 }
 
@@ -372,8 +396,8 @@ RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*
             left = quad_codes(bits, codes, quad, 0);
             right = quad_codes(bits, codes, quad, 1);
         }
-        if (rows <= FEWEST)
-            ask_for(codes + ahead + (size_t)quad * LINE_BYTES * (bits >= 7 ? 8 : bits) / 4, bits >= 7 ? 2 * LINE_BYTES : LINE_BYTES);
+        if (rows <= FEWEST && bits <= 4) /* what has more bits comes by itself in time */
+            ask_for(codes + ahead + (size_t)quad * LINE_BYTES * bits / 4, LINE_BYTES);
         if (zeros) {
             left = bytes_add(left, amend->more[0]);
             right = bytes_add(right, amend->more[1]);
@@ -554,12 +578,18 @@ static slab_function packed_product(const rz_format *format, long rows)
     return PACKED_TILES[grouping][has_minimums(format)][format->bits][rows];
 }
 
+/* Blocks that are unpacked together for `rows` rows; those of 8 bits, which are not, lie together in pieces. */
+RZ_INLINE long slab_of(const rz_format *format, long rows)
+{
+    return rows <= ROWS || (format->bits == 8 && format->group && format->group <= PIECE * BLOCK) ? FEW : SLAB;
+}
+
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
                         long first, long rows, float *sums)
 {
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
-    const long blocks = blocks_of(format), many = blocks_together(format), most = rows > ROWS ? SLAB : FEW;
+    const long blocks = blocks_of(format), many = blocks_together(format), most = slab_of(format, rows);
     const slab_function packed = packed_product(format, rows);
     const slab_function *tiles = (is_narrow(format) ? TILES7 : TILES)[grouping_of(format)][has_minimums(format)];
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
@@ -569,8 +599,10 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
         const long some = blocks - block < most ? blocks - block : most, group = block * halves / many;
         unpack_scales(format, &at, block, some, &here);
         if (packed) {
-            here.codes = at.codes + (size_t)block * block_bytes(format->bits);
-            here.zeros = at.minimums + (format->group ? block * BLOCK / format->group * PANEL : 0);
+            here.codes = block_at(&at, format->bits, block);
+            here.zeros = group_at(&at, at.minimums, 1, format->group ? block * BLOCK / format->group : 0);
+            if (format->bits <= 4)
+                ask_for(here.codes + at.ahead - at.head, at.head);
         } else {
             unpack_codes(format, &at, block, some, &here);
         }
@@ -589,12 +621,12 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
 
 /* --- packing ------------------------------------------------------------------------------------------- */
 
-size_t rz_quantized_panel_bytes(const rz_format *format, size_t *scales)
+size_t rz_quantized_panel_bytes(const rz_format *format)
 {
-    const size_t before = (size_t)(places_of(format, NULL).codes - (const uint8_t *)NULL);
-    if (scales)
-        *scales = before;
-    return before + (size_t)blocks_of(format) * block_bytes(format->bits);
+    const places at = places_of(format, NULL);
+    const size_t blocks = (size_t)blocks_of(format), pieces = (blocks + PIECE - 1) / PIECE;
+    /* The first head is before the codes already. */
+    return (size_t)(at.codes - (const uint8_t *)NULL) + (pieces - 1) * at.head + blocks * block_bytes(format->bits);
 }
 
 static int is_served(const rz_format *format)
@@ -608,7 +640,7 @@ static int is_served(const rz_format *format)
 
 size_t rz_quantized_bytes(const rz_format *format, long outputs)
 {
-    return is_served(format) ? (size_t)(outputs + PANEL - 1) / PANEL * rz_quantized_panel_bytes(format, NULL) : 0;
+    return is_served(format) ? (size_t)(outputs + PANEL - 1) / PANEL * rz_quantized_panel_bytes(format) : 0;
 }
 
 /* The bytes of a quad: four columns from `column` on of the 16 outputs from `output` on; 0 where there are none. */
@@ -644,42 +676,44 @@ static void pack_block(uint8_t *to, int bits, const rz_codes *weight, long colum
         }
 }
 
-/* [count][32] from [outputs][count] */
-static void pack_scales(uint8_t *to, const void *from, size_t bytes, long stride, long count, long output, long outputs)
+/* Group `group` of scales or minimums: 32 of them, from [outputs][groups]. */
+static void pack_scales(const uint8_t *to, const void *from, size_t bytes, long stride, long group, long output, long outputs)
 {
     for (long row = 0; from && row < PANEL && output + row < outputs; row++)
-        for (long i = 0; i < count; i++)
-            memcpy(to + (size_t)(i * PANEL + row) * bytes,
-                   (const uint8_t *)from + (size_t)((output + row) * stride + i) * bytes, bytes);
+        memcpy((uint8_t *)to + (size_t)row * bytes, (const uint8_t *)from + (size_t)((output + row) * stride + group) * bytes,
+               bytes);
 }
 
 void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end)
 {
-    size_t before;
-    const size_t bytes = rz_quantized_panel_bytes(format, &before);
-    const long groups = format->group ? format->columns / format->group : 1;
+    const size_t bytes = rz_quantized_panel_bytes(format);
+    const long groups = format->group ? format->columns / format->group : 1, all = weight->outputs;
     const long supers = format->per ? groups / format->per : 0, blocks = blocks_of(format);
+    const size_t scale = type_bytes(format->scale_type), super = type_bytes(format->super_type);
     for (long panel = first; panel < end; panel++) {
-        uint8_t *to = packed + (size_t)panel * bytes;
+        uint8_t *to = memset(packed + (size_t)panel * bytes, 0, bytes);
         const places at = places_of(format, to);
-        const long output = panel * PANEL, all = weight->outputs;
-        const size_t scale = type_bytes(format->scale_type), super = type_bytes(format->super_type);
-        memset(to, 0, before);
-        pack_scales((uint8_t *)at.scales, weight->scales, scale, weight->scale_stride, groups, output, all);
-        pack_scales((uint8_t *)at.minimums, weight->minimums, type_bytes(at.minimum_type), weight->minimum_stride,
-                    groups, output, all);
-        pack_scales((uint8_t *)at.supers, weight->supers, super, weight->super_stride, supers, output, all);
-        pack_scales((uint8_t *)at.super_minimums, weight->super_minimums, super, weight->super_minimum_stride, supers,
-                    output, all);
+        const long output = panel * PANEL;
+        const size_t least = type_bytes(at.minimum_type);
+        for (long group = 0; group < groups; group++) {
+            pack_scales(group_at(&at, at.scales, scale, group), weight->scales, scale, weight->scale_stride, group, output, all);
+            pack_scales(group_at(&at, at.minimums, least, group), weight->minimums, least, weight->minimum_stride, group,
+                        output, all);
+        }
+        for (long i = 0; i < supers; i++) {
+            const size_t there = (size_t)i * PANEL * super;
+            pack_scales(at.supers + there, weight->supers, super, weight->super_stride, i, output, all);
+            pack_scales(at.super_minimums + there, weight->super_minimums, super, weight->super_minimum_stride, i, output, all);
+        }
         for (long block = 0; block < blocks; block++)
-            pack_block((uint8_t *)at.codes + (size_t)block * block_bytes(format->bits), format->bits, weight,
-                       format->columns, output, block * BLOCK);
+            pack_block((uint8_t *)block_at(&at, format->bits, block), format->bits, weight, format->columns, output,
+                       block * BLOCK);
     }
 }
 
 void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output)
 {
-    const uint8_t *panel = packed + (size_t)(output / PANEL) * rz_quantized_panel_bytes(format, NULL);
+    const uint8_t *panel = packed + (size_t)(output / PANEL) * rz_quantized_panel_bytes(format);
     const places at = places_of(format, panel);
     const long lane = output % PANEL, side = lane / LANES, blocks = blocks_of(format);
     const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
@@ -687,10 +721,10 @@ void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed
     const int offset = unpacked_offset(format), added = has_minimums(format);
     slab here;
     for (long block = 0; block < blocks; block++) {
-        const long begin = block / SLAB * SLAB;
+        const long begin = block / FEW * FEW;
         if (block == begin) {
-            unpack_scales(format, &at, begin, blocks - begin < SLAB ? blocks - begin : SLAB, &here);
-            unpack_codes(format, &at, begin, blocks - begin < SLAB ? blocks - begin : SLAB, &here);
+            unpack_scales(format, &at, begin, blocks - begin < FEW ? blocks - begin : FEW, &here);
+            unpack_codes(format, &at, begin, blocks - begin < FEW ? blocks - begin : FEW, &here);
         }
         for (long i = 0; i < BLOCK && block * BLOCK + i < format->columns; i++) {
             const long column = block * BLOCK + i;

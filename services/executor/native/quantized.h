@@ -2,7 +2,7 @@
  *
  *     value[o][i] = s[o][g] * (T(code[o][i]) - zero[o][g]) - m[o][g]        g = i / group     (model/quantized.py)
  *
- * Packed, a panel of 32 outputs is its scales and then its codes, in blocks of 32 columns. What a vector holds is a
+ * Packed, a panel of 32 outputs has its codes in blocks of 32 columns, four of which make a piece. What a vector holds is a
  * quad: four columns of 16 outputs, a 32-bit lane for each output, as the dot-product instruction (vpdpbusd) reads it.
  * A block has 8 quads of the panel's left 16 outputs and 8 of the right ones, in planes of bits:
  *
@@ -13,8 +13,9 @@
  *
  *     2 bits: the second plane; 3: the second and third; 4: the first; 5: first and third; 6: first and second
  *
- * Scales: [groups][32] of their type, then minimums or zero points [groups][32], then what multiplies scales, then
- * what multiplies minimums [groups / per][32].
+ * A piece begins with its scales [groups][32], then its minimums or zero points [groups][32]; where a group is larger than
+ * a piece, they are ahead of all pieces. A panel begins with what multiplies scales, then what multiplies minimums
+ * [groups / per][32]. So a panel is read as it lies in memory.
  *
  * Few rows and many go the same way: a slab of columns is unpacked to 8 bits into the first cache and multiplied by
  * all rows of the task, so a row's bits do not depend on the others. What comes from memory is the packed form.
@@ -51,8 +52,8 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
                         long first, long rows, float *sums);
 
-/* Bytes of a packed panel, of which the scales take `scales`. */
-size_t rz_quantized_panel_bytes(const rz_format *format, size_t *scales);
+/* Bytes of a packed panel. */
+size_t rz_quantized_panel_bytes(const rz_format *format);
 
 /* Bytes of `outputs` outputs, packed; 0 where `format` is none that is served. */
 size_t rz_quantized_bytes(const rz_format *format, long outputs);
