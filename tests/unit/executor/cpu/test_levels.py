@@ -6,8 +6,10 @@ import hashlib
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,14 +32,16 @@ TOLERANCE = 1e-6
 """Of a sum, as a share of the largest of its line: sums of products of bf16, in another order."""
 
 
-@dataclass(frozen=True)
-class Level:
+X86, ARM = platform.machine() == "x86_64", platform.machine() == "aarch64"
+CROSS = ("aarch64-linux-gnu-gcc", "-static")
+EMULATOR = ("qemu-aarch64", "-cpu", "max")
+
+
+class Level(NamedTuple):
     source: Path
-    needs: str = ""
-    """A level that this processor must have."""
-    compiler: str = "gcc"
-    run_with: tuple[str, ...] = ()
-    machine: str = "x86_64"
+    needs: str
+    """A level that this processor must have, to run without an emulator."""
+    is_arm: bool = False
 
 
 LEVELS = {
@@ -46,46 +50,46 @@ LEVELS = {
     "avx512vnni": Level(NATIVE / "levels/avx512vnni.c", "avx512vnni"),
     "avx512bf16": Level(NATIVE / "levels/avx512bf16.c", "avx512bf16"),
     "amx": Level(CHECKS / "amx_model.c", "avx512bf16"),
-    "neon": Level(
-        NATIVE / "levels/neon.c", compiler="aarch64-linux-gnu-gcc", run_with=("qemu-aarch64", "-cpu", "max")
-    ),
-    "neonbf16": Level(
-        NATIVE / "levels/neonbf16.c",
-        compiler="aarch64-linux-gnu-gcc",
-        run_with=("qemu-aarch64", "-cpu", "max"),
-    ),
+    "neon": Level(NATIVE / "levels/neon.c", "neon", is_arm=True),
+    "neonbf16": Level(NATIVE / "levels/neonbf16.c", "neonbf16", is_arm=True),
 }
-PLAINEST = "avx2"
+PLAINEST = "neon" if ARM else "avx2"
 
 
-def lines_of(level: Level, directory: Path) -> list[list[str]]:
-    """What `levels/check.c` says of it."""
-    for tool in (level.compiler, *level.run_with[:1]):
+@cache
+def lines_of(name: str) -> list[list[str]]:
+    """What `levels/check.c` says of a level."""
+    level = LEVELS[name]
+    emulated = level.is_arm and X86
+    compiler, runner = (CROSS, EMULATOR) if emulated else (("gcc",), ())
+    for tool in (*compiler[:1], *runner[:1]):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    if platform.machine() != level.machine or (level.needs and level.needs not in library.levels()):
-        pytest.skip(f"this processor lacks {level.needs or level.machine}")
-    program = directory / "check"
-    sources = [CHECKS / "check.c", NATIVE / "shared_memory.c", NATIVE / "threads.c"]
-    static = ["-static"] if level.run_with else []
-    checked = f'-DCHECKED_LEVEL="{level.source}"'
-    subprocess.run([level.compiler, *OPTIONS, *static, checked, *sources, "-o", program, "-lm"], check=True)
-    ran = subprocess.run([*level.run_with, program], capture_output=True, text=True, check=False)
+    if not emulated and level.needs not in library.levels():
+        pytest.skip(f"this processor lacks {level.needs}")
+    with tempfile.TemporaryDirectory() as directory:
+        program = Path(directory, "check")
+        sources = [CHECKS / "check.c", NATIVE / "shared_memory.c", NATIVE / "threads.c"]
+        checked = f'-DCHECKED_LEVEL="{level.source}"'
+        subprocess.run([*compiler, *OPTIONS, checked, *sources, "-o", program, "-lm"], check=True)
+        ran = subprocess.run([*runner, program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout.splitlines()[-1:] + ran.stderr.splitlines()
     return [line.split() for line in ran.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def plainest(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
-    return lines_of(LEVELS[PLAINEST], tmp_path_factory.mktemp("plainest"))
-
-
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * ("neon" in name)) for name in LEVELS if name != PLAINEST],
+    [
+        "avx512bf16",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in LEVELS
+            if name not in (PLAINEST, "avx512bf16")
+        ),
+    ],
 )
-def test_every_level_computes_the_same(name: str, plainest: list[list[str]], tmp_path: Path) -> None:
-    found = lines_of(LEVELS[name], tmp_path)
+def test_every_level_computes_the_same(name: str) -> None:
+    found, plainest = lines_of(name), lines_of(PLAINEST)
     assert [line[0] for line in found] == [line[0] for line in plainest]
     for ours, theirs in zip(found, plainest, strict=True):
         if ours[0] == "exact":
@@ -96,8 +100,7 @@ def test_every_level_computes_the_same(name: str, plainest: list[list[str]], tmp
             np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE * largest)
 
 
-def test_avx512_bf16_computes_what_it_always_has(tmp_path: Path) -> None:
-    lines = lines_of(LEVELS["avx512bf16"], tmp_path)
-    sums = [line for line in lines if line[0] in ("tile", "logits")]
+def test_avx512_bf16_computes_what_it_always_has() -> None:
+    sums = [line for line in lines_of("avx512bf16") if line[0] in ("tile", "logits")]
     assert len(sums) == 5
     assert hashlib.sha256(repr(sums).encode()).hexdigest() == RECORDED
