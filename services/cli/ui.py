@@ -185,7 +185,7 @@ def bar_columns(amount: ProgressColumn) -> tuple[ProgressColumn, ...]:
     return SpinnerColumn(finished_text=" "), description, BarColumn(bar_width=24), amount, TimeElapsedColumn()
 
 
-_COUNTED_IN_BYTES = ("downloading", "unpacking")
+_COUNTED_IN_BYTES = ("downloading", "unpacking", "writing")
 
 
 class _AmountColumn(DownloadColumn):

@@ -1,7 +1,5 @@
 """The command line `ryzanstein`: every command, registered, and those too small for a file of their own."""
 
-import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,19 +9,14 @@ from services.cli.commands.chat import chat
 from services.cli.commands.control import drain, log_level, undrain
 from services.cli.commands.debug import debug_app
 from services.cli.commands.keys import keys_app
+from services.cli.commands.models import models_app
 from services.cli.commands.status import status
 from services.cli.commands.up import up
-from services.cli.models import catalog
-from services.cli.models.catalog import prepare_model
-from services.cli.models.downloads import size_of
 from services.cli.serve import MODULES
 from services.cli.serve import probe as probe_service
 from services.cli.serve import serve as serve_service
 from services.cli.sla.command import sla
 from services.cli.supervision.nats_server import nats_config
-from services.cli.target import LocalSettings, find_stack
-from services.cli.ui import console, model_bars, print_columns, say
-from shared.config import load_settings
 from shared.process import VERSION
 
 app = typer.Typer(
@@ -71,40 +64,6 @@ def probe(
 ) -> None:
     """Ask the service beside this command whether it is ready, as a container's health check does."""
     raise typer.Exit(probe_service([service]))
-
-
-models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@models_app.command("pull")
-def models_pull(
-    name: Annotated[
-        str, typer.Argument(help="Built-in name, hub name or .gguf file.")
-    ] = catalog.DEFAULT_MODEL,
-) -> None:
-    """Fetch a model and make it ready to be served."""
-    settings = load_settings(LocalSettings)
-    screen = console()
-    with model_bars(screen) as report:
-        served, directory = asyncio.run(prepare_model(name, settings.model_cache.expanduser(), report))
-    say(screen, f"{served} is ready in {directory}")
-
-
-@models_app.command("list")
-def models_list() -> None:
-    """Show the models in the cache, the one that the local stack serves, and those with a built-in name."""
-    settings = load_settings(LocalSettings)
-    local = catalog.list_models(settings.model_cache.expanduser())
-    stack = find_stack(None)
-    if stack is not None and stack.directory and stack.directory not in [model.directory for model in local]:
-        local.append(catalog.LocalModel(stack.model, stack.directory, size_of(Path(stack.directory))))
-    rows = [("model", "size", "where")]
-    rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
-    names = {model.name for model in local}
-    for built_in in catalog.BUILT_IN.values():
-        if built_in.name not in names:
-            rows.append((built_in.name, "-", f"not pulled yet; {built_in.about}"))
-    print_columns(console(), rows, right=(1,))
 
 
 for command in (status, drain, undrain, chat):

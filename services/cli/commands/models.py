@@ -1,0 +1,122 @@
+"""`ryzanstein models`: fetch, list, inspect and convert models."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.models import catalog, conversion
+from services.cli.models.catalog import prepare_model
+from services.cli.models.downloads import size_of
+from services.cli.target import LocalSettings, find_stack
+from services.cli.ui import console, megabytes, model_bars, print_columns, say
+from shared.config import load_settings
+from shared.errors import ConfigurationError
+
+models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@models_app.command("pull")
+def models_pull(
+    name: Annotated[
+        str, typer.Argument(help="Built-in name, hub name or .gguf file.")
+    ] = catalog.DEFAULT_MODEL,
+) -> None:
+    """Fetch a model and make it ready to be served."""
+    settings = load_settings(LocalSettings)
+    screen = console()
+    with model_bars(screen) as report:
+        served, directory = asyncio.run(prepare_model(name, settings.model_cache.expanduser(), report))
+    say(screen, f"{served} is ready in {directory}")
+
+
+@models_app.command("list")
+def models_list() -> None:
+    """Show the models in the cache, the one that the local stack serves, and those with a built-in name."""
+    settings = load_settings(LocalSettings)
+    local = catalog.list_models(settings.model_cache.expanduser())
+    stack = find_stack(None)
+    if stack is not None and stack.directory and stack.directory not in [model.directory for model in local]:
+        local.append(catalog.LocalModel(stack.model, stack.directory, size_of(Path(stack.directory))))
+    rows = [("model", "size", "where")]
+    rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
+    names = {model.name for model in local}
+    for built_in in catalog.BUILT_IN.values():
+        if built_in.name not in names:
+            rows.append((built_in.name, "-", f"not pulled yet; {built_in.about}"))
+    print_columns(console(), rows, right=(1,))
+
+
+_Name = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file or a name in the cache.")
+]
+
+
+@models_app.command("inspect")
+def models_inspect(
+    model: _Name,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: all facts as one JSON object.")
+    ] = False,
+) -> None:
+    """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU."""
+    facts = conversion.run(["inspect", _path(model)], lambda *step: None)
+    if as_json:
+        print(json.dumps(facts))  # noqa: T201
+        return
+    rows = [("tensor", "format", "shape", "bytes", "bits", "computed by")]
+    rows += [_row(tensor) for tensor in facts["tensors"]]
+    screen = console()
+    print_columns(screen, rows, right=(2, 3, 4))
+    formats = Counter(tensor["format"] for tensor in facts["tensors"])
+    listed = ", ".join(f"{count} {form}" for form, count in formats.most_common())
+    say(
+        screen,
+        f"{facts['architecture']}: {len(facts['tensors'])} tensors ({listed}), {facts['parameters'] / 1e6:,.1f} "
+        f"million values, {megabytes(facts['bytes'])}, {facts['bits_per_weight']:.2f} bits each",
+    )
+
+
+@models_app.command("convert")
+def models_convert(
+    source: _Name,
+    target: Annotated[Path, typer.Argument(help="What to make: a .gguf file, or a directory.")],
+    to: Annotated[str, typer.Option(help="gguf or safetensors.")],
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: bf16, f16, f32, q8_0, q4_k_m, int8, int4-g128, ...")
+    ] = "bf16",
+) -> None:
+    """Write a model in another format. What a stopped conversion had finished is kept for the next."""
+    if to not in ("gguf", "safetensors"):
+        raise ConfigurationError(f"--to {to} is no format that is written; give gguf or safetensors.")
+    screen = console()
+    command = ["convert", _path(source), str(target.expanduser()), "--to", to, "--dtype", dtype]
+    with model_bars(screen) as report:
+        result = conversion.run(command, report)
+    say(screen, f"{target} is ready, {megabytes(result['bytes'])}")
+
+
+def _path(model: str) -> str:
+    """A path as it is; a name as the directory of the cache."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path)
+    cache = load_settings(LocalSettings).model_cache.expanduser()
+    local = {known.name.lower(): known.directory for known in catalog.list_models(cache)}
+    if (found := local.get(model.lower())) is None:
+        raise ConfigurationError(
+            f"{model} is no directory, no file, and no model in the cache; `ryzanstein models list` shows those."
+        )
+    return found
+
+
+def _row(tensor: dict[str, Any]) -> tuple[str, str, str, str, str, str]:
+    values = 1
+    for extent in tensor["shape"]:
+        values *= extent
+    shape = " x ".join(map(str, tensor["shape"]))
+    bits = f"{8 * tensor['bytes'] / max(1, values):.2f}"
+    return tensor["name"], tensor["format"], shape, f"{tensor['bytes']:,}", bits, tensor["computed_by"]

@@ -1,0 +1,80 @@
+"""What the command line's `models inspect` and `models convert` run: `python -m services.executor.model.conversion`.
+
+Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one at the end: `{"result": ...}`, or
+`{"error": ...}` with the exit code 1.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from transformers.utils import logging
+
+from services.executor.model.conversion.convert import FORMATS, convert
+from services.executor.model.conversion.inspection import inspect
+from shared.errors import RyzansteinError
+from shared.process import VERSION
+
+_SECONDS_BETWEEN = 0.1
+"""Reports; those of whole stages come always."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        result: object = inspect(options.path) if options.command == "inspect" else _convert(options)
+    except RyzansteinError as error:
+        _print({"error": str(error)})
+        return 1
+    except OSError as error:
+        reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+        _print({"error": f"The files cannot be read or written ({reason}); check space and rights."})
+        return 1
+    _print({"result": result})
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="conversion", description=f"Ryzanstein {VERSION}: models' files.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("inspect", help="what a file or directory holds")
+    one.add_argument("path", type=Path)
+    other = commands.add_parser("convert", help="one format into another")
+    other.add_argument("source", type=Path)
+    other.add_argument("target", type=Path)
+    other.add_argument("--to", choices=sorted(FORMATS), required=True)
+    other.add_argument("--dtype", required=True)
+    return parser
+
+
+def _convert(options: argparse.Namespace) -> dict[str, object]:
+    size = convert(options.source, options.target, options.to, options.dtype, _reporter())
+    return {"bytes": size}
+
+
+def _reporter() -> Callable[[str, int, int], None]:
+    told = 0.0
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if done == total or now - told >= _SECONDS_BETWEEN:
+            told = now
+            _print({"stage": stage, "done": done, "total": total})
+
+    return report
+
+
+def _print(line: dict[str, object]) -> None:
+    sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

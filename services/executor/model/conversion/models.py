@@ -1,0 +1,114 @@
+"""The models that are converted: a configuration, a tokenizer, and named tensors that are read a few rows at a time."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.weight_files import WeightFiles
+from shared.errors import ModelLoadError
+
+_AT_ONCE = 1 << 22
+"""Values that are read together."""
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor under transformers' name."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[Tensor]]
+    """Its rows, a few at a time, in any floating dtype"""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "SourceTensor":
+        """The same with `change` made to it as a whole."""
+        return SourceTensor(self.name, self.shape, lambda: iter((change(torch.cat(list(self.pieces()))),)))
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A model that is read."""
+
+    directory: Path
+    """With config.json and the tokenizer"""
+    config: Any
+    tensors: tuple[SourceTensor, ...]
+
+    def linear_weights(self) -> frozenset[str]:
+        """The names of the weights of linear layers, but the head's."""
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(self.config)
+        head = model.get_output_embeddings()
+        return frozenset(
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        )
+
+
+def directory_model(directory: Path, files: WeightFiles) -> SourceModel:
+    """The model of a directory of safetensors or PyTorch files. Raises `ModelLoadError`."""
+    config = load_config(directory)
+    kept = getattr(config, "quantization_config", None)
+    if kept is not None:
+        method = kept.get("quant_method") if isinstance(kept, Mapping) else type(kept).__name__
+        raise ModelLoadError(
+            f"The weights in {directory} are quantized already ({method}) and would lose twice; convert the model that "
+            "they were made from."
+        )
+    tensors = []
+    for name, shape in sorted(files.shapes.items()):
+        stored = files.tensor(name)
+        if not stored.is_floating_point():
+            raise ModelLoadError(
+                f"The tensor {name} in {directory} is of {stored.dtype}, which is not converted; use plain weights."
+            )
+        tensors.append(SourceTensor(name, tuple(shape), _reader(files, name, stored)))
+    return SourceModel(directory, config, tuple(tensors))
+
+
+def _reader(files: WeightFiles, name: str, stored: Tensor) -> Callable[[], Iterator[Tensor]]:
+    def pieces() -> Iterator[Tensor]:
+        for first, end in row_spans(tuple(stored.shape)):
+            part = stored[first:end] if stored.dim() else stored
+            yield part
+            files.release(name, part)
+
+    return pieces
+
+
+def row_spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Rows that are read together."""
+    count = shape[0] if shape else 1
+    step = max(1, _AT_ONCE * count // max(1, torch.Size(shape).numel()))
+    for first in range(0, count, step):
+        yield first, min(first + step, count)
+
+
+_TEXTS = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+)
+
+
+def copy_texts(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
+    """The configuration, with `changes`, and the tokenizer."""
+    for pattern in _TEXTS:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,257 @@
+"""What is written is read by other programs: the package `gguf`, transformers, safetensors."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from services.executor.model.conversion.convert import convert
+from services.executor.model.conversion.gguf_header import pre_tokenizer, rope_factors
+from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
+from services.executor.model.conversion.inspection import inspect
+from services.executor.model.conversion.safetensors_file import packed
+from services.executor.model.quantizing import CODECS
+from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
+from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.tiny import reference_logits
+
+TOKENS = [[3, 17, 42, 99, 5, 6, 7, 130, 0, 12]]
+
+
+def ignore(stage: str, done: int, total: int) -> None:
+    return
+
+
+def gguf_logits(file: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        return model(torch.tensor(TOKENS), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 9}),
+        ("qwen2", {"hidden_size": 64}),
+        # transformers' GGUF reader knows no other width of a head.
+        (
+            "qwen3",
+            {"attention_bias": False, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+        ),
+    ],
+)
+def test_transformers_reads_the_same_model_from_gguf(
+    model_of: MakeModel, tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    source = model_of(model_type, **changes)
+    target = tmp_path / "out" / "model.gguf"
+    assert convert(source, target, "gguf", "f32", ignore) == target.stat().st_size
+    assert [path.name for path in target.parent.iterdir()] == ["model.gguf"]
+    expected = reference_logits(source, TOKENS)[0]
+    assert torch.allclose(gguf_logits(target), expected, atol=1e-4)
+
+
+def test_metadata_are_those_of_the_model(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama")
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
+    convert(source, tmp_path / "model.gguf", "gguf", "q4_k_m", ignore)
+    fields = gguf.GGUFReader(str(tmp_path / "model.gguf")).fields
+    found = {name: field.contents() for name, field in fields.items()}
+    expected = {
+        "general.architecture": "llama",
+        "general.name": "llama",
+        "general.file_type": 15,
+        "llama.block_count": 3,
+        "llama.attention.head_count_kv": 3,
+        "llama.rope.dimension_count": 16,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.merges": ["a b", "Ġ ab"],
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert found["tokenizer.ggml.tokens"][:9] == [
+        "<|end|>", "<|begin|>", "<plain>", "a", "b", "ab", "Ġ", "Ġab", "[PAD8]",
+    ]  # fmt: skip
+    assert found["tokenizer.ggml.token_type"][:9] == [3, 3, 4, 1, 1, 1, 1, 1, 5]
+
+
+@pytest.mark.parametrize("kind", sorted({one for d in DTYPES.values() for one in (d.matrices, d.vocabulary)}))
+def test_bytes_are_what_the_format_says(kind: Type) -> None:
+    rows = torch.randn(6, 512, generator=torch.Generator().manual_seed(1))
+    data = encoded(rows, kind)
+    assert data.nbytes == nbytes_of((6, 512), kind)
+    read = gguf.dequantize(data.view(np.uint8).reshape(6, -1), kind)
+    codec = {Type.Q4_K: "q4_k", Type.Q6_K: "q6_k"}.get(kind)
+    if codec:
+        room = CODECS[codec].empty(6, 512)
+        CODECS[codec].encode_into(room, rows)
+        assert np.allclose(read, room.dequantized().numpy(), atol=1e-6)
+    error = float(np.square(read - rows.numpy()).mean() / rows.square().mean())
+    assert error < {"Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(kind.name[:2], 1e-5)
+
+
+def test_a_mixture_gives_more_bits_where_they_count() -> None:
+    def kinds(name: str, width: int) -> Counter[Type]:
+        names = [f"blk.{layer}.{name}.weight" for layer in range(32)]
+        return Counter(type_of(one, (256, width), DTYPES["q4_k_m"], 32) for one in names)
+
+    assert kinds("attn_q", 512) == {Type.Q4_K: 32}
+    assert kinds("ffn_down", 512) == kinds("attn_v", 256) == {Type.Q6_K: 16, Type.Q4_K: 16}
+    # Rows that are no multiple of 256 get what llama.cpp gives them; a multiple of nothing stays plain.
+    assert kinds("attn_v", 96) == {Type.Q8_0: 16, Type.Q5_0: 16}
+    assert kinds("attn_q", 72) == {Type.F16: 32}
+    assert type_of("output.weight", (99, 512), DTYPES["q4_k_m"], 32) is Type.Q6_K
+    assert type_of("output_norm.weight", (512,), DTYPES["q4_0"], 32) is Type.F32
+
+
+def test_plain_safetensors_are_transformers_model(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama")
+    convert(source, tmp_path / "out", "safetensors", "f16", ignore)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor.half().tolist() for name, tensor in before.items()} == {
+        name: tensor.tolist() for name, tensor in after.items()
+    }
+    assert AutoModelForCausalLM.from_pretrained(str(tmp_path / "out")).dtype is torch.float16
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == TOKENIZER
+
+
+def unpacked(words: torch.Tensor, bits: int) -> np.ndarray[Any, Any]:
+    """int32 [rows, n] to [rows, n * 32 / bits], by the document of compressed-tensors."""
+    held = words.contiguous().numpy().view(np.uint32)
+    lanes = [(held >> np.uint32(shift)) & np.uint32((1 << bits) - 1) for shift in range(0, 32, bits)]
+    return np.stack(lanes, axis=2).reshape(len(held), -1).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "group", "most"), [("int4-g32", 4, 32, 0.01), ("int8", 8, 0, 1e-4)]
+)
+def test_compressed_tensors_have_the_weights(
+    model_of: MakeModel, tmp_path: Path, dtype: str, bits: int, group: int, most: float
+) -> None:
+    source = model_of("llama", hidden_size=96, num_attention_heads=6)
+    convert(source, tmp_path / "out", "safetensors", dtype, ignore)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (bits, group or None)
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    weight = before[f"{name}.weight"].numpy()
+    assert after[f"{name}.weight_shape"].tolist() == list(weight.shape)
+    scale = after[f"{name}.weight_scale"]
+    assert scale.dtype is torch.bfloat16
+    codes = unpacked(after[f"{name}.weight_packed"], bits)[:, : weight.shape[1]]
+    zero = np.full(tuple(scale.shape), 128.0, np.float32)
+    if group:
+        zero = unpacked(after[f"{name}.weight_zero_point"].T, bits).T[: len(weight)]
+    wide = [part.repeat(weight.shape[1] // scale.shape[1], axis=1) for part in (zero, scale.float().numpy())]
+    read = (codes - wide[0]) * wide[1]
+    assert np.square(read - weight).mean() / np.square(weight).mean() < most
+    # Embedding and norms are as they were.
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].bfloat16())
+    assert "model.embed_tokens.weight" in after
+
+
+def test_packing_fills_the_last_word() -> None:
+    codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 15, 9]], dtype=torch.uint8)
+    assert packed(codes, 4).numpy().view(np.uint32).tolist() == [[0xF7654321, 9]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "to", "dtype", "sentence"),
+    [
+        ("llama", {}, "gguf", "q9_z", r"not written as q9_z, but as f32, f16"),
+        ("llama", {}, "safetensors", "int4-g128", r"inputs, which are no whole groups of 128; use int8\."),
+        ("gemma3_text", {}, "gguf", "bf16", r"type 'gemma3_text' are not written as GGUF, but llama"),
+        ("llama", {"attention_bias": True}, "gguf", "bf16", r"no place for this model's biases"),
+        ("mistral", {"sliding_window": 10}, "gguf", "bf16", r"one of 10 tokens; convert to safetensors"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "gguf",
+            "bf16",
+            r"Rotary embeddings of type 'dynamic'",
+        ),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(
+    model_of: MakeModel, tmp_path: Path, model_type: str, changes: Any, to: str, dtype: str, sentence: str
+) -> None:
+    source = model_of(model_type, **changes)
+    target = tmp_path / ("out.gguf" if to == "gguf" else "out")
+    with pytest.raises(RyzansteinError, match=sentence):
+        convert(source, target, to, dtype, ignore)
+    assert {path.name for path in tmp_path.iterdir()} == {model_type}
+
+
+def test_targets_and_sources_that_will_not_do(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama")
+    with pytest.raises(ConfigurationError, match="exists already"):
+        convert(source, tmp_path, "safetensors", "bf16", ignore)
+    with pytest.raises(ConfigurationError, match=r"does not end in \.gguf"):
+        convert(source, tmp_path / "out", "gguf", "bf16", ignore)
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        convert(tmp_path / "none", tmp_path / "out", "safetensors", "bf16", ignore)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"quantized already \(gptq\)"):
+        convert(source, tmp_path / "out", "safetensors", "bf16", ignore)
+
+
+def test_splitters_have_names() -> None:
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    assert pre_tokenizer({"pre_tokenizer": bytes_}) == "gpt-2"
+    with pytest.raises(ModelLoadError, match="splits text by Whitespace"):
+        pre_tokenizer({"pre_tokenizer": {"type": "Whitespace"}})
+
+
+def test_llama_3_scales_slow_rotations() -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors = rope_factors({"rope_parameters": rope, "head_dim": 128})
+    assert factors is not None
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=2, rope_parameters=rope, max_position_embeddings=131072
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** -(torch.arange(64, dtype=torch.float64) / 64)
+    assert torch.allclose(plain / factors, scaled.double(), rtol=1e-5)
+
+
+def test_inspecting_names_each_tensor(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama")
+    convert(source, tmp_path / "model.gguf", "gguf", "q8_0", ignore)
+    plain, coded = inspect(source), inspect(tmp_path / "model.gguf")
+    assert (plain.architecture, plain.bits_per_weight) == ("llama", 32.0)
+    assert (coded.architecture, len(coded.tensors)) == ("llama", len(plain.tensors))
+    down = next(one for one in coded.tensors if one.name == "blk.1.ffn_down.weight")
+    assert (down.format, down.shape, down.bytes) == ("Q8_0", (72, 96), 72 * 3 * 34)
+    assert plain.parameters == coded.parameters
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        inspect(tmp_path / "none")
