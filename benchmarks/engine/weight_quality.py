@@ -1,19 +1,23 @@
-"""What weights of eight bits cost in quality: `python -m benchmarks.engine.weight_quality --help`.
+"""What quantized weights cost in quality: `python -m benchmarks.engine.weight_quality --help`.
 
-On a CPU, by what the GPU's products compute with: the weights of all linear layers but the head are quantised and
-widened again, by the executor's own codecs, one scale per output. With activations, every row that goes into such a
-layer too, as `torch._scaled_mm` has it for steps of many rows. Everything else is computed in bf16.
+The weights of all linear layers but a head that is not the embedding are quantised by the executor's own codecs and
+widened again: the format's own cost. With activations, what goes into such a layer is rounded too: to int8 in groups of
+32 as the CPU's kernels have it (their integer sums are exact, so this is their cost beside the format's), or row by row
+as `torch._scaled_mm` on GPUs. Everything else is computed in `--dtype`.
 
-Perplexity is over every token of a window but its first, right is the share of them that are the most likely ones, and
-top-1 the share of positions whose most likely next token is the same as with bf16.
+Perplexity is over every token of a window but its first, right is the share of them that are the most likely ones,
+top-1 the share of positions whose most likely next token is the same as without quantizing, and KL the mean divergence
+of the next token's distribution there, in nats.
 """
 
 import math
 import os
 import platform
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
@@ -24,11 +28,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.engine.kv_quality import Tokens, cut
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.weight_formats import quantize
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS, RowsCodec
+from services.executor.model.weight_formats import WeightCodec, quantize
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,37 @@ class Way:
     """How linear layers are computed."""
 
     name: str
-    codec: Codec | None = None
-    activations: bool = False
+    codec: WeightCodec | None = None
+    activations: Callable[[Tensor], Tensor] | None = None
+    """What rounds the rows that go into a layer"""
 
 
+def widened(rows: Tensor, codec: Codec) -> Tensor:
+    """`rows` [..., n] after `codec` has rounded them, a scale for each, in their dtype."""
+    codes, scales = codec.encode(rows)
+    return codec.decode(codes, scales).to(rows.dtype)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """`rows` [..., n] as the CPU's kernels take them: int8, a float32 scale per 32 values (or what is left of them)."""
+    filled = nn.functional.pad(rows.float(), (0, -rows.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+    scales = filled.abs().amax(-1, keepdim=True) / 127
+    codes = (filled / scales.clamp(min=1e-30)).round_()
+    return (codes * scales).flatten(-2)[..., : rows.shape[-1]].to(rows.dtype)
+
+
+_GROUP = 32
 WAYS = (
-    Way("bf16"),
+    Way("plain"),
+    *(
+        Way(f"{name}{also}", codec, activations)
+        for name, codec in CODECS.items()
+        for also, activations in (("", None), (", as served on CPUs", rounded))
+    ),
     Way("fp8, few rows", FP8),
-    Way("fp8, many rows", FP8, activations=True),
-    Way("int8", INT8),
-    Way("int8, activations too", INT8, activations=True),
+    Way("fp8, many rows", FP8, partial(widened, codec=FP8)),
+    Way("int8 on GPUs", INT8),
+    Way("int8 on GPUs, activations too", INT8, partial(widened, codec=INT8)),
 )
 """What is compared with the first. The last is not served: it shows what `torch._int_mm` would cost."""
 
@@ -58,93 +85,155 @@ class Reading:
     """Sum of -log p over all tokens but the windows' first."""
     best: Tokens
     """Most likely next token at each position [windows, context]."""
+    divergence: float = 0.0
+    """Mean over all positions, in nats"""
 
 
-def widened(rows: Tensor, codec: Codec) -> Tensor:
-    """`rows` [..., n] after `codec` has rounded them, a scale for each, in their dtype."""
-    codes, scales = codec.encode(rows)
-    return codec.decode(codes, scales).to(rows.dtype)
-
-
-def linears_of(model: Any) -> Iterator[nn.Linear]:
-    """What is quantised."""
-    head = model.get_output_embeddings()
-    yield from (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec]]:
+    """What is quantised, and by what: on CPUs embedding and head too."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for module in model.modules():
+        if way.codec is None or not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        if module is not head and module is not embedding:
+            yield module, way.codec
+        elif isinstance(way.codec, RowsCodec) and not (module is head and head.weight is embedding.weight):
+            yield module, way.codec.for_vocabulary()
 
 
 @contextmanager
 def computing(model: Any, way: Way) -> Iterator[None]:
     """Has `model` compute as `way` says, and as before afterwards."""
-    codec = way.codec
-    if codec is None:
-        yield
-        return
-    before = [(linear, linear.weight.data) for linear in linears_of(model)]
+    before: list[tuple[nn.Parameter, Tensor]] = []
     hooks = []
-    for linear, weight in before:
-        stored = quantize(weight, codec)
-        linear.weight.data = codec.decode(*stored).to(weight.dtype)
-        if way.activations:
-            hooks.append(
-                linear.register_forward_pre_hook(lambda _, given, codec=codec: (widened(given[0], codec),))
-            )
+    for module, codec in linears_of(model, way):
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter), "a layer's weight is one"
+        before.append((weight, weight.data))
+        weight.data = _requantized(weight.data, codec)
+    if way.activations is not None:
+        change = way.activations
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and (module is not head or isinstance(way.codec, RowsCodec)):
+                hooks.append(module.register_forward_pre_hook(lambda _, given: (change(given[0]),)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for linear, weight in before:
-            linear.weight.data = weight
+        for parameter, data in before:
+            parameter.data = data
+
+
+def _requantized(weight: Tensor, codec: WeightCodec) -> Tensor:
+    stored = quantize(weight, codec)
+    if isinstance(stored, QuantizedRows):
+        return stored.dequantized().to(weight.dtype)
+    assert isinstance(codec, Codec), "others make rows"
+    return codec.decode(*stored).to(weight.dtype)
 
 
 @torch.inference_mode()
-def read_text(model: Any, windows: Tokens, batch: int) -> Reading:
-    """Reads `windows` [n, context], `batch` of them side by side."""
-    loss, best = 0.0, np.empty_like(windows)
+def read_text(model: Any, windows: Tokens, batch: int, plain: "Logits | None" = None) -> Reading:
+    """Reads `windows` [n, context], `batch` of them side by side. `plain` is filled where it is empty, and
+    compared with where it is not."""
+    loss, divergence, best = 0.0, 0.0, np.empty_like(windows)
     for start in range(0, len(windows), batch):
         some = torch.from_numpy(windows[start : start + batch])
         logits = model(input_ids=some, use_cache=False).logits.float()
         best[start : start + batch] = logits.argmax(-1).numpy()
         known = logits[:, :-1].flatten(0, 1)
         loss += float(nn.functional.cross_entropy(known, some[:, 1:].flatten(), reduction="sum"))
-    return Reading(loss, best)
+        if plain is not None:
+            divergence += plain.compared(logits, start)
+    return Reading(loss, best, divergence / windows.size)
+
+
+class Logits:
+    """What the first way made of the text, in a file: float16 [n, context, vocabulary]."""
+
+    def __init__(self, directory: Path, windows: Tokens, vocabulary: int) -> None:
+        shape = (*windows.shape, vocabulary)
+        self._held = np.memmap(directory / "logits", np.float16, "w+", shape=shape)
+        self._whole = 0
+
+    def compared(self, logits: Tensor, start: int) -> float:
+        """The sum of the divergences of `logits`, of the windows from `start` on; 0 where they are the first."""
+        end = start + len(logits)
+        if self._whole < end:
+            self._held[start:end] = logits.numpy()
+            self._whole = end
+            return 0.0
+        total = 0.0
+        for at, row in enumerate(logits):
+            first = torch.from_numpy(self._held[start + at]).float().log_softmax(-1)
+            total += float((first.exp() * (first - row.log_softmax(-1))).sum())
+        return total
+
+
+def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
+    """(the model, the directory that has its tokenizer) of a model directory or a .gguf file, which is unpacked."""
+    if model.is_file():
+        given: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
+        AutoTokenizer.from_pretrained(str(model.parent), **given).save_pretrained(str(scratch))
+        return AutoModelForCausalLM.from_pretrained(str(model.parent), dtype=dtype, **given).eval(), scratch
+    return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).eval(), model
 
 
 def main(
     model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
+        Path,
+        typer.Argument(
+            help="A model directory (`ryzanstein models list` shows where one is) or a .gguf file."
+        ),
     ],
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 20_480,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 512,
     batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
+    ways: Annotated[str, typer.Option(help="Their names' beginnings, with commas between; empty: all.")] = "",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp32, of everything else.")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
 ) -> None:
     """Perplexity and agreement of each way to compute linear layers."""
     torch.set_num_threads(threads)
     whole = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
-    windows = cut(whole, model, tokens, context)
-    loaded = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.bfloat16).eval()
     name = text.name if text else f"the language reference of Python {platform.python_version()}"
-    console = Console(width=100)
-    console.print(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
-    table = Table("linear layers", "perplexity", "change", "right", "change", "top-1")
-    first: tuple[Reading, float] | None = None
+    console = Console(width=110)
+    chosen = [way for way in WAYS[1:] if way.name.startswith(tuple(ways.split(",")))]
+    with tempfile.TemporaryDirectory() as scratch:
+        loaded, directory = opened(model, torch.float32 if dtype == "fp32" else torch.bfloat16, Path(scratch))
+        windows = cut(whole, directory, tokens, context)
+        console.print(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
+        plain = Logits(Path(scratch), windows, loaded.config.vocab_size)
+        readings = {}
+        for way in (WAYS[0], *chosen):
+            with computing(loaded, way):
+                readings[way.name] = read_text(loaded, windows, batch, plain)
+    console.print(table_of(readings, windows))
+
+
+def table_of(readings: Mapping[str, Reading], windows: Tokens) -> Table:
+    """A line for each way, the first of which the others are compared with."""
+    table = Table("weights", "perplexity", "change", "right", "change", "top-1", "KL")
+    first = next(iter(readings.values()))
     predicted = windows.size - len(windows)
-    for way in WAYS:
-        with computing(loaded, way):
-            reading = read_text(loaded, windows, batch)
-        right = float((reading.best[:, :-1] == windows[:, 1:]).mean())
-        first = first or (reading, right)
+
+    def right(reading: Reading) -> float:
+        return float((reading.best[:, :-1] == windows[:, 1:]).mean())
+
+    for name, reading in readings.items():
         table.add_row(
-            way.name,
+            name,
             f"{math.exp(reading.loss / predicted):.4f}",
-            f"{math.exp((reading.loss - first[0].loss) / predicted) - 1:+.2%}",
-            f"{right:.2%}",
-            f"{right / first[1] - 1:+.2%}",
-            f"{(reading.best == first[0].best).mean():.2%}",
+            f"{math.exp((reading.loss - first.loss) / predicted) - 1:+.2%}",
+            f"{right(reading):.2%}",
+            f"{right(reading) / right(first) - 1:+.2%}",
+            f"{(reading.best == first.best).mean():.2%}",
+            f"{reading.divergence:.5f}",
         )
-    console.print(table)
+    return table
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from rich.progress import Progress, TaskID
 from benchmarks.errors import BenchError
 from benchmarks.peers import catalog
 from benchmarks.peers.catalog import Peer, Place
-from benchmarks.peers.gguf_writer import gguf_path, write_gguf
 from benchmarks.peers.results import PeerResult
 from benchmarks.peers.servers import Server, free_port, wait_ready
 from benchmarks.serve.__main__ import Plan, run_to_end
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Summary
 from benchmarks.serve.workloads import Vocabulary, Workload
+from services.executor.model.conversion.convert import convert
+from shared.errors import RyzansteinError
 
 _OVERHEAD_SECONDS = 4.0
 """Of each server: its end, and the warm-up requests."""
@@ -41,6 +42,12 @@ class Step:
 def schedule(peers: Sequence[Peer], workloads: Sequence[Workload], rounds: int) -> list[Step]:
     """All steps in order. A peer is started once a round, or once for each number of slots that it needs."""
     return [step for at in range(rounds) for peer in peers for step in _steps_of_round(peer, workloads, at)]
+
+
+def gguf_path(folder: Path, model: Path, weights: str) -> Path:
+    """Where the file of this model, with these very weights, belongs in `folder`."""
+    newest = max((file.stat().st_mtime_ns for file in model.iterdir()), default=0)
+    return folder / f"{model.name}-{newest:x}-{weights}.gguf"
 
 
 def _steps_of_round(peer: Peer, workloads: Sequence[Workload], at: int) -> list[Step]:
@@ -121,7 +128,7 @@ class Run:
             try:
                 self._prepared[peer.name] = self._prepare(peer, task)
                 result.versions = self._versions(peer)
-            except BenchError as error:
+            except (BenchError, RyzansteinError) as error:
                 self._give_up(peer, f"not prepared: {error}")
             finally:
                 self.progress.remove_task(task)
@@ -139,7 +146,7 @@ class Run:
             weights = gguf_path(work / "gguf", self.contest.model, peer.weights)
             weights.parent.mkdir(parents=True, exist_ok=True)
             if not weights.exists():
-                write_gguf(self.contest.model, weights, peer.weights)
+                convert(self.contest.model, weights, "gguf", peer.weights, lambda *step: None)
         preload = catalog.preloads(work, venv, report) if peer.preloads and venv else ()
         if peer.preloads:
             loaded = ", ".join(path.name for path in preload) or "nothing: none was found"

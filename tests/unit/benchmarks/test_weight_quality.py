@@ -7,8 +7,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.weight_quality import WAYS, computing, linears_of, read_text, widened
+from benchmarks.engine.weight_quality import (
+    WAYS,
+    Logits,
+    Way,
+    computing,
+    linears_of,
+    read_text,
+    rounded,
+    widened,
+)
 from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.model.quantizing import CODECS
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
 TEXTS = np.random.default_rng(5).integers(0, 131, (3, 40))
@@ -20,15 +30,24 @@ def test_each_way_changes_what_it_says_and_no_more(tmp_path: Path) -> None:
     known = torch.from_numpy(TEXTS[:, 1:]).flatten()
     loss = torch.nn.functional.cross_entropy(expected[:, :-1].flatten(0, 1), known, reduction="sum")
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
-    assert len(list(linears_of(model))) == 3 * 7
-    losses = []
+    assert len(list(linears_of(model, WAYS[0]))) == 0
+    # Seven linear layers in each of three, and on CPUs the embedding, which is the head as well.
+    assert len(list(linears_of(model, Way("", INT8)))) == 3 * 7
+    assert len(list(linears_of(model, Way("", CODECS["q4_k"])))) == 3 * 7 + 1
+    losses, divergences = [], []
+    plain = Logits(tmp_path, TEXTS, 131)
     for way in (*WAYS, WAYS[0]):
         with computing(model, way):
-            reading = read_text(model, TEXTS, 2)
+            reading = read_text(model, TEXTS, 2, plain)
         losses.append(reading.loss)
+        divergences.append(reading.divergence)
     assert losses[0] == losses[-1] == pytest.approx(float(loss), rel=1e-5)
     assert len(set(losses)) == len(WAYS)
     assert all(abs(other / losses[0] - 1) < 0.05 for other in losses)
+    assert divergences[0] == 0 <= divergences[-1] < 1e-4
+    assert all(divergences[-1] < other < 1 for other in divergences[1:-1])
+    coarse, fine = (divergences[[way.name for way in WAYS].index(name)] for name in ("q4_k", "q8_0"))
+    assert coarse > 10 * fine
 
 
 def test_a_rounded_row_is_near(tmp_path: Path) -> None:
@@ -36,3 +55,8 @@ def test_a_rounded_row_is_near(tmp_path: Path) -> None:
     most = rows.abs().amax(1, keepdim=True)
     assert bool(((widened(rows, INT8) - rows).abs() <= most / 253).all())
     assert bool(((widened(rows, FP8) - rows).abs() <= rows.abs() / 15.9 + most / 2**17).all())
+    # A group of 32 has a scale of its own.
+    rows[:, 40] = 1e4
+    assert bool(
+        ((rounded(rows) - rows)[:, :32].abs() <= rows[:, :32].abs().amax(1, keepdim=True) / 253).all()
+    )

@@ -1,5 +1,6 @@
 """Who is measured when, and how each server is started."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
 from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers
-from benchmarks.peers.rounds import duration, expected_seconds, prompt_seed, schedule
+from benchmarks.peers.rounds import duration, expected_seconds, gguf_path, prompt_seed, schedule
 from benchmarks.serve.workloads import WORKLOADS
 
 PLACE = Place(
@@ -116,3 +117,11 @@ def test_peers_are_chosen_by_name() -> None:
         choose_peers("ollama")
     with pytest.raises(BenchError, match="names nobody"):
         choose_peers(" , ")
+
+
+def test_other_weights_get_another_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = gguf_path(tmp_path, tmp_path, "bf16")
+    os.utime(tmp_path / "config.json", (4e9, 4e9))
+    assert gguf_path(tmp_path, tmp_path, "bf16") != before
+    assert gguf_path(tmp_path, tmp_path, "f16") != gguf_path(tmp_path, tmp_path, "bf16")

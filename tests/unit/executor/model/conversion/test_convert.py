@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.executor.model.conversion.convert import convert
-from services.executor.model.conversion.gguf_header import pre_tokenizer, rope_factors
+from services.executor.model.conversion.gguf_header import interleaved, pre_tokenizer, rope_factors
 from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
@@ -215,11 +215,28 @@ def test_targets_and_sources_that_will_not_do(model_of: MakeModel, tmp_path: Pat
         convert(source, tmp_path / "out", "safetensors", "bf16", ignore)
 
 
-def test_splitters_have_names() -> None:
-    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    assert pre_tokenizer({"pre_tokenizer": bytes_}) == "gpt-2"
-    with pytest.raises(ModelLoadError, match="splits text by Whitespace"):
-        pre_tokenizer({"pre_tokenizer": {"type": "Whitespace"}})
+DIGITS, BYTES = TOKENIZER["pre_tokenizer"]["pretokenizers"]
+
+
+@pytest.mark.parametrize(
+    ("splitter", "name"),
+    [({"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}, "smollm"), (BYTES, "gpt-2")],
+)
+def test_splitters_have_names(splitter: dict[str, Any], name: str) -> None:
+    assert pre_tokenizer({"pre_tokenizer": splitter}) == name
+
+
+@pytest.mark.parametrize(
+    "splitter", [None, {"type": "Metaspace"}, {"type": "Sequence", "pretokenizers": [DIGITS]}]
+)
+def test_unknown_splitters_are_refused(splitter: dict[str, Any] | None) -> None:
+    with pytest.raises(ModelLoadError, match="splits text by"):
+        pre_tokenizer({"pre_tokenizer": splitter})
+
+
+def test_rows_of_a_head_are_interleaved() -> None:
+    weight = torch.arange(8.0).view(8, 1)
+    assert interleaved(weight, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_llama_3_scales_slow_rotations() -> None:
