@@ -50,8 +50,19 @@ RZ_INLINE f32 f32_load_some(lanes some, const float *from)
     return (f32){ _mm256_maskload_ps(from, some.low), _mm256_maskload_ps(from + 8, some.high) };
 }
 
+/* A bit for each lane. */
+RZ_INLINE int lanes_bits(lanes a)
+{
+    return _mm256_movemask_ps(as_float(a.low)) | _mm256_movemask_ps(as_float(a.high)) << 8;
+}
+
+/* All of them is the usual case, and stores with a mask are slow on some processors. */
 RZ_INLINE void f32_store_some(lanes some, float *to, f32 a)
 {
+    if (lanes_bits(some) == 0xffff) {
+        f32_store(to, a);
+        return;
+    }
     _mm256_maskstore_ps(to, some.low, a.low);
     _mm256_maskstore_ps(to + 8, some.high, a.high);
 }
@@ -155,15 +166,16 @@ RZ_INLINE void f32_store_bf16(bf16 *to, f32 a)
 
 RZ_INLINE void f32_store_some_bf16(lanes some, bf16 *to, f32 a)
 {
+    const int bits = lanes_bits(some);
+    if (bits == 0xffff) {
+        f32_store_bf16(to, a);
+        return;
+    }
     bf16 all[LANES];
     f32_store_bf16(all, a);
-    int bits = _mm256_movemask_ps(as_float(some.low)) | _mm256_movemask_ps(as_float(some.high)) << 8;
-    if (bits == 0xffff)
-        memcpy(to, all, sizeof all);
-    else
-        for (int i = 0; i < LANES; i++)
-            if (bits >> i & 1)
-                to[i] = all[i];
+    for (int i = 0; i < LANES; i++)
+        if (bits >> i & 1)
+            to[i] = all[i];
 }
 
 RZ_INLINE void f32_store_two_bf16(bf16 *to, f32 first, f32 second)
