@@ -134,7 +134,10 @@ REFUSED: tuple[Refusal, ...] = (
 BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
     ("encoder-decoders, and decoders with cross-attention", "there is no encoder"),
     ("models that take more than text", "only the text is served"),
-    ("quantised weights (GPTQ, AWQ, fp8, MXFP4, bitsandbytes, ...)", "they are not read yet"),
+    (
+        "weights quantized otherwise than docs/quantization.md lists",
+        "what their codes stand for is not known here",
+    ),
     ("attention that looks ahead (`use_bidirectional_attention`)", "a token is computed once, when it comes"),
     ("layer types other than full and sliding attention", "the KV cache holds keys and values only"),
     (
@@ -211,7 +214,7 @@ def check_supported(config: Any) -> None:
     for reason in _reasons(config):
         raise ModelLoadError(
             f"The model cannot be served: its architecture {config.model_type!r} {reason}; "
-            "choose another model or an unquantised checkpoint."
+            "choose another model."
         )
 
 
@@ -237,8 +240,6 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "has an encoder"
     if getattr(config, "add_cross_attention", False):
         yield "attends to an encoder"
-    if getattr(config, "quantization_config", None):
-        yield "comes with quantised weights, which are not read yet"
     if getattr(config, "kv_lora_rank", None):
         yield "compresses keys and values (latent attention)"
     if getattr(config, "use_bidirectional_attention", None):

@@ -201,7 +201,9 @@ class QuantizedRows:
         if self.permutation is None:
             return values
         there = self.permutation >= 0
-        ordered = torch.zeros(self.shape)
+        ordered = torch.zeros(
+            self.shape, dtype=torch.float32
+        )  # whatever the default is while a model is built
         ordered[:, self.permutation[there].long()] = values[:, there]
         return ordered
 

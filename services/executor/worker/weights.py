@@ -151,19 +151,24 @@ class _BuiltShare:
         cache: WeightCache | None,
     ) -> None:
         from services.executor.gpu.linear import weight_codec
-        from services.executor.model.loading.loader import context_length, load_config, load_model
+        from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
 
         adopt_loggers()  # of transformers
         config = load_config(directory)
         self.layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
         self.dtype = choose_dtype(settings, device, config)
         codec = weight_codec(settings.weight_dtype, device, self.dtype)
-        self._model: Any = load_model(directory, self.dtype, self.layout, collectives, device, report, codec)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
+        keep_codes = settings.weight_dtype == "auto" and device.type == "cpu" and self.dtype is torch.bfloat16
+        self._model: Any = load_model(
+            directory, self.dtype, self.layout, collectives, device, report, codec, keep_codes=keep_codes
+        )
         self._device, self._collectives = device, collectives
         self.reads_compressed = backend.reads_compressed(
             self._model, self.dtype, collectives, device, self._threads
         )
+        if keep_codes and not self.reads_compressed:
+            unpack(self._model, self.dtype)
         if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import check_supported, longest_context
 from services.executor.model.loading.reading import Progress, Read, read_all
+from services.executor.model.loading.schemes import scheme_of
 from services.executor.model.loading.sources import Sources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import (
@@ -39,15 +41,22 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
+from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError
 
+log = structlog.get_logger(__name__)
+
+_UNPACKED_TOGETHER = 1 << 22
+"""Values"""
 _LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
 
-_NOT_NEEDED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
-"""Buffers that older versions of transformers saved and newer ones compute."""
+_NOT_NEEDED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|attn\.[qkv]_(scale|zero_point))$"
+)
+"""Buffers that older versions of transformers saved and newer ones compute; scales of a quantized KV cache."""
 
 
 def load_config(directory: Path) -> Any:
@@ -87,22 +96,30 @@ def load_model(
     device: torch.device,
     progress: Progress,
     codec: WeightCodec | None = None,
+    *,
+    keep_codes: bool = False,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
     With a `codec` the weights of its linear layers are quantised as they are read, on CPUs those of head and
-    embedding too.
+    embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
     check_supported(config)
-    with _LOADING, WeightFiles(directory) as files:
+    find = scheme_of(config)
+    if find is not None and codec is not None:
+        raise ModelLoadError(
+            f"The model in {directory} is quantized already, and --weight-dtype would quantize it to {codec.name} "
+            "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
+        )
+    with _LOADING, WeightFiles(directory, find) as files:
         model, ties = _build(config, dtype)
         sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
-        plan = _plan_reads(parameters, sources, codec)
-        _check_leftovers(model, parameters, sources, directory)
+        plan = _plan_reads(parameters, sources, codec, keep_codes)
+        _check_leftovers(model, parameters, sources, files, directory)
         tensors = read_all([read for _, read in plan], files, device, progress)
         for parameter, _ in plan:
             # Taken off the list, so that packing a weight can free it.
@@ -158,10 +175,14 @@ class _Parameter:
     names: list[str] = field(default_factory=list)
     """What the model calls it."""
 
+    @property
+    def may_be_quantized(self) -> bool:
+        return all(isinstance(module, WeightShard) and leaf == "weight" for module, leaf in self.targets)
+
     def codec_of(self, codec: WeightCodec | None) -> WeightCodec | None:
         """What quantises it, where all that is quantised is to be by `codec`; None: nothing. On GPUs head and embedding
         are left as they are."""
-        if not all(isinstance(module, WeightShard) and leaf == "weight" for module, leaf in self.targets):
+        if not self.may_be_quantized:
             return None
         vocabulary = VocabParallelHead | VocabParallelEmbedding
         if any(isinstance(module, vocabulary) for module, _ in self.targets):
@@ -187,7 +208,7 @@ def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
 
 
 def _plan_reads(
-    parameters: list[_Parameter], sources: Sources, codec: WeightCodec | None
+    parameters: list[_Parameter], sources: Sources, codec: WeightCodec | None, keep_codes: bool
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
     if codec is not None and not any(parameter.codec_of(codec) for parameter in parameters):
@@ -208,7 +229,8 @@ def _plan_reads(
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
-        plan.append((parameter, Read(content, parameter.dtype, parameter.codec_of(codec))))
+        keeps = keep_codes and parameter.may_be_quantized
+        plan.append((parameter, Read(content, parameter.dtype, parameter.codec_of(codec), keeps)))
     return plan
 
 
@@ -224,7 +246,7 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
 
 
 def _check_leftovers(
-    model: nn.Module, parameters: list[_Parameter], sources: Sources, directory: Path
+    model: nn.Module, parameters: list[_Parameter], sources: Sources, files: WeightFiles, directory: Path
 ) -> None:
     """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
     known = {name for parameter in parameters for name in parameter.names}
@@ -236,6 +258,9 @@ def _check_leftovers(
     for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
+        of = name.removesuffix(".bias") + ".weight"
+        if name.endswith(".bias") and of in files.coded and not files.tensor(name).any():
+            continue  # quantizers give every linear layer a bias, of zeros where the model has none
         raise ModelLoadError(
             f"The weights in {directory} hold a tensor {name} that the architecture does not use; "
             "config.json belongs to another model, fetch the model again."
@@ -251,6 +276,28 @@ def _place(parameter: _Parameter, held: Weight) -> None:
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:
         setattr(module, attribute, value)
+
+
+def unpack(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes plain weights of those that have stayed quantized, for models that PyTorch computes."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, WeightShard) and isinstance(stored := module.stored, QuantizedRows):
+            if id(stored) not in made:
+                made[id(stored)] = nn.Parameter(_unpacked(stored, dtype), requires_grad=False)
+            module.keep_quantized(None)
+            module.weight = made[id(stored)]
+    if made:
+        log.info("weights_unpacked", tensors=len(made), reason="PyTorch computes this model")
+
+
+def _unpacked(weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
+    plain = torch.empty(weight.shape, dtype=dtype)
+    step = max(1, _UNPACKED_TOGETHER // weight.inputs)
+    for first in range(0, weight.outputs, step):
+        end = min(first + step, weight.outputs)
+        plain[first:end] = weight.rows(first, end).dequantized()
+    return plain
 
 
 def pack_linears(model: nn.Module) -> None:

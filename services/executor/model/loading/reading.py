@@ -6,24 +6,33 @@ a rank never holds more than its share and the one piece being copied. To a GPU,
 go through the buffers of `streaming.py`.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
 import torch
 from torch import Tensor
 
+from services.executor.core.sharding import Span
 from services.executor.model.loading import streaming
 from services.executor.model.loading.arena import allocate
-from services.executor.model.loading.composition import Composition
+from services.executor.model.loading.composition import Composition, Part
+from services.executor.model.loading.schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Weight, WeightCodec, empty, quantize
+
+log = structlog.get_logger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) of this rank's share."""
 
 _PIECE = 32 << 20
 """Bytes copied at once."""
+_UNPACKED = 1 << 23
+"""Values that are unpacked at once."""
 _REPORTS = 200
 """Progress is told about so many times, however many tensors there are."""
 
@@ -36,6 +45,8 @@ class Read:
     dtype: torch.dtype
     codec: WeightCodec | None = None
     """Of a weight [out, in] that is quantised from what it is in `dtype`."""
+    keeps_codes: bool = False
+    """Whether a weight [out, in] stays quantized where the files have it so."""
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +56,30 @@ class Read:
 def read_all(
     reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
 ) -> list[Weight]:
-    """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised."""
+    """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised.
+
+    Raises `ModelLoadError` where the files cannot be read or hold codes that make no sense.
+    """
+    coded = [any(part.source in files.coded for part in read.content.parts) for read in reads]
+    sizes = [
+        sum(read.nbytes for read, is_one in zip(reads, coded, strict=True) if is_one is kind)
+        for kind in (True, False)
+    ]
+    held: list[Weight] = []
+    if any(coded):
+        meter = Meter(lambda done, _: progress(done, sum(sizes)), sizes[0])
+        held = _read_coded(
+            [read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter
+        )
+    plain = [read for read, is_one in zip(reads, coded, strict=True) if not is_one]
+    rest = iter(_read_plain(plain, files, device, lambda done, _: progress(sizes[0] + done, sum(sizes))))
+    first = iter(held)
+    return [next(first if is_one else rest) for is_one in coded]
+
+
+def _read_plain(
+    reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
+) -> list[Weight]:
     if device.type == "cpu" and not any(read.codec for read in reads):
         return [*_read_to_host(reads, files, device, progress)]
     if device == torch.device("cuda"):
@@ -94,6 +128,72 @@ def _streamed(read: Read, into: Weight, files: WeightFiles) -> Iterator[streamin
             yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
         else:
             yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
+
+
+def _read_coded(
+    reads: Sequence[Read], files: WeightFiles, device: torch.device, meter: "Meter"
+) -> list[Weight]:
+    """Of which some part is coded: as codes where they may stay codes and fit, else as the values they stand for."""
+    held: list[Weight] = []
+    unpacked: dict[str, int] = {}
+    for read in reads:
+        codes = _codes(read, files) if read.keeps_codes else None
+        held.append(_values(read, files).to(device) if codes is None else codes)
+        sources = [part.source for part in read.content.parts]
+        if codes is None:
+            kind = re.sub(r"\.\d+\.", ".*.", sources[0])
+            unpacked[kind] = unpacked.get(kind, 0) + 1
+        for source in sources:
+            if source in files.coded:
+                files.release_coded(source)
+        meter.add(read.nbytes)
+    if unpacked:
+        log.info("weights_unpacked", reason="no product takes these codes here", tensors=unpacked)
+    return held
+
+
+def _codes(read: Read, files: WeightFiles) -> QuantizedRows | None:
+    """None where they are not one weight's rows, of one format, one after the other."""
+    rows: list[QuantizedRows] = []
+    for part in sorted(read.content.parts, key=lambda part: part.at):
+        coded = files.coded.get(part.source)
+        if coded is None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
+            return None
+        spans = [Span(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
+        try:
+            some = coded.rows(*spans)
+        except ValueError as error:
+            raise unreadable(part.source, error) from error
+        if some is None or (rows and not rows[0].same_format(some)):
+            return None
+        rows.append(some)
+    return rows[0] if len(rows) == 1 else QuantizedRows.joined(rows)
+
+
+def _values(read: Read, files: WeightFiles) -> Tensor:
+    shape = read.content.shape
+    made = torch.empty(shape, dtype=read.dtype)
+    step = max(1, _UNPACKED * shape[0] // max(1, made.numel()))
+    for first in range(0, shape[0], step):
+        span = Span(first, min(first + step, shape[0]))
+        for part in read.content.parts:
+            if (some := part.cut(0, span)) is not None:
+                some.place(made[span.start : span.stop]).copy_(_unpacked(some, files))
+    return made
+
+
+def _unpacked(part: Part, files: WeightFiles) -> Tensor:
+    """The values of `part`, of its size."""
+    coded = files.coded.get(part.source)
+    if coded is None:
+        return part.view(files.tensor(part.source))
+    spans = zip(part.axes, part.origin, part.size, strict=True)
+    box = {axis: slice(start, start + size) for axis, start, size in spans if axis is not None}
+    try:
+        values = coded.values(tuple(box[axis] for axis in range(len(box))))
+    except ValueError as error:
+        raise unreadable(part.source, error) from error
+    return values.permute([axis for axis in part.axes if axis is not None]).reshape(part.size)
 
 
 def _read_to_host(

@@ -25,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.model.loading.coded import CodedTensor
+from services.executor.model.loading.schemes import Find, coded_tensors
 from shared.errors import ModelLoadError
 
 
@@ -250,8 +252,12 @@ _OTHER_FORMATS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5"
 class WeightFiles:
     """The weights of a directory, open for reading. A context manager."""
 
-    def __init__(self, directory: Path):
-        """Opens them. Raises `ModelLoadError` when a file is missing, damaged or of another format."""
+    coded: Mapping[str, CodedTensor]
+    """Weights that are held as codes, by the name that they would have as plain tensors."""
+
+    def __init__(self, directory: Path, find: Find | None = None):
+        """Opens them; `find` knows what is coded. Raises `ModelLoadError` when a file is missing, damaged or of another
+        format."""
         format_, index = _choose(directory)
         self._files: dict[str, MappedFile] = {}
         """Tensor name -> its file."""
@@ -266,6 +272,11 @@ class WeightFiles:
                 f"{format_.index} in {directory} names {_some(missing)}, which the weight files do not hold; "
                 "fetch the model again."
             )
+        self.coded = {}
+        self._made_of: dict[str, tuple[str, ...]] = {}
+        if find is not None:
+            held = {name: file.tensors[name] for name, file in self._files.items()}
+            self.coded, self._made_of = coded_tensors(find, held)
 
     def __enter__(self) -> "WeightFiles":
         return self
@@ -275,8 +286,12 @@ class WeightFiles:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, by name."""
-        return {name: tuple(file.tensors[name].shape) for name, file in self._files.items()}
+        """The shape of each tensor, by name; of one that is coded as it would be if it were plain."""
+        parts = {part for names in self._made_of.values() for part in names}
+        plain = {
+            name: tuple(file.tensors[name].shape) for name, file in self._files.items() if name not in parts
+        }
+        return plain | {name: tensor.shape for name, tensor in self.coded.items()}
 
     def tensor(self, name: str) -> Tensor:
         """The tensor `name` over its mapped bytes, on the CPU, in the file's dtype. Do not write to it."""
@@ -296,6 +311,11 @@ class WeightFiles:
     def release(self, name: str, view: Tensor) -> None:
         """Says that `view`, part of the tensor `name`, has been read and need not stay in this process."""
         self._files[name].release(view)
+
+    def release_coded(self, name: str) -> None:
+        """`release`, of all that the coded tensor `name` is made of."""
+        for part in self._made_of[name]:
+            self.release(part, self.tensor(part))
 
     def close(self) -> None:
         """Lets the files go; tensors handed out keep theirs."""

@@ -76,7 +76,7 @@ def runner_of(
     layout = ShardLayout.from_config(config, ring.world_size, ring.rank)
     dtype, layers = torch.bfloat16, config.num_hidden_layers
     kind = CODECS[weights] if weights else None
-    model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None, kind)
+    model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None, kind, keep_codes=True)
     shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
     store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
     if native:

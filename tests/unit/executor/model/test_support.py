@@ -43,8 +43,10 @@ def refused(directory: Path, reason: str, world_size: int = 1) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised weights"),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "quantized by the method 'aqlm', which is not served",
+        ),
         ({"kv_lora_rank": 8}, "latent attention"),
         ({"layer_types": ["linear_attention"] * 3}, "layers of type linear_attention"),
         ({"layer_types": ["chunked_attention"] * 3}, "layers of type chunked_attention"),

@@ -1,0 +1,244 @@
+"""Models whose checkpoints are quantized: their logits against transformers' with what the codes stand for."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model, unpack
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS
+from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.loading.coded_weights import FORMS, VALUES_ONLY, Write, mxfp4
+from tests.unit.executor.model.ring import CPU, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.tiny import build, make_model, reference_logits
+
+native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+SIZES = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
+SIZES |= {"head_dim": 32, "num_hidden_layers": 2}
+"""Of inner widths that two and three ranks do not share equally."""
+MODELS = (
+    "gptq",
+    "gptq act-order",
+    "gptq of 3 bits",
+    "awq",
+    "compressed-tensors asymmetric",
+    "int8 per channel",
+    "fp8 by blocks",
+    "fp8 per channel",
+    "nf4",
+)
+"""One of each way to be read; test_coded.py has all."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The same model twice."""
+
+    plain: Path
+    quantized: Path
+
+
+def make_checkpoint(directory: Path, model_type: str, write: Write, **changes: Any) -> Checkpoint:
+    """Of random weights; the linear layers' are quantized, head, embedding and norms are not."""
+    plain = make_model(directory / "plain", model_type, **{**SIZES, **changes})
+    made = np.random.default_rng(0)
+    values, stored, settings = load_file(plain / "model.safetensors"), {}, {}
+    for name in list(values):
+        if name.endswith("_proj.weight"):
+            written = write(made, *values[name].shape)
+            values[name] = torch.from_numpy(written.values).contiguous()
+            base = name.removesuffix("weight")
+            stored |= {base + part: tensor for part, tensor in written.tensors.items()}
+            settings = written.settings
+        else:
+            stored[name] = values[name]
+    return saved(plain, directory / "quantized", values, stored, settings)
+
+
+def saved(
+    plain: Path,
+    quantized: Path,
+    values: dict[str, Tensor],
+    stored: dict[str, Tensor],
+    settings: dict[str, Any],
+) -> Checkpoint:
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
+    quantized.mkdir()
+    save_file(stored, quantized / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return Checkpoint(plain, quantized)
+
+
+def worst(checkpoint: Checkpoint, ranks: int) -> float:
+    """The largest error of a logit of the unpacked model in fp32, over a script of prefills and decodes."""
+    expected = reference_logits(checkpoint.plain, mixed_script()[0].sequences)
+    assert expected[0].std() > 0.1, "logits too flat for the comparison to mean anything"
+
+    def work(collectives: Collectives) -> Tensor:
+        return errors(make_runner(checkpoint.quantized, collectives), expected)
+
+    return float(on_ring(ranks, work)[0].max())
+
+
+@pytest.mark.parametrize(("form", "ranks"), [(form, 1 + index % 3) for index, form in enumerate(MODELS)])
+def test_unpacked_they_compute_what_transformers_computes(tmp_path: Path, form: str, ranks: int) -> None:
+    model_type = ["llama", "qwen2"][len(form) % 2]
+    assert worst(make_checkpoint(tmp_path, model_type, FORMS[form]), ranks) < 2e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_fused_projections(tmp_path: Path, ranks: int) -> None:
+    assert worst(make_checkpoint(tmp_path, "phi3", FORMS["gptq"], pad_token_id=0), ranks) < 2e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("form", ["fp8 by blocks", "awq"])
+def test_experts_one_by_one(tmp_path: Path, form: str, ranks: int) -> None:
+    changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    assert worst(make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes), ranks) < 2e-4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
+    plain = tmp_path / "plain"
+    build("gpt_oss", {**settings_of("gpt_oss"), "hidden_size": 64, "intermediate_size": 96}).save_pretrained(
+        plain
+    )
+    made = np.random.default_rng(0)
+    values, stored = load_file(plain / "model.safetensors"), {}
+    for name, value in list(values.items()):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            written = mxfp4(made, value.shape[0], value.shape[2], value.shape[1])
+            values[name] = torch.from_numpy(written.values).contiguous()
+            stored |= {name + part: tensor for part, tensor in written.tensors.items()}
+        else:
+            stored[name] = value
+    checkpoint = saved(plain, tmp_path / "quantized", values, stored, {"quant_method": "mxfp4"})
+    assert worst(checkpoint, ranks) < 2e-4
+
+
+@native
+@pytest.mark.parametrize("form", [form for form in MODELS if not form.startswith(VALUES_ONLY)])
+def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
+    runner = runner_of(checkpoint.quantized, native=True)
+    assert runner.packed is not None
+    assert all(linear.form is not None for linear in runner.packed.layers[0].down.parts)
+    assert runner.packed.layers[0].qkv.form is not None
+    expected = truth(checkpoint.plain, mixed_script()[0].sequences)
+    spread = torch.stack([row.std() for row in expected]).mean()
+    # What int8 activations add is as much as int8 weights do; bf16 weights of the reference are rounded too.
+    assert errors(runner, expected).mean() < 0.05 * spread
+
+
+@native
+@pytest.mark.parametrize("form", ["gptq act-order", "awq", "int8 per channel"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
+    expected = truth(checkpoint.plain, mixed_script()[0].sequences)
+    area = make_area(ranks, 2)
+
+    def work(rank: int) -> Tensor:
+        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        runner = runner_of(checkpoint.quantized, native=True, collectives=ring)
+        assert runner.packed is not None
+        assert runner.packed.layers[0].down.form is not None
+        return errors(runner, expected)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = next(iter(pool.map(work, range(ranks))))
+    spread = torch.stack([row.std() for row in expected]).mean()
+    assert found.mean() < 0.05 * spread
+
+
+def load(directory: Path, dtype: torch.dtype = torch.bfloat16, weights: str = "") -> Any:
+    layout = ShardLayout.from_config(load_config(directory), 1, 0)
+    codec = CODECS[weights] if weights else None
+    return load_model(directory, dtype, layout, SingleRank(), CPU, lambda *_: None, codec, keep_codes=True)
+
+
+def test_what_has_no_integer_products_is_unpacked_and_the_log_says_so(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS["nf4"])
+    with capture_logs() as logs:
+        model = load(checkpoint.quantized)
+    assert isinstance(model.model.layers[0].mlp.down_proj.stored, Tensor)
+    [line] = [line for line in logs if line["event"] == "weights_unpacked"]
+    assert line["tensors"]["model.layers.*.mlp.down_proj.weight"] == SIZES["num_hidden_layers"]
+
+
+def test_models_that_pytorch_computes_are_unpacked(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS["gptq"])
+    model = load(checkpoint.quantized)
+    linear = model.model.layers[0].mlp.down_proj
+    assert isinstance(linear.stored, QuantizedRows)
+    unpack(model, torch.float32)
+    expected = load_file(checkpoint.plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(linear.weight, expected)
+
+
+def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS["awq"])
+    with pytest.raises(
+        ModelLoadError, match="quantized already, and --weight-dtype would quantize it to q4_k again"
+    ):
+        load(checkpoint.quantized, weights="q4_k")
+
+
+def test_biases_of_zeros_that_a_quantizer_has_added_are_passed_over(tmp_path: Path) -> None:
+    quantized = make_checkpoint(tmp_path, "llama", FORMS["gptq"]).quantized / "model.safetensors"
+    name = "model.layers.0.mlp.down_proj.bias"
+    stored = {**load_file(quantized), name: torch.zeros(SIZES["hidden_size"])}
+    save_file(stored, quantized)
+    load(quantized.parent)
+    save_file({**stored, name: torch.ones(SIZES["hidden_size"])}, quantized)
+    with pytest.raises(ModelLoadError, match=f"hold a tensor {name} that the architecture does not use"):
+        load(quantized.parent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"group_size": 64},
+            r"down_proj.weight cannot be read \(its 288 inputs do not divide into groups of 64",
+        ),
+        ({"bits": 8}, r"q_proj.weight has the shape \[160, 80\]|cannot be read"),
+        ({"quant_method": "awq", "version": "gemm"}, "cannot be read"),
+        ({"quant_method": "fp8"}, "the architecture does not use|no tensor"),
+    ],
+)
+def test_configurations_that_lie_are_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = make_checkpoint(tmp_path, "llama", FORMS["gptq"]).quantized / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=reason):
+        load(path.parent)
+
+
+def test_scales_that_are_no_numbers_are_refused_with_the_name_of_the_weight(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", FORMS["gptq"]).quantized / "model.safetensors"
+    stored = load_file(path)
+    stored["model.layers.1.self_attn.o_proj.scales"][1, 2] = float("nan")
+    save_file(stored, path)
+    with pytest.raises(
+        ModelLoadError, match=r"model.layers.1.self_attn.o_proj.weight cannot be read \(.*no numbers"
+    ):
+        load(path.parent)
