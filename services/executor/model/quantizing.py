@@ -20,6 +20,10 @@ from torch import Tensor
 from services.executor.model.quantized import QuantizedRows
 
 _TINY = 1e-30
+_SHRINKS = (1.0, 0.95, 0.9, 0.84, 0.78)
+_TRIALS_OF_MINIMUMS = (-6, -2, 2, 6)
+"""In tenths of a code. More of them gain little: each costs as long as rounding."""
+_TRIALS_OF_SIGNED = (-4, 0)
 _AT_ONCE = 1 << 20
 """Values that are quantized together: they stay in the cache while scales are tried."""
 
@@ -78,7 +82,7 @@ def _with_zero_points(rows: Tensor, codec: RowsCodec) -> QuantizedRows:
     weight = _importance(rows)
     best = torch.full_like(low, float("inf"))
     kept = [torch.zeros_like(low), torch.zeros_like(low)]
-    for shrink in torch.linspace(1.0, 0.72, 15).tolist():
+    for shrink in _SHRINKS:
         scale = ((high - low) * (shrink / most)).half().float()
         zero = (-low * shrink * _inverse(scale)).round_().clamp_(0, most)
         codes = (_quotient(rows, scale).round_() + zero.unsqueeze(2)).clamp_(0, most)
@@ -131,7 +135,7 @@ def _scale_and_minimum(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
     scale, least = (high - low) / most, -low
     codes = _quotient(rows - low.unsqueeze(2), scale).round_().clamp_(0, most)
     best = (weight * (codes * scale.unsqueeze(2) - least.unsqueeze(2) - rows).square_()).sum(2)
-    for step in range(-8, 9, 2):
+    for step in _TRIALS_OF_MINIMUMS:
         trial = (high - low) / (most + step / 10)
         codes = _quotient(rows - low.unsqueeze(2), trial).round_().clamp_(0, most)
         weighted = weight * codes
@@ -178,7 +182,7 @@ def _signed_scale(rows: Tensor, half: int) -> Tensor:
     weight = rows.square()
     best = torch.full_like(largest, -1.0)
     scale = torch.zeros_like(largest)
-    for step in range(-9, 10, 3):
+    for step in _TRIALS_OF_SIGNED:
         trial = largest / -(half + step / 10)
         codes = _quotient(rows, trial).round_().clamp_(-half, half - 1)
         weighted = weight * codes

@@ -4,58 +4,15 @@
 #include <math.h>
 #include <string.h>
 
-#include "gemm.h"
+#include "quantized_layout.h"
 
 enum {
-    QUADS = BLOCK / 4,               /* of a block, on each side */
-    LINE_BYTES = 64,                       /* bytes of a quad, unpacked */
-    BLOCK_BYTES = QUADS * 2 * LINE_BYTES,  /* of a block, unpacked */
-    SLAB = 16,                       /* blocks that are unpacked together, at most */
-    PIECE = 4,                       /* blocks that lie together behind their scales */
-    FEW = PIECE,                     /* blocks that are unpacked together for one tile of rows */
-    MANY = PIECE,                    /* blocks of a group that are summed before they are scaled, at most */
-    SLAB_GROUPS = 2 * SLAB,          /* at most */
-    ROWS = VECTORS >= 32 ? 6 : 2,    /* of a register tile */
-    FEWEST = 2,                      /* rows that are multiplied by codes as they are packed, at most */
+    SLAB = 16,                    /* blocks that are unpacked together, at most */
+    FEW = PIECE,                  /* blocks that are unpacked together for one tile of rows */
+    SLAB_GROUPS = 2 * SLAB,       /* at most */
+    ROWS = VECTORS >= 32 ? 6 : 2, /* of a register tile */
+    FEWEST = 2,                   /* rows that are multiplied by codes as they are packed, at most */
 };
-
-RZ_INLINE long blocks_of(const rz_format *format)
-{
-    return (format->columns + BLOCK - 1) / BLOCK;
-}
-
-/* Groups of a row, of whole blocks. */
-RZ_INLINE long groups_of(const rz_format *format)
-{
-    return format->group ? blocks_of(format) * BLOCK / format->group : 1;
-}
-
-RZ_INLINE long supers_of(const rz_format *format)
-{
-    return format->per ? (groups_of(format) + format->per - 1) / format->per : 0;
-}
-
-/* Blocks that share a scale and are summed before they are scaled; larger groups in parts. */
-RZ_INLINE long blocks_together(const rz_format *format)
-{
-    return format->group == 0 || format->group > MANY * BLOCK ? MANY : format->group < BLOCK ? 1 : format->group / BLOCK;
-}
-
-/* Whether a row's minimum is added for each group; zero points of few bits become part of the codes. */
-RZ_INLINE int has_minimums(const rz_format *format)
-{
-    return format->minimums == RZ_MINIMUMS || (format->minimums == RZ_ZEROS && format->bits == 8);
-}
-
-/* What unpacked codes are larger by than what they stand for. */
-static int unpacked_offset(const rz_format *format)
-{
-    int offset = format->has_table ? 0 : format->offset;
-    if (format->has_table)
-        for (int code = 0; code < 16; code++)
-            offset = -format->table[code] > offset ? -format->table[code] : offset;
-    return offset + (format->minimums == RZ_ZEROS && format->bits < 8 ? 1 << format->bits : 0);
-}
 
 /* --- activations --------------------------------------------------------------------------------------- */
 
@@ -138,12 +95,6 @@ RZ_INLINE void ask_for(const uint8_t *from, const size_t bytes)
         __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Of a block as it is packed; 7: unpacked, of codes below 128. */
-RZ_INLINE size_t block_bytes(int bits)
-{
-    return bits == 7 ? (size_t)BLOCK_BYTES : (size_t)bits * BLOCK_BYTES / 8;
-}
-
 /* `value`'s bits from `from` on, as many as `mask` has, moved to where `mask` is. */
 RZ_INLINE bytes field(bytes value, int from, int mask)
 {
@@ -199,57 +150,6 @@ RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
     if (type == RZ_F32)
         return f32_load((const float *)from + at);
     return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
-}
-
-RZ_INLINE size_t whole_lines(size_t bytes)
-{
-    return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
-}
-
-RZ_INLINE size_t type_bytes(int type)
-{
-    return type == RZ_F32 ? 4 : type == RZ_F16 || type == RZ_BF16 ? 2 : 1;
-}
-
-/* Where a panel's parts lie. */
-typedef struct {
-    const uint8_t *scales, *minimums, *supers, *super_minimums, *codes; /* of the first group, or block */
-    int minimum_type, shift;  /* a piece has 2^shift groups */
-    size_t head, piece;       /* bytes of the scales that a piece begins with, and of all of it */
-    ptrdiff_t ahead;          /* to the panel that comes, which is asked for while this one is computed; or 0 */
-} places;
-
-static places places_of(const rz_format *format, const uint8_t *panel)
-{
-    const int in_pieces = format->group && format->group <= PIECE * BLOCK, least = format->minimums == RZ_MINIMUMS;
-    const size_t one = type_bytes(format->scale_type) * PANEL, super = type_bytes(format->super_type) * PANEL;
-    const size_t supers = (size_t)supers_of(format) * super;
-    places at = { .supers = panel, .super_minimums = panel + supers };
-    at.minimum_type = format->minimums == RZ_ZEROS ? RZ_U8 : format->scale_type;
-    const size_t groups = in_pieces ? (size_t)(PIECE * BLOCK / format->group) : (size_t)groups_of(format);
-    const size_t scales = groups * one, minimums = format->minimums ? groups * PANEL * type_bytes(at.minimum_type) : 0;
-    const size_t all = whole_lines(scales + minimums);
-    const uint8_t *pieces = at.super_minimums + (least ? supers : 0);
-    pieces = panel + whole_lines((size_t)(pieces - panel));
-    at.scales = pieces;
-    at.minimums = at.scales + scales;
-    at.codes = pieces + all;
-    at.head = in_pieces ? all : 0;
-    at.piece = at.head + PIECE * block_bytes(format->bits);
-    at.shift = in_pieces ? __builtin_ctz((unsigned)groups) : 30;
-    return at;
-}
-
-/* Where group `group` of `of`, scales or minimums of `bytes` each, lies. */
-RZ_INLINE const uint8_t *group_at(const places *at, const uint8_t *of, size_t bytes, long group)
-{
-    const size_t in_piece = (size_t)(group & ((1L << at->shift) - 1));
-    return of + (size_t)(group >> at->shift) * at->piece + in_piece * PANEL * bytes;
-}
-
-RZ_INLINE const uint8_t *block_at(const places *at, int bits, long block)
-{
-    return at->codes + (size_t)(block / PIECE) * at->piece + (size_t)(block % PIECE) * block_bytes(bits);
 }
 
 /* A panel's slab, ready for tiles. */
@@ -384,7 +284,8 @@ RZ_INLINE f32 product_of(i32 dot, const float *scale)
 
 /* dots[row] += quads [from, end) of a block: of unpacked codes, where `bits` is 8, else of packed ones. */
 RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
-                         const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from, const int end)
+                         const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from,
+                         const int end)
 {
 #pragma GCC unroll 8
     for (int quad = from; quad < end; quad++) {
@@ -441,13 +342,13 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
                 for (int row = 0; row < rows; row++)
                     dots[row][0] = dots[row][1] =
                         i32_set1(x.starts[row * x.blocks * 2 + block * halves + half]);
+                const int8_t *here = x.codes + block * BLOCK;
                 if (halves == 1)
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, 0, QUADS);
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, 0, QUADS);
                 else if (half == 0)
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, 0, QUADS / 2);
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, 0, QUADS / 2);
                 else
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, x.codes + block * BLOCK, x.columns, QUADS / 2,
-                              QUADS);
+                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, QUADS / 2, QUADS);
                 if (grouping == BY_MANY) {
 #pragma GCC unroll 6
                     for (int row = 0; row < rows; row++)
@@ -560,11 +461,10 @@ RZ_INLINE int grouping_of(const rz_format *format)
 /* Whether unpacked codes are below 128, and that is worth telling. */
 RZ_INLINE int is_narrow(const rz_format *format)
 {
-    int most = (1 << format->bits) - 1;
-    if (format->has_table)
-        for (int code = 0; code < 16; code++)
-            most = format->table[code] + unpacked_offset(format) > most ? format->table[code] + unpacked_offset(format) : most;
-    return FASTER_BELOW_128 && format->bits < 8 && most < 128;
+    int most = 0;
+    for (int code = 0; format->has_table && code < 16; code++)
+        most = format->table[code] > most ? format->table[code] : most;
+    return FASTER_BELOW_128 && format->bits < 8 && most + (format->has_table ? unpacked_offset(format) : 0) < 128;
 }
 
 /* What multiplies `rows` rows by codes as they are packed, or NULL. */
@@ -616,98 +516,6 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
             row += count;
             here.ahead = 0;
         }
-    }
-}
-
-/* --- packing ------------------------------------------------------------------------------------------- */
-
-size_t rz_quantized_panel_bytes(const rz_format *format)
-{
-    const places at = places_of(format, NULL);
-    const size_t blocks = (size_t)blocks_of(format), pieces = (blocks + PIECE - 1) / PIECE;
-    /* The first head is before the codes already. */
-    return (size_t)(at.codes - (const uint8_t *)NULL) + (pieces - 1) * at.head + blocks * block_bytes(format->bits);
-}
-
-static int is_served(const rz_format *format)
-{
-    const int bits = format->bits, group = format->group;
-    return bits >= 2 && bits <= 8 && bits != 7 && format->columns > 0 && format->per >= 0
-        && (group == 0 || (group >= BLOCK / 2 && group <= SLAB * BLOCK && (group & (group - 1)) == 0))
-        && (group <= BLOCK || format->columns % group == 0) && (!format->has_table || bits <= 4)
-        && !(format->has_table && format->minimums == RZ_ZEROS) && !(format->per && format->minimums == RZ_ZEROS);
-}
-
-size_t rz_quantized_bytes(const rz_format *format, long outputs)
-{
-    return is_served(format) ? (size_t)(outputs + PANEL - 1) / PANEL * rz_quantized_panel_bytes(format) : 0;
-}
-
-/* The bytes of a quad: four columns from `column` on of the 16 outputs from `output` on; 0 where there are none. */
-static void quad_of(uint8_t *to, const rz_codes *weight, long columns, long output, long column)
-{
-    memset(to, 0, LINE_BYTES);
-    const long left = columns - column, width = left < 4 ? (left < 0 ? 0 : left) : 4;
-    for (long row = 0; row < LANES && output + row < weight->outputs; row++)
-        memcpy(to + row * 4, weight->codes + (output + row) * weight->code_stride + column, (size_t)width);
-}
-
-static void pack_block(uint8_t *to, int bits, const rz_codes *weight, long columns, long output, long column)
-{
-    const int low = bits >= 4 ? 4 : 2;
-    memset(to, 0, block_bytes(bits));
-    for (int quad = 0; quad < QUADS; quad++)
-        for (int side = 0; side < 2; side++) {
-            uint8_t codes[LINE_BYTES];
-            quad_of(codes, weight, columns, output + side * LANES, column + quad * 4);
-            if (bits == 8) {
-                memcpy(to + (quad * 2 + side) * LINE_BYTES, codes, LINE_BYTES);
-                continue;
-            }
-            uint8_t *first = to + (low == 4 ? quad : quad / 2) * LINE_BYTES;
-            uint8_t *more = to + (low == 4 ? QUADS : QUADS / 2) * LINE_BYTES + (bits == 6 ? quad / 2 : quad / 4) * LINE_BYTES;
-            const int at = low == 4 ? side * 4 : (quad % 2 * 2 + side) * 2;
-            const int then = bits == 6 ? (quad % 2 * 2 + side) * 2 : quad % 4 * 2 + side;
-            for (int i = 0; i < LINE_BYTES; i++) {
-                first[i] |= (uint8_t)((codes[i] & ((1 << low) - 1)) << at);
-                if (bits > low)
-                    more[i] |= (uint8_t)((codes[i] >> low & ((1 << (bits - low)) - 1)) << then);
-            }
-        }
-}
-
-/* Group `group` of scales or minimums: 32 of them, from [outputs][groups]. */
-static void pack_scales(const uint8_t *to, const void *from, size_t bytes, long stride, long group, long output, long outputs)
-{
-    for (long row = 0; from && row < PANEL && output + row < outputs; row++)
-        memcpy((uint8_t *)to + (size_t)row * bytes, (const uint8_t *)from + (size_t)((output + row) * stride + group) * bytes,
-               bytes);
-}
-
-void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end)
-{
-    const size_t bytes = rz_quantized_panel_bytes(format);
-    const long groups = format->group ? format->columns / format->group : 1, all = weight->outputs;
-    const long supers = format->per ? groups / format->per : 0, blocks = blocks_of(format);
-    const size_t scale = type_bytes(format->scale_type), super = type_bytes(format->super_type);
-    for (long panel = first; panel < end; panel++) {
-        uint8_t *to = memset(packed + (size_t)panel * bytes, 0, bytes);
-        const places at = places_of(format, to);
-        const long output = panel * PANEL;
-        const size_t least = type_bytes(at.minimum_type);
-        for (long group = 0; group < groups; group++) {
-            pack_scales(group_at(&at, at.scales, scale, group), weight->scales, scale, weight->scale_stride, group, output, all);
-            pack_scales(group_at(&at, at.minimums, least, group), weight->minimums, least, weight->minimum_stride, group,
-                        output, all);
-        }
-        for (long i = 0; i < supers; i++) {
-            const size_t there = (size_t)i * PANEL * super;
-            pack_scales(at.supers + there, weight->supers, super, weight->super_stride, i, output, all);
-            pack_scales(at.super_minimums + there, weight->super_minimums, super, weight->super_minimum_stride, i, output, all);
-        }
-        for (long block = 0; block < blocks; block++)
-            pack_block((uint8_t *)block_at(&at, format->bits, block), format->bits, weight, format->columns, output,
-                       block * BLOCK);
     }
 }
 

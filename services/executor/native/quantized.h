@@ -2,8 +2,8 @@
  *
  *     value[o][i] = s[o][g] * (T(code[o][i]) - zero[o][g]) - m[o][g]        g = i / group     (model/quantized.py)
  *
- * Packed, a panel of 32 outputs has its codes in blocks of 32 columns, four of which make a piece. What a vector holds is a
- * quad: four columns of 16 outputs, a 32-bit lane for each output, as the dot-product instruction (vpdpbusd) reads it.
+ * Packed, a panel of 32 outputs has its codes in blocks of 32 columns, four of which make a piece. What a vector holds
+ * is a quad: four columns of 16 outputs, a 32-bit lane for each output, as the dot-product instruction (vpdpbusd) reads it.
  * A block has 8 quads of the panel's left 16 outputs and 8 of the right ones, in planes of bits:
  *
  *     8 bits      left quad 0 | right quad 0 | left quad 1 | ...                                        1,024 bytes
@@ -13,8 +13,8 @@
  *
  *     2 bits: the second plane; 3: the second and third; 4: the first; 5: first and third; 6: first and second
  *
- * A piece begins with its scales [groups][32], then its minimums or zero points [groups][32]; where a group is larger than
- * a piece, they are ahead of all pieces. A panel begins with what multiplies scales, then what multiplies minimums
+ * A piece begins with its scales [groups][32], then its minimums or zero points [groups][32]; where a group is larger
+ * than a piece, they are ahead of all pieces. A panel begins with what multiplies scales, then what multiplies minimums
  * [groups / per][32]. So a panel is read as it lies in memory.
  *
  * Few rows and many go the same way: a slab of columns is unpacked to 8 bits into the first cache and multiplied by

@@ -58,4 +58,5 @@
 #include "../largest.c"
 #include "../products.c"
 #include "../quantized.c"
+#include "../quantized_pack.c"
 #include "../workspace.c"
