@@ -49,7 +49,13 @@ class Kernels:
         self.library.rz_decoder_free(self._decoder)
 
 
-@pytest.fixture(params=levels() or ("none",), scope="module")
+def every_level() -> list[Any]:
+    """The best is tested always."""
+    others = (pytest.param(level, marks=pytest.mark.slow) for level in levels()[1:])
+    return [*levels()[:1], *others]
+
+
+@pytest.fixture(params=every_level(), scope="module")
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     if request.param == "amx":
         pytest.skip("its products of integers are those of avx512vnni")
