@@ -88,6 +88,12 @@ def models_convert(
     dtype: Annotated[
         str, typer.Option(help="Of the weights: bf16, f16, f32, q8_0, q4_k_m, int8, int4-g128, ...")
     ] = "bf16",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Then compare logits of both, which needs memory for the model in float32."
+        ),
+    ] = False,
 ) -> None:
     """Write a model in another format. What a stopped conversion had finished is kept for the next."""
     if to not in ("gguf", "safetensors"):
@@ -95,8 +101,16 @@ def models_convert(
     screen = console()
     command = ["convert", _path(source), str(target.expanduser()), "--to", to, "--dtype", dtype]
     with model_bars(screen) as report:
-        result = conversion.run(command, report)
+        result = conversion.run([*command, *(["--check"] if check else [])], report)
     say(screen, f"{target} is ready, {megabytes(result['bytes'])}")
+    if found := result["check"]:
+        before, after = found["perplexity"]
+        say(
+            screen,
+            f"{found['tokens']} tokens: the same most likely token at {found['same_top']:.1%}, logits differ by "
+            f"{found['largest']:.3g} at most, perplexity {before:.4f} before and {after:.4f} after "
+            f"({after / before - 1:+.2%})",
+        )
 
 
 def _path(model: str) -> str:

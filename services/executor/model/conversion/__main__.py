@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import structlog
 from transformers.utils import logging
 
+from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import FORMATS, convert
 from services.executor.model.conversion.inspection import inspect
 from shared.errors import RyzansteinError
@@ -25,6 +27,8 @@ _SECONDS_BETWEEN = 0.1
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
+    # Standard output is for our lines alone.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -50,12 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("target", type=Path)
     other.add_argument("--to", choices=sorted(FORMATS), required=True)
     other.add_argument("--dtype", required=True)
+    other.add_argument("--check", action="store_true", help="compare logits before and after")
     return parser
 
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:
-    size = convert(options.source, options.target, options.to, options.dtype, _reporter())
-    return {"bytes": size}
+    report = _reporter()
+    size = convert(options.source, options.target, options.to, options.dtype, report)
+    checked = compare(options.source, options.target, report) if options.check else None
+    return {"bytes": size, "check": checked}
 
 
 def _reporter() -> Callable[[str, int, int], None]:

@@ -1,10 +1,12 @@
 """One model's files into another format's: read tensor by tensor, written tensor by tensor."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from gguf.constants import GGMLQuantizationType as Type
+from torch import Tensor
 
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
 from services.executor.model.conversion.models import (
@@ -22,6 +24,10 @@ from services.executor.model.conversion.partial_file import (
     size_of_file,
     write_tensors,
 )
+from services.executor.model.loading.gguf_blocks import values
+from services.executor.model.loading.gguf_file import GgufFile
+from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError
 
@@ -48,9 +54,32 @@ def convert(source: Path, target: Path, to: str, dtype: str, report: Progress) -
 def open_model(source: Path) -> Iterator[SourceModel]:
     """The model to read. Raises `ModelLoadError`."""
     if not source.is_dir():
-        raise ModelLoadError(f"The model directory {source} does not exist; check the path.")
-    with WeightFiles(source) as files:
-        yield directory_model(source, files)
+        raise ModelLoadError(f"{source} is no model directory; give one that holds config.json.")
+    config = load_config(source)
+    with WeightFiles(source, scheme_of(config)) as files:
+        yield directory_model(source, config, files)
+
+
+def gguf_written_from(model: SourceModel, file: Path) -> SourceModel:
+    """The model as `file`, which was made of `model`, holds it."""
+    config = model.config.to_dict()
+    architecture = gguf_header.architecture_of(config)
+    names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
+    written = GgufFile(file)
+    held = {tensor.name: tensor for tensor in written.header.tensors}
+
+    def back(one: SourceTensor) -> SourceTensor:
+        stored = held[names[one.name]]
+        count = _heads_of(one.name, config) if architecture.interleaved else None
+
+        def pieces() -> Iterator[Tensor]:
+            rows = values(written.rows(stored), stored.kind).reshape(one.shape).float()
+            yield rows if count is None else gguf_header.in_halves(rows, count)
+
+        return SourceTensor(one.name, one.shape, pieces)
+
+    tensors = tuple(back(one) for one in model.tensors if one.name in names)
+    return SourceModel(model.directory, model.config, tensors)
 
 
 def _check(target: Path, to: str, dtype: str) -> None:
@@ -70,9 +99,8 @@ def _to_gguf(
     config = model.config.to_dict()
     architecture = gguf_header.architecture_of(config)
     names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors = [
-        _in_rotary_order(tensor, heads) if architecture.interleaved else tensor
+        _in_rotary_order(tensor, config) if architecture.interleaved else tensor
         for tensor in model.tensors
         if tensor.name in names
     ]
@@ -116,11 +144,18 @@ def _write(
     write_tensors(path, header, tensors, alignment, report)
 
 
-def _in_rotary_order(tensor: SourceTensor, heads: dict[str, int]) -> SourceTensor:
-    count = heads.get(tensor.name.rpartition(".")[0].rpartition(".")[2])
+def _in_rotary_order(tensor: SourceTensor, config: Mapping[str, Any]) -> SourceTensor:
+    count = _heads_of(tensor.name, config)
     if count is None:
         return tensor
     return tensor.mapped(lambda rows: gguf_header.interleaved(rows, count))
+
+
+def _heads_of(name: str, config: Mapping[str, Any]) -> int | None:
+    """None where the tensor is not turned."""
+    heads = config["num_attention_heads"]
+    by_name = {"q_proj": heads, "k_proj": config.get("num_key_value_heads") or heads}
+    return by_name.get(name.rpartition(".")[0].rpartition(".")[2])
 
 
 def _gguf_tensor(tensor: SourceTensor, kind: Type) -> WrittenTensor:

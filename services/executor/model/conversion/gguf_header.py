@@ -84,6 +84,11 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     )
 
 
+def in_halves(rows: Tensor, heads: int) -> Tensor:
+    """What `interleaved` was made of."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
 def names_of(
     names: Sequence[str], architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> dict[str, str]:

@@ -12,7 +12,8 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.coded import CodedTensor
+from services.executor.model.loading.schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
 
@@ -45,8 +46,7 @@ class SourceModel:
 
     def linear_weights(self) -> frozenset[str]:
         """The names of the weights of linear layers, but the head's."""
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(self.config)
+        model = empty_model(self.config)
         head = model.get_output_embeddings()
         return frozenset(
             f"{name}.weight"
@@ -55,25 +55,41 @@ class SourceModel:
         )
 
 
-def directory_model(directory: Path, files: WeightFiles) -> SourceModel:
+def directory_model(directory: Path, config: Any, files: WeightFiles) -> SourceModel:
     """The model of a directory of safetensors or PyTorch files. Raises `ModelLoadError`."""
-    config = load_config(directory)
-    kept = getattr(config, "quantization_config", None)
-    if kept is not None:
-        method = kept.get("quant_method") if isinstance(kept, Mapping) else type(kept).__name__
-        raise ModelLoadError(
-            f"The weights in {directory} are quantized already ({method}) and would lose twice; convert the model that "
-            "they were made from."
-        )
     tensors = []
     for name, shape in sorted(files.shapes.items()):
+        if name in files.coded:
+            tensors.append(SourceTensor(name, tuple(shape), _coded_reader(files, name, files.coded[name])))
+            continue
         stored = files.tensor(name)
+        if name.endswith(".bias") and f"{name[:-5]}.weight" in files.coded and not stored.any():
+            continue  # quantizers give every linear layer a bias, of zeros where the model has none
         if not stored.is_floating_point():
             raise ModelLoadError(
                 f"The tensor {name} in {directory} is of {stored.dtype}, which is not converted; use plain weights."
             )
         tensors.append(SourceTensor(name, tuple(shape), _reader(files, name, stored)))
     return SourceModel(directory, config, tuple(tensors))
+
+
+def empty_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """As transformers builds it: parameters without memory, real buffers."""
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _coded_reader(files: WeightFiles, name: str, stored: CodedTensor) -> Callable[[], Iterator[Tensor]]:
+    def pieces() -> Iterator[Tensor]:
+        rest = tuple(slice(0, extent) for extent in stored.shape[1:])
+        for first, end in row_spans(stored.shape):
+            try:
+                yield stored.values((slice(first, end), *rest))
+            except ValueError as error:
+                raise unreadable(name, error) from error
+        files.release_coded(name)
+
+    return pieces
 
 
 def _reader(files: WeightFiles, name: str, stored: Tensor) -> Callable[[], Iterator[Tensor]]:
@@ -110,5 +126,6 @@ def copy_texts(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
+    for old in ("torch_dtype", "quantization_config"):
+        config.pop(old, None)
     (target / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n", encoding="utf-8")

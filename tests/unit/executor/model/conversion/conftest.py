@@ -9,30 +9,44 @@ import pytest
 
 from tests.unit.executor.model.tiny import make_model
 
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+BEGIN = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 TOKENIZER: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
     "added_tokens": [
-        {"id": 0, "content": "<|end|>", "special": True},
-        {"id": 1, "content": "<|begin|>", "special": True},
-        {"id": 2, "content": "<plain>", "special": False},
+        {"id": 0, "content": "<|end|>", "special": True, **PLAIN},
+        {"id": 1, "content": "<|begin|>", "special": True, **PLAIN},
+        {"id": 2, "content": "<plain>", "special": False, **PLAIN},
     ],
+    "normalizer": None,
     "pre_tokenizer": {
         "type": "Sequence",
         "pretokenizers": [
             {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         ],
     },
     "post_processor": {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|begin|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
+        "single": [BEGIN, TEXT],
+        "pair": [BEGIN, TEXT, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [1], "tokens": ["<|begin|>"]}},
     },
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
     "model": {
         "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
         "vocab": {"a": 3, "b": 4, "ab": 5, "Ġ": 6, "Ġab": 7},
-        "merges": [["a", "b"], "Ġ ab"],
+        "merges": [["a", "b"], ["Ġ", "ab"]],
     },
 }
 

@@ -13,6 +13,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_header import interleaved, pre_tokenizer, rope_factors
 from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
@@ -163,6 +164,12 @@ def test_compressed_tensors_have_the_weights(
     wide = [part.repeat(weight.shape[1] // scale.shape[1], axis=1) for part in (zero, scale.float().numpy())]
     read = (codes - wide[0]) * wide[1]
     assert np.square(read - weight).mean() / np.square(weight).mean() < most
+    # Our own reader has the same numbers, and says so in plain weights too.
+    convert(tmp_path / "out", tmp_path / "plain", "safetensors", "f32", ignore)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert np.allclose(plain[f"{name}.weight"].numpy(), read, atol=1e-6)
+    assert plain.keys() == before.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     # Embedding and norms are as they were.
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].bfloat16())
     assert "model.embed_tokens.weight" in after
@@ -206,12 +213,12 @@ def test_targets_and_sources_that_will_not_do(model_of: MakeModel, tmp_path: Pat
         convert(source, tmp_path, "safetensors", "bf16", ignore)
     with pytest.raises(ConfigurationError, match=r"does not end in \.gguf"):
         convert(source, tmp_path / "out", "gguf", "bf16", ignore)
-    with pytest.raises(ModelLoadError, match="does not exist"):
+    with pytest.raises(ModelLoadError, match="is no model directory"):
         convert(tmp_path / "none", tmp_path / "out", "safetensors", "bf16", ignore)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    config["quantization_config"] = {"quant_method": "aqlm"}
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match=r"quantized already \(gptq\)"):
+    with pytest.raises(ModelLoadError, match="aqlm"):
         convert(source, tmp_path / "out", "safetensors", "bf16", ignore)
 
 
@@ -272,3 +279,19 @@ def test_inspecting_names_each_tensor(model_of: MakeModel, tmp_path: Path) -> No
     assert plain.parameters == coded.parameters
     with pytest.raises(ModelLoadError, match="does not exist"):
         inspect(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype", "least"), [("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)]
+)
+def test_checking_tells_how_far_two_are_apart(
+    model_of: MakeModel, tmp_path: Path, to: str, dtype: str, least: float
+) -> None:
+    source, target = model_of("llama"), tmp_path / "out.gguf" if to == "gguf" else tmp_path / "out"
+    convert(source, target, to, dtype, ignore)
+    found = compare(source, target, ignore)
+    assert found.tokens == 512
+    assert found.same_top >= least
+    assert (found.largest == 0) == (dtype == "f32")
+    before, after = found.perplexity
+    assert after == pytest.approx(before, rel=1e-6 if dtype == "f32" else 0.5)
