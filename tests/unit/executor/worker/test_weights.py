@@ -22,6 +22,8 @@ from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, choose_dtype, load_share
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from tests.unit.executor.model.loading.coded_weights import FORMS
+from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
@@ -90,6 +92,30 @@ def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: N
         for row, (sequence, position) in zip(logits, sampled, strict=True):
             # The weights alone were rounded to bf16.
             assert (row - expected[sequence][position]).abs().max() < 0.1 * expected[sequence].std()
+
+
+@natively
+@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", False)])
+def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
+    tmp_path: Path, model_type: str, packed: bool
+) -> None:
+    experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    checkpoint = make_checkpoint(tmp_path, model_type, FORMS["gptq"], **({} if packed else experts))
+    config = checkpoint.quantized / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float16"}))
+    with structlog.testing.capture_logs() as logged:
+        share = share_of(checkpoint.quantized)
+        runner = runner_of(share)
+    assert runner.is_native is packed
+    assert any(line["event"] == "weights_unpacked" for line in logged) is not packed
+    script, steps = mixed_script()
+    expected = reference_logits(checkpoint.plain, script.sequences)
+    for plan, sampled in steps:
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        for row, (sequence, position) in zip(logits, sampled, strict=True):
+            # Activations are rounded to int8 or bf16, and what is not quantized to bf16.
+            assert (row - expected[sequence][position]).abs().mean() < 0.1 * expected[sequence].std()
 
 
 def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
+from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.loader import load_config, load_model, unpack
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
@@ -191,6 +192,18 @@ def test_models_that_pytorch_computes_are_unpacked(tmp_path: Path) -> None:
     unpack(model, torch.float32)
     expected = load_file(checkpoint.plain / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(linear.weight, expected)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("int4-g32", 4), ("int8", 8)])
+def test_what_the_converter_writes_is_read(tmp_path: Path, dtype: str, bits: int) -> None:
+    plain = make_model(tmp_path / "plain", "llama", **SIZES)
+    convert(plain, tmp_path / "made", "safetensors", dtype, lambda *_: None)
+    name = "model.layers.0.mlp.down_proj"
+    held = load(tmp_path / "made").get_submodule(name).stored
+    assert isinstance(held, QuantizedRows)
+    assert held.bits == bits
+    weight = load_file(plain / "model.safetensors")[f"{name}.weight"]
+    assert (held.dequantized() - weight).square().mean() < 0.01 * weight.square().mean()
 
 
 def test_a_quantized_model_is_not_quantized_again(tmp_path: Path) -> None:
