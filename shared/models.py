@@ -2,6 +2,8 @@
 reads, and of the parsers that an operator can choose (the gateway has the parsers themselves)."""
 
 import hashlib
+import os
+import re
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -29,6 +31,10 @@ REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 
 
 _SAMPLE_BYTES = 1 << 20
+_FORM = b"linked"
+"""What the directory holds; earlier versions unpacked the weights into it."""
+_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_LINK = re.compile(r"model(-\d{5}-of-\d{5})?\.gguf")
 
 
 def pulled_name(name: str) -> str:
@@ -36,20 +42,58 @@ def pulled_name(name: str) -> str:
     return name.replace("/", "--")
 
 
-def converted_name(gguf: Path) -> str:
-    """The directory's name for what a GGUF file is converted into, the same wherever the file lies.
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of the model that `path` is, or is one of: `NAME-00001-of-00003.gguf` and so on, in order."""
+    named = _SPLIT.fullmatch(path.name)
+    if named is None:
+        return [path]
+    count = named["count"]
+    return [
+        path.with_name(f"{named['stem']}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)
+    ] or [path]
 
-    Made from the file's size, beginning and end. Raises `ModelLoadError`.
+
+def converted_name(gguf: Path) -> str:
+    """The directory's name for what a GGUF file is served from, the same wherever the file lies.
+
+    Made from its size, beginning and end, and those of the files beside it that are the same model's. Raises
+    `ModelLoadError`.
     """
-    digest = hashlib.sha256()
-    try:
-        size = gguf.stat().st_size
-        with gguf.open("rb") as stream:
-            digest.update(str(size).encode() + stream.read(_SAMPLE_BYTES))
-            stream.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(stream.read())
-    except FileNotFoundError:
-        raise ModelLoadError(f"The GGUF file {gguf} does not exist; check the path.") from None
-    except OSError as error:
-        raise ModelLoadError(f"The file {gguf} cannot be read ({error.strerror}); check the path.") from None
+    digest = hashlib.sha256(_FORM)
+    for part in gguf_parts(gguf):
+        try:
+            size = part.stat().st_size
+            with part.open("rb") as stream:
+                digest.update(str(size).encode() + stream.read(_SAMPLE_BYTES))
+                stream.seek(max(0, size - _SAMPLE_BYTES))
+                digest.update(stream.read())
+        except FileNotFoundError:
+            raise ModelLoadError(f"The GGUF file {part} does not exist; check the path.") from None
+        except OSError as error:
+            raise ModelLoadError(
+                f"The file {part} cannot be read ({error.strerror}); check the path."
+            ) from None
     return f"{gguf.stem}-{digest.hexdigest()[:12]}"
+
+
+def linked_gguf(directory: Path) -> list[Path]:
+    """The links to GGUF files in a model's directory that is served from them, in order."""
+    return sorted(path for path in directory.glob("model*.gguf") if _LINK.fullmatch(path.name))
+
+
+def link_gguf(directory: Path, gguf: Path) -> None:
+    """Has `directory` lead to `gguf`, and to the files beside it that are the same model's. Raises `OSError`."""
+    for part in gguf_parts(gguf.absolute()):
+        named = _SPLIT.fullmatch(part.name)
+        ending = f"-{named['number']}-of-{named['count']}" if named else ""
+        link = directory / f"model{ending}.gguf"
+        made = link.with_name(f".{link.name}.{os.getpid()}")
+        made.unlink(missing_ok=True)
+        made.symlink_to(part)
+        made.replace(link)
+
+
+def relink_gguf(directory: Path, gguf: Path) -> None:
+    """The same, where a link of `directory` leads nowhere: the file has been moved. Raises `OSError`."""
+    if any(not link.exists() for link in linked_gguf(directory)):
+        link_gguf(directory, gguf)

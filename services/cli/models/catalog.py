@@ -28,7 +28,7 @@ from services.cli.models.downloads import (
     size_of,
 )
 from shared.errors import ConfigurationError, InternalError, ModelLoadError, RyzansteinError, error_from_code
-from shared.models import converted_name, pulled_name
+from shared.models import converted_name, linked_gguf, pulled_name, relink_gguf
 from shared.process import die_with_parent
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -107,7 +107,9 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
     if path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
     if name.endswith(".gguf"):
-        return path.stem, _converted(cache / converted_name(path), progress, lambda scratch: path)
+        directory = _converted(cache / converted_name(path), progress, lambda scratch: path)
+        relink_gguf(directory, path)
+        return path.stem, directory
     if path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
@@ -135,7 +137,11 @@ def _converted(directory: Path, progress: Progress, get_gguf: Callable[[Path], P
         return directory
     with claimed(_partial(directory), lambda: progress("waiting for another process", 0, 0)) as scratch:
         if not _is_whole(directory):  # the other one has made it
-            convert_gguf(get_gguf(scratch), scratch / "model", progress)
+            file = get_gguf(scratch)
+            convert_gguf(file, scratch / "model", progress)
+            if file.is_relative_to(scratch):
+                for link in linked_gguf(scratch / "model"):
+                    file.replace(link)  # else it would go with `scratch`
             try:
                 (scratch / "model").rename(directory)
             except OSError:

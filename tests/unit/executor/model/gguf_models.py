@@ -1,0 +1,98 @@
+"""Tiny models written as GGUF files, with the package `gguf`: what other programs make of transformers' models."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+    "gemma2": "gemma2",
+}
+"""Model type -> as GGUF calls it."""
+_QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F32", "F16", "BF16", "TQ2_0")
+"""Types that `gguf` writes; of others any codes are a weight."""
+
+
+def write_gguf(directory: Path, path: Path, kind: str, **extra: str) -> Path:
+    """The transformers model in `directory` as the file `path`, its matrices of type `kind`, those whose name ends as
+    one of `extra` says of that type."""
+    config = AutoConfig.from_pretrained(str(directory))
+    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
+    add_metadata(writer, config)
+    add_tensors(writer, model, config, kind, extra)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+    tokens = ["!!", *(chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)])]
+    tokens = (tokens + [chr(256 + more) for more in range(2000)])[: config.vocab_size]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(["! !"])
+    writer.add_eos_token_id(0)
+
+
+def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, extra: dict[str, str]) -> None:
+    architecture = ARCHITECTURES[config.model_type]
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if architecture == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+            heads = config.num_attention_heads if ".attn_q." in stored else config.num_key_value_heads
+            tensor = tensor.view(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
+        if architecture.startswith("gemma") and stored.endswith("norm.weight"):
+            tensor = tensor + 1
+        if tensor.dim() == 1:
+            writer.add_tensor(stored, tensor.numpy())
+            continue
+        chosen = next((other for end, other in extra.items() if f"{end}.weight" in stored), kind)
+        type_ = gguf.GGMLQuantizationType[chosen]
+        writer.add_tensor(stored, stored_as(tensor.numpy(), type_), raw_dtype=type_)
+
+
+def stored_as(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Rows of blocks; of types that `gguf` does not write, any codes under small scales."""
+    if kind.name in _QUANTIZABLE:
+        return gguf.quantize(values, kind)
+    from tests.unit.executor.model.loading.test_gguf_blocks import FLOATS, any_rows
+
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    raw = any_rows(kind, values.size, values.shape[0], values.shape[1] // gguf.GGML_QUANT_SIZES[kind][0])
+    blocks = raw.reshape(values.shape[0], -1, size)
+    for at in FLOATS[kind.name]:
+        scales = blocks[..., at : at + 2].copy().view(np.float16) / np.float16(4000)
+        blocks[..., at : at + 2] = scales.view(np.uint8)
+    if kind.name == "MXFP4":
+        blocks[..., 0] = 120
+    return raw

@@ -1,0 +1,228 @@
+"""GGUF files through the loader: what each rank holds, against transformers' own reading of the same file."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from services.executor.collectives.base import SingleRank
+from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.loader import load_config, load_model, unpack
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.gguf_models import ARCHITECTURES, write_gguf
+from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
+from tests.unit.executor.model.ring import CPU, mixed_script
+from tests.unit.executor.model.tiny import make_model
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+THREE = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 128,
+    "hidden_size": 768,
+    "intermediate_size": 1024,
+}
+"""1024 inputs are no three equal parts of whole blocks, three heads no two."""
+CHANGES = {"qwen3": {"attention_bias": False, "head_dim": 128}}
+"""What its files say, and transformers' reader of them takes for granted."""
+
+
+def make(
+    tmp_path: Path, model_type: str, kind: str, changes: Mapping[str, Any] | None = None, **extra: str
+) -> Path:
+    source = make_model(
+        tmp_path / "plain", model_type, **{**SIZES, **CHANGES.get(model_type, {}), **(changes or {})}
+    )
+    return write_gguf(source, tmp_path / "model.gguf", kind, **extra)
+
+
+def converted(file: Path, *, unpacked: bool = False) -> Path:
+    target = file.with_name("unpacked" if unpacked else "linked")
+    convert_gguf(file, target, lambda *stage: None, unpack=unpacked)
+    return target
+
+
+def load(directory: Path, dtype: torch.dtype, *, keep_codes: bool = False) -> Any:
+    layout = ShardLayout.from_config(load_config(directory), 1, 0)
+    return load_model(
+        directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, keep_codes=keep_codes
+    )
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    """All parameters in float32, quantized ones too."""
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        stored = owner.stored if isinstance(owner, WeightShard) and name.endswith(".weight") else parameter
+        found[name] = stored.dequantized() if isinstance(stored, QuantizedRows) else stored.detach().float()
+    return found
+
+
+def theirs(file: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(
+        str(file.parent),
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    return dict(model.state_dict())
+
+
+def check(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, expected[name].float()), name
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_weights_are_held_as_the_file_has_them(tmp_path: Path, kind: gguf.GGMLQuantizationType) -> None:
+    file = make(tmp_path, "llama", kind.name)
+    model = load(converted(file), torch.float32, keep_codes=True)
+    held = [module for module in model.modules() if isinstance(module, WeightShard)]
+    assert all(isinstance(module.stored, QuantizedRows) for module in held)
+    expected = theirs(file)
+    check(values_of(model), expected)
+    unpack(model, torch.float32)
+    check(values_of(model), expected)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        *((name, "Q8_0") for name in ARCHITECTURES),
+        ("llama", "F32"),
+        ("llama", "F16"),
+        ("gemma3_text", "BF16"),
+    ],
+)
+def test_every_architecture_has_its_weights_in_its_places(tmp_path: Path, model_type: str, kind: str) -> None:
+    file = make(tmp_path, model_type, kind)
+    expected = theirs(file)
+    for keep_codes in (False, True):
+        check(values_of(load(converted(file), torch.float32, keep_codes=keep_codes)), expected)
+
+
+def test_types_without_codes_are_unpacked_and_named_in_the_log(tmp_path: Path) -> None:
+    file = make(tmp_path, "llama", "Q8_0", attn_v="TQ2_0")
+    with capture_logs() as lines:
+        model = load(converted(file), torch.float32, keep_codes=True)
+    assert isinstance(model.model.layers[0].self_attn.v_proj.stored, Tensor)
+    assert isinstance(model.model.layers[0].self_attn.q_proj.stored, QuantizedRows)
+    [line] = [line for line in lines if line["event"] == "weights_unpacked"]
+    assert (line["type"], line["tensors"], line["names"][0]) == ("TQ2_0", 3, "blk.0.attn_v.weight")
+    check(values_of(model), theirs(file))
+
+
+def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
+    file = make(tmp_path, "llama", "Q8_0")
+    plain = load(converted(file), torch.float32).model.rotary_emb.inv_freq
+    factors = np.linspace(1, 8, 32).astype(np.float32)
+    again = with_tensor(file, tmp_path / "again" / "model.gguf", "rope_freqs.weight", factors)
+    scaled = load(converted(again), torch.float32).model.rotary_emb.inv_freq
+    assert torch.equal(scaled, plain / torch.from_numpy(factors))
+    wrong = with_tensor(file, tmp_path / "wrong" / "model.gguf", "rope_freqs.weight", factors[:7])
+    with pytest.raises(ModelLoadError, match="7 rotary factors for 32 frequencies"):
+        load(converted(wrong), torch.float32)
+
+
+def test_what_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
+    file = make(tmp_path, "llama", "Q8_0")
+    strange = with_tensor(
+        file, tmp_path / "strange" / "model.gguf", "blk.0.other.weight", np.ones(4, np.float32)
+    )
+    with pytest.raises(ModelLoadError, match=r"hold a tensor blk.0.other.weight"):
+        load(converted(strange), torch.float32)
+    content = bytearray(file.read_bytes())
+    tensor = next(
+        found for found in gguf.GGUFReader(str(file)).tensors if found.name == "blk.1.ffn_up.weight"
+    )
+    content[tensor.data_offset : tensor.data_offset + 2] = b"\xff\x7f"
+    directory = converted(file)
+    file.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"blk.1.ffn_up.weight .* values that are no numbers"):
+        load(directory, torch.float32, keep_codes=True)
+
+
+def with_tensor(file: Path, path: Path, name: str, values: Any) -> Path:
+    """The model of `file` with one more tensor."""
+    path.parent.mkdir()
+    reader = gguf.GGUFReader(str(file))
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        inner = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+
+@native
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("llama", "Q4_K"), ("llama", "Q4_0"), ("qwen2", "Q5_1"), ("gemma3_text", "Q8_0")]
+)
+def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
+    file = make(tmp_path, model_type, kind, attn_v="Q6_K")
+    runner = runner_of(converted(file), native=True)
+    assert runner.packed is not None
+    form = runner.packed.layers[0].down.form
+    assert form is not None
+    assert form.bits == int(kind[1])
+    expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
+    spread = torch.stack([row.std() for row in expected]).mean()
+    plain = errors(runner_of(converted(file, unpacked=True), native=True), expected)
+    # What int8 activations add is as much as int8 weights do.
+    assert errors(runner, expected).mean() < plain.mean() + 0.05 * spread
+
+
+@native
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "Q8_0"), (2, "IQ4_XS"), (3, "Q4_K"), (3, "Q6_K")])
+def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str) -> None:
+    file = make(tmp_path, "llama", kind, THREE)
+    directory = converted(file)
+    expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
+    area = make_area(ranks, 2)
+
+    def work(rank: int) -> Tensor:
+        ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
+        runner = runner_of(directory, native=True, collectives=ring)
+        assert runner.packed is not None
+        assert runner.packed.layers[0].down.form is not None
+        return errors(runner, expected)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        ours = next(iter(pool.map(work, range(ranks))))
+    alone = errors(runner_of(directory, native=True), expected)
+    assert ours.mean() < 1.3 * alone.mean()
