@@ -13,6 +13,7 @@ from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import load_library, why_not
 from shared.errors import ModelLoadError
+from shared.models import linked_gguf
 
 _PLAIN = ("F32", "F16", "BF16", "float32", "float16", "bfloat16")
 
@@ -40,7 +41,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 def inspect(path: Path) -> ModelFacts:
     """What `path`, a .gguf file or a model directory, holds. Raises `ModelLoadError`."""
-    if path.is_dir():
+    if path.is_dir() and (links := linked_gguf(path)):
+        architecture, tensors = _of_gguf(links[0])
+    elif path.is_dir():
         architecture = str(load_config(path).model_type)
         tensors = list(_of_directory(path, architecture))
     elif path.suffix == ".gguf" or path.is_file():

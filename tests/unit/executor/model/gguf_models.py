@@ -1,5 +1,6 @@
 """Tiny models written as GGUF files, with the package `gguf`: what other programs make of transformers' models."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,25 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
     "gemma2": "gemma2",
+    "phi3": "phi3",
 }
 """Model type -> as GGUF calls it."""
 _QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F32", "F16", "BF16", "TQ2_0")
 """Types that `gguf` writes; of others any codes are a weight."""
 
 
-def write_gguf(directory: Path, path: Path, kind: str, **extra: str) -> Path:
+def write_gguf(
+    directory: Path, path: Path, kind: str, scaling: Mapping[str, Any] | None = None, **extra: str
+) -> Path:
     """The transformers model in `directory` as the file `path`, its matrices of type `kind`, those whose name ends as
-    one of `extra` says of that type."""
+    one of `extra` says of that type. `scaling`: what is said of rotary positions."""
     config = AutoConfig.from_pretrained(str(directory))
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     add_metadata(writer, config)
+    for name, value in (scaling or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add(f"{ARCHITECTURES[config.model_type]}.rope.scaling.{name}", value)
     add_tensors(writer, model, config, kind, extra)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -50,7 +57,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     tokens = ["!!", *(chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)])]
-    tokens = (tokens + [chr(256 + more) for more in range(2000)])[: config.vocab_size]
+    tokens = (tokens + [chr(256 + more) for more in range(40_000)])[: config.vocab_size]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

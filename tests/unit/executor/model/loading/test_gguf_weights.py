@@ -44,7 +44,10 @@ THREE = {
     "intermediate_size": 1024,
 }
 """1024 inputs are no three equal parts of whole blocks, three heads no two."""
-CHANGES = {"qwen3": {"attention_bias": False, "head_dim": 128}}
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_bias": False, "head_dim": 128},
+    "phi3": {"vocab_size": 32064},
+}
 """What its files say, and transformers' reader of them takes for granted."""
 
 
@@ -146,6 +149,16 @@ def test_rotary_factors_divide_the_frequencies(tmp_path: Path) -> None:
     wrong = with_tensor(file, tmp_path / "wrong" / "model.gguf", "rope_freqs.weight", factors[:7])
     with pytest.raises(ModelLoadError, match="7 rotary factors for 32 frequencies"):
         load(converted(wrong), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rotary_positions_are_read(tmp_path: Path, kind: str) -> None:
+    source = make_model(tmp_path / "plain", "llama", **SIZES)
+    scaling = {"type": kind, "factor": 4.0, "original_context_length": 32}
+    file = write_gguf(source, tmp_path / "model.gguf", "Q8_0", scaling)
+    found = load_config(converted(file)).rope_parameters
+    assert (found["rope_type"], found["factor"]) == (kind, 4.0)
+    assert found.get("original_max_position_embeddings") == (32 if kind == "yarn" else None)
 
 
 def test_what_does_not_fit_is_refused_with_the_tensor(tmp_path: Path) -> None:
