@@ -8,6 +8,7 @@ import msgspec
 
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
+from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
@@ -93,4 +94,6 @@ def _computed_by(form: str, shape: tuple[int, ...], architecture: str, coded: bo
         return f"PyTorch ({why_not().split(';')[0]})"
     if {"gemma3": "gemma3_text"}.get(architecture, architecture) not in FAMILIES:
         return f"PyTorch (models of type {architecture})"
+    if coded and architecture in ARCHITECTURES:
+        return f"kernel for codes, {library.level}"
     return f"bf16 kernel, {library.level}" + (", unpacked when it is loaded" if coded else "")
