@@ -11,15 +11,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from services.executor.model.loading.gguf_file import GgufFile, Value, open_parts
-from services.executor.model.loading.gguf_weights import ARCHITECTURES
-from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
 from shared.models import converted_name, link_gguf, linked_gguf, pulled_name, relink_gguf
+
+if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does without
+    from services.executor.model.loading.gguf_file import GgufFile, Value
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +90,10 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
     Bf16 weights in place of the link where the architecture is not served from its file, or with `unpack`. Atomic:
     `target` appears whole or not at all. Raises `ModelLoadError`.
     """
+    from services.executor.model.loading.gguf_file import open_parts
+    from services.executor.model.loading.gguf_weights import ARCHITECTURES
+    from services.executor.model.loading.weight_files import WeightFiles
+
     files = open_parts(file)
     architecture = files[0].header.metadata.get("general.architecture")
     unpack = unpack or architecture not in ARCHITECTURES
@@ -126,7 +130,7 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
     progress("done", len(_STAGES) - 1, len(_STAGES) - 1)
 
 
-def _convert(files: Sequence[GgufFile], made: Path, progress: ConversionProgress, unpack: bool) -> None:
+def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
     from transformers import AutoTokenizer
 
     def stage(name: str) -> None:
@@ -162,7 +166,7 @@ def _unpacked_model(file: Path, named: dict[str, Any]) -> Any:
     )
 
 
-def _config(files: Sequence[GgufFile], named: dict[str, Any]) -> Any:
+def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     """The configuration as transformers reads it, and what it leaves out."""
     import torch
     from transformers import AutoConfig
@@ -182,7 +186,7 @@ def _config(files: Sequence[GgufFile], named: dict[str, Any]) -> Any:
     return config
 
 
-def _rope_scaling(files: Sequence[GgufFile]) -> dict[str, Any]:
+def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
     """What the metadata say of scaled rotary positions, in the words of config.json; empty where they are not."""
     header = files[0].header.metadata
     prefix = f"{header['general.architecture']}.rope.scaling."
@@ -208,7 +212,7 @@ def _rope_scaling(files: Sequence[GgufFile]) -> dict[str, Any]:
     return {}
 
 
-def _write_generation(made: Path, config: Any, header: Mapping[str, Value]) -> None:
+def _write_generation(made: Path, config: Any, header: "Mapping[str, Value]") -> None:
     """Which tokens end an answer: that of the text, and that of a turn."""
     from transformers import GenerationConfig
 
