@@ -175,16 +175,14 @@ class TemplateProcess:
                 await process.wait()
         await self.close()
         ended = await process.wait()
-        return _Reply(
-            limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL, -signal.SIGTERM) else _ENDED
-        )
+        return _Reply(limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL) else _ENDED)
 
     async def close(self) -> None:
         """Ends the process. Another conversation would start a new one."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
-                process.terminate()  # a template cannot keep it from ending
+                process.kill()  # a template in native code answers no other signal where one is handled
             await process.communicate()
 
 

@@ -95,7 +95,10 @@ def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | Non
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "allowed_tools":
+    kind = choice.get("type", "function")
+    if kind not in ("function", "allowed_tools"):
+        return {"type": kind}  # which is refused, whatever else there is
+    if kind == "function":
         return _nested(choice)
     allowed: dict[str, Any] = {"mode": choice.get("mode")}
     given = choice.get("tools")

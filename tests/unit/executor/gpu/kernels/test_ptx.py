@@ -188,10 +188,10 @@ def drawing_launches(kernels: Kernels, logits: Tensor, params: np.ndarray[Any, A
     at = {key: memory.give(value) for key, value in given.items()}
     shifts, shift = iter(2 * [28, 24, 20, 16]), 0
     for kernel in kernels["draw"]:
-        if kernel.kernel == "tally":
+        if kernel.kernel == "tally_kernel":
             shift = next(shifts)
         numbers = {"width": VOCABULARY, "stride": VOCABULARY, "rows": rows, "chunks": chunks, "most": 1024}
-        grid = (rows, chunks) if kernel.kernel in ("tally", "weigh") else (rows,)
+        grid = (rows, chunks) if kernel.kernel in ("tally_kernel", "weigh_kernel") else (rows,)
         kernel.run(grid, memory, **at, **numbers, shift=shift, first=int(shift == 28))
     return tokens.tolist()
 
