@@ -9,7 +9,6 @@ import json
 import sys
 from pathlib import Path
 
-import structlog
 from transformers.utils import logging
 
 from services.executor.model.loading.checkpoints import convert_gguf
@@ -25,7 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--unpack", action="store_true", help="write bf16 weights, for readers of safetensors"
     )
     options = parser.parse_args(arguments)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -74,6 +74,7 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
         if not target.is_dir():
             convert_gguf(path, target, progress)
         relink_gguf(target, path)
+        log.info("gguf_file", file=name_or_path, weights="as they are" if linked_gguf(target) else "unpacked")
         return target
     if path.exists():
         raise ModelLoadError(
@@ -104,12 +105,6 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
         )
     from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
 
-    log.info(
-        "gguf_file",
-        file=str(file),
-        architecture=architecture,
-        weights="unpacked" if unpack else "as they are",
-    )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         made = Path(scratch) / "model"
