@@ -221,7 +221,13 @@ def random_weights(config: Any) -> Iterator[None]:
     real = loader.load_model
 
     def load(
-        directory: Path, dtype: torch.dtype, layout: Any, collectives: Any, device: torch.device, *rest: Any
+        directory: Path,
+        dtype: torch.dtype,
+        layout: Any,
+        collectives: Any,
+        device: torch.device,
+        *rest: Any,
+        **_of_files: Any,
     ) -> Any:
         """`rest`: progress, and how the weights are kept where they are quantised."""
         return served_model(config, dtype, device, codec=rest[1] if len(rest) > 1 else None)
