@@ -54,12 +54,12 @@ serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ct
 	@exec $(BIN)/ryzanstein up $(ARGS)
 
 .PHONY: test
-test: lint test-only ## Lint, types and all tests but the slow ones, with coverage, in 10 minutes: before every commit
+test: lint test-only ## Lint, types and all tests but the slow ones, with coverage, in about 13 minutes: before every commit
 
 .PHONY: test-all
 test-all: SELECTED := not chaos
 test-all: COVERED := 97
-test-all: lint test-only ## The same with the slow tests, in 16 to 25 minutes: what CI runs
+test-all: lint test-only ## The same with the slow tests, in about 25 minutes: what CI runs
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
 .PHONY: test-only

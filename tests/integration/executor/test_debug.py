@@ -287,6 +287,7 @@ async def test_the_stub_has_nothing_to_profile(
             await fetch_profile(nats_settings, "g", ProfileCommand(), tmp_path / "profile", lambda text: None)
 
 
+@pytest.mark.slow
 async def test_steps_are_profiled_on_every_rank_while_the_ring_serves(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path, reader: Reader
 ) -> None:

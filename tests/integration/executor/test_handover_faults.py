@@ -124,6 +124,7 @@ async def talk(house: Rings, group: str, names: str) -> list[Session]:
     return sessions
 
 
+@pytest.mark.slow
 async def test_a_line_that_breaks_and_damages_costs_nothing(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
 
 
 @pytest.mark.timeout(120 + 4 * EXAMPLES)
+@pytest.mark.slow
 async def test_schemathesis_finds_nothing(
     gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import openai
+import pytest
 
 from shared.config import CommonSettings
 from tests.integration.gateway.batches.helpers import custom_ids, jsonl, line, requests
@@ -28,6 +29,7 @@ def ways(gateway: RunningGateway, nats: CommonSettings) -> list[list[str]]:
     return [["--url", gateway.url], ["--nats", "--nats-url", nats.nats_url.replace("nats://", credentials)]]
 
 
+@pytest.mark.slow
 async def test_both_ways_do_the_same(
     gateway: RunningGateway, nats_settings: CommonSettings, served: openai.AsyncOpenAI, tmp_path: Path
 ) -> None:

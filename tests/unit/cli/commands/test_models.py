@@ -18,6 +18,7 @@ def run(*words: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_converted_model_is_inspected(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "llama")
     said = run(

@@ -68,16 +68,13 @@ class Ring:
     said: dict[str, list[Said]]
 
 
-TAKES_LONG = "three ranks"
-"""Seven seconds, for what two ranks do too."""
+TAKE_LONG = ("three ranks", "two ranks", "long")
+"""Seven seconds and more. `make test` has the codecs, windows and families on one rank."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        *(case for case in CASES if case != TAKES_LONG),
-        pytest.param(TAKES_LONG, marks=pytest.mark.slow),
-    ],
+    params=[pytest.param(case, marks=[pytest.mark.slow] if case in TAKE_LONG else []) for case in CASES],
 )
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     case = CASES[request.param]

@@ -140,6 +140,7 @@ def test_a_schema_that_holds_itself(compiler: GrammarCompiler, seed: int) -> Non
     jsonschema.validate(json.loads(ring.text()), schema)
 
 
+@pytest.mark.slow
 def test_a_large_schema(compiler: GrammarCompiler) -> None:
     leaf = {"type": "string", "pattern": "^[a-z]{1,6}$"}
     inner = {

@@ -88,6 +88,7 @@ def _rank_process(rank: int, directory: Path, scratch: Path) -> None:
     collectives.close()
 
 
+@pytest.mark.slow
 def test_two_processes_over_gloo(tmp_path: Path) -> None:
     directory = make_model(tmp_path / "model", "llama")
     context = multiprocessing.get_context("spawn")
