@@ -140,7 +140,21 @@ class GatewayService(Service):
             self.spawn,
         )
         await self._work.start()
+        self.spawn(self._tell_models(), "models told")
         self._warn_if_open()
+
+    def models(self) -> list[str]:
+        return [] if self._work is None else [card.model for card in self._work.catalog.listed()]
+
+    async def _tell_models(self) -> None:
+        """Other models are told at once: who starts a stack waits until its own is listed."""
+        changed, told = self.work.catalog.changed, list[str]()
+        while True:
+            await changed.wait()
+            changed.clear()
+            if (models := self.models()) != told:
+                told = models
+                await self.beat_if_heard()
 
     def _warn_if_open(self) -> None:
         settings = self.settings

@@ -116,6 +116,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where `pid`, and those of the ranks, mean this process (`shared.process.pid_namespace`)."""
     sent_at: float = 0.0
     """Unix seconds by the sender's clock; 0: not told."""
+    models: list[str] = []
+    """Names of the models that a gateway lists."""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):

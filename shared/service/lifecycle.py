@@ -115,6 +115,10 @@ class Service(abc.ABC):
         """What the heartbeat says of a group; executors answer."""
         return None
 
+    def models(self) -> list[str]:
+        """What the heartbeat says of models; gateways answer."""
+        return []
+
     def log_fields(self) -> dict[str, object]:
         """What every line of the log carries, beside service and instance."""
         return {}
@@ -164,6 +168,7 @@ class Service(abc.ABC):
                 if self.owns_process:
                     freeze_gc_after_startup()
                 log.info("ready", address=self.address)
+                await self.beat_if_heard()
                 await self._ended.wait()
         finally:
             await self._shut_down()
@@ -211,7 +216,7 @@ class Service(abc.ABC):
     async def _shut_down(self) -> None:
         """Every step is taken, whatever becomes of the others; the first fault is the one that is told."""
         self.state = "draining"
-        await self._beat_leaving()
+        await self.beat_if_heard()
         try:
             if self._bus is not None:
                 await self.stop()
@@ -223,19 +228,18 @@ class Service(abc.ABC):
             if self._http is not None:
                 await self._http.stop()
             self.state = "gone"
-            await self._beat_leaving()
+            await self.beat_if_heard()
             if self._bus is not None:
                 await self._bus.close()
             log.info("stopped")
 
     async def _beat(self) -> None:
         while True:
-            with contextlib.suppress(RyzansteinError):
-                await self.beat_now()
+            await self.beat_if_heard()
             await asyncio.sleep(self.settings.beat_interval)
 
-    async def _beat_leaving(self) -> None:
-        """Says that the service leaves; with NATS gone, its silence says the same."""
+    async def beat_if_heard(self) -> None:
+        """A heartbeat that may fail: with NATS gone, silence says enough."""
         with contextlib.suppress(RyzansteinError):
             await self.beat_now()
 
@@ -253,6 +257,7 @@ class Service(abc.ABC):
             grpc_address=self.grpc_address,
             pid_namespace=pid_namespace(),
             sent_at=time.time(),
+            models=self.models(),
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

@@ -338,6 +338,8 @@ class LocalStack:
         beat = self.beats.get(child.instance)
         if beat is None or beat.state != "ready":
             return False
+        if child.service == "gateway":  # it is told of the groups later than this process
+            return self.plan.served_model_name in beat.models
         return child.service != "executor" or (beat.group is not None and beat.group.state == "ready")
 
     def _raise_if_ended(self) -> None:

@@ -47,6 +47,8 @@ class Catalog:
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
+        self.changed = asyncio.Event()
+        """Set when other models may be listed than before."""
         self._caught_up = (asyncio.Event(), asyncio.Event())
         self._stopping = False
 
@@ -124,6 +126,7 @@ class Catalog:
 
     def _card_changed(self, model: str, card: ModelCard | None) -> None:
         self._told.discard(model)
+        self.changed.set()
         if card is None:
             self.cards.pop(model, None)
             return
@@ -147,9 +150,13 @@ class Catalog:
         if record is None:
             gone = self._groups.pop(group, None)
             if gone is not None:
+                self.changed.set()
                 listener.on_group_lost(group, gone.epoch, gone.model, 0.0)
             return
+        before = self._groups.get(group)
         self._groups[group] = record
+        if before is None or (before.state, before.model) != (record.state, record.model):
+            self.changed.set()
         if record.state in (*_AT_WORK, "hung"):
             self._worked.add(record.model)
         over = record.epoch if record.state in ("hung", "gone") else record.epoch - 1

@@ -247,6 +247,15 @@ async def test_beats_count_of_our_own_processes_alone(
     assert stack._gateway_arguments()[-1] == "7001", "started again, it has the port that it had"
 
 
+def test_a_gateway_is_ready_once_it_lists_the_model(tmp_path: Path) -> None:
+    """A ring tells this process of itself before the health monitor tells the gateway."""
+    stack = make_stack(tmp_path, served_model_name="m")
+    gateway = next(child for child in stack.children if child.service == "gateway")
+    for models, ready in (([], False), (["other"], False), (["m", "other"], True)):
+        stack.beats["gateway-0"] = Heartbeat("gateway", "gateway-0", 1, "ready", models=models)
+        assert stack._is_ready(gateway) is ready
+
+
 @pytest.mark.parametrize(
     ("listens", "reached"),
     [

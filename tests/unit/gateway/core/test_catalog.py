@@ -54,6 +54,23 @@ def test_the_group_may_be_known_first() -> None:
     assert told == ["m 1", "m 2"]
 
 
+def test_a_change_of_what_is_listed_is_told_and_news_of_the_load_is_not() -> None:
+    known = catalog([])
+
+    def told() -> bool:
+        before = known.changed.is_set()
+        known.changed.clear()
+        return before
+
+    known._card_changed("m", card("m"))
+    assert told()
+    for state, changes in (("starting", True), ("ready", True), ("ready", False), ("gone", True)):
+        known._group_changed("g", group("m", state), Nobody())  # type: ignore[arg-type]
+        assert told() is changes
+    known._group_changed("g", None, Nobody())
+    assert told()
+
+
 def test_what_is_listed_has_been_up_since_this_gateway_started() -> None:
     known = catalog([])
     known._card_changed("old", card("old"))
