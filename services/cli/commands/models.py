@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli.models import catalog, conversion
+from services.cli.models import catalog
 from services.cli.models.catalog import prepare_model
-from services.cli.models.downloads import size_of
+from services.cli.models.downloads import Progress, run_module, size_of
 from services.cli.target import LocalSettings, find_stack
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
@@ -63,7 +63,7 @@ def models_inspect(
     ] = False,
 ) -> None:
     """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU."""
-    facts = conversion.run(["inspect", _path(model)], lambda *step: None)
+    facts = _convert(["inspect", _path(model)], lambda *step: None)
     if as_json:
         print(json.dumps(facts))  # noqa: T201
         return
@@ -101,7 +101,7 @@ def models_convert(
     screen = console()
     command = ["convert", _path(source), str(target.expanduser()), "--to", to, "--dtype", dtype]
     with model_bars(screen) as report:
-        result = conversion.run([*command, *(["--check"] if check else [])], report)
+        result = _convert([*command, *(["--check"] if check else [])], report)
     say(screen, f"{target} is ready, {megabytes(result['bytes'])}")
     if found := result["check"]:
         before, after = found["perplexity"]
@@ -111,6 +111,12 @@ def models_convert(
             f"{found['largest']:.3g} at most, perplexity {before:.4f} before and {after:.4f} after "
             f"({after / before - 1:+.2%})",
         )
+
+
+def _convert(arguments: list[str], progress: Progress) -> dict[str, Any]:
+    """By the executor's code, in a process that ends with this one. Raises `ModelLoadError`."""
+    module = ["services.executor.model.conversion", *arguments]
+    return run_module(module, progress, "The files could not be converted or read")
 
 
 def _path(model: str) -> str:

@@ -19,11 +19,13 @@ from typing import IO
 import msgspec
 
 from services.cli.models.downloads import (
+    Line,
     Progress,
     WheelModel,
     claimed,
     convert_gguf,
     fetch_gguf,
+    last_complaint,
     recommend,
     size_of,
 )
@@ -182,25 +184,6 @@ def _partial(directory: Path) -> Path:
 _GRACE = 1.5
 
 
-class _Step(msgspec.Struct, frozen=True, tag="step"):
-    stage: str
-    done: int
-    total: int
-
-
-class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    name: str
-    directory: str
-
-
-class _Failed(msgspec.Struct, frozen=True, tag="failed"):
-    code: str
-    message: str
-
-
-_line = msgspec.json.Decoder(_Step | _Ready | _Failed)
-
-
 async def prepare_model(name: str, cache: Path, report: Progress) -> tuple[str, Path]:
     """What `ensure_model` returns and raises, from a process that ends when this is cancelled; without one where
     the model is there."""
@@ -209,20 +192,15 @@ async def prepare_model(name: str, cache: Path, report: Progress) -> tuple[str, 
     with tempfile.TemporaryFile() as complaints:
         async with _process(name, cache, complaints) as process:
             assert process.stdout is not None
-            async for line in process.stdout:
-                match _line.decode(line):
-                    case _Step(stage, done, total):
-                        report(stage, done, total)
-                    case _Ready(served, directory):
-                        return served, Path(directory)
-                    case _Failed(code, message):
-                        raise error_from_code(code, message)
-            status = await process.wait()
-        complaints.seek(0)
-        last = (complaints.read().decode(errors="replace").strip().splitlines() or [f"exit code {status}"])[
-            -1
-        ]
-    raise InternalError(f"The model {name} could not be made ready ({last}); try again.")
+            async for text in process.stdout:
+                line = msgspec.json.decode(text, type=Line)
+                if line.error:
+                    raise error_from_code(line.code, line.error)
+                if line.result:
+                    return line.result["name"], Path(line.result["directory"])
+                report(line.stage, line.done, line.total)
+            said = last_complaint(complaints, await process.wait())
+    raise InternalError(f"The model {name} could not be made ready ({said}); try again.")
 
 
 @contextlib.asynccontextmanager
@@ -267,15 +245,15 @@ def main(name: str, cache: Path) -> int:
     signal.signal(signal.SIGTERM, _on_terminate)
     lines, sys.stdout = sys.stdout, sys.stderr
 
-    def write(line: msgspec.Struct) -> None:
+    def write(line: Line) -> None:
         print(msgspec.json.encode(line).decode(), file=lines, flush=True)  # read by our parent
 
     try:
-        served, directory = ensure_model(name, cache, lambda *step: write(_Step(*step)))
+        served, directory = ensure_model(name, cache, lambda *step: write(Line(*step)))
     except RyzansteinError as error:
-        write(_Failed(error.code, error.message))
+        write(Line(error=error.message, code=error.code))
         return 1
-    write(_Ready(served, str(directory)))
+    write(Line(result={"name": served, "directory": str(directory)}))
     return 0
 
 

@@ -15,12 +15,15 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.process import die_with_parent
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, amount done, amount in all; 0: unknown)."""
 
 
 @contextlib.contextmanager
@@ -89,7 +92,7 @@ def size_of(directory: Path) -> int:
 
 @contextlib.contextmanager
 def program(
-    command: Sequence[str], errors: int | IO[str], environment: Mapping[str, str] | None = None
+    command: Sequence[str], errors: int | IO[bytes], environment: Mapping[str, str] | None = None
 ) -> Iterator["subprocess.Popen[str]"]:
     """Runs `command` with its output in a pipe; ends with it, or kills it when the block is left early."""
     process = subprocess.Popen(  # noqa: S603  # our own words
@@ -112,39 +115,53 @@ def program(
         process.wait()
 
 
-class _Report(msgspec.Struct, frozen=True):
+class Line(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process that works on models writes, one a line: how far it is, at last its result or its error."""
+
     stage: str = ""
     done: int = 0
     total: int = 0
     error: str = ""
+    code: str = ModelLoadError.code
+    """Of the error (`shared.errors`)."""
+    result: dict[str, Any] = {}
 
 
-def convert_gguf(gguf: Path, directory: Path, progress: Callable[[str, int, int], None]) -> None:
+def run_module(arguments: Sequence[str], progress: Progress, failed: str) -> dict[str, Any]:
+    """The result of a module of the executor that reads and writes models: its name and arguments. Raises
+    `ModelLoadError`: what it says, or `failed` and the last line of its complaints."""
+    last = Line()
+    with tempfile.TemporaryFile() as complaints:
+        with program([sys.executable, "-m", *arguments], complaints) as process:
+            assert process.stdout is not None
+            for text in process.stdout:
+                last = msgspec.json.decode(text, type=Line)
+                if last.stage not in ("", "done"):
+                    progress(last.stage, last.done, last.total)
+        if process.returncode == 0:
+            return last.result
+        raise ModelLoadError(last.error or f"{failed} ({last_complaint(complaints, process.returncode)}).")
+
+
+def last_complaint(errors: IO[bytes], status: int) -> str:
+    """The last line that a process has written there; where it has none, its exit code."""
+    errors.seek(0)
+    return (errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {status}"])[-1]
+
+
+def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     """Makes a model directory of a GGUF file, which leads to it.
 
     Raises `ModelLoadError`, and `OSError` when there is no room for it.
     """
-    command = [sys.executable, "-m", "services.executor.model.convert", str(gguf), str(directory)]
-    error = ""
-    with tempfile.TemporaryFile("w+") as complaints:
-        with program(command, complaints) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                report = msgspec.json.decode(line, type=_Report)
-                error = report.error or error
-                if report.stage not in ("", "done"):
-                    progress(report.stage, report.done, report.total)
-        if process.returncode == 0:
-            return
-        complaints.seek(0)
-        last = (complaints.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    if "No space left on device" in error + last:
-        raise OSError("No space left on device")
-    raise ModelLoadError(error or f"The GGUF file {gguf} could not be converted ({last}).")
+    module = ["services.executor.model.convert", str(gguf), str(directory)]
+    try:
+        run_module(module, progress, f"The GGUF file {gguf} could not be converted")
+    except ModelLoadError as error:
+        if "No space left on device" in error.message:
+            raise OSError("No space left on device") from None
+        raise
 
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, amount done, amount in all; 0: unknown)."""
 
 _LAST_LINES = 50
 _LOCAL_FAULT = re.compile(
