@@ -6,6 +6,8 @@ What is measured on them does not depend on what they say. There is no tokenizer
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -105,10 +107,14 @@ def _write_files(directory: Path, groups: list[dict[str, tuple[int, ...]]], kind
 
 
 SHAPES = {
+    # TinyLlama 1.1B with SmolLM2's vocabulary, whose tokenizer it gets: 2.5 GB.
+    "1.1b": LlamaShape(2048, 32, 4, 5632, 22, 49152),
     "8b": LlamaShape(4096, 32, 8, 14336, 32, 128256),  # Llama 3 8B
     "13b": LlamaShape(5120, 40, 40, 13824, 40, 32000),  # Llama 2 13B
     "tiny": LlamaShape(64, 2, 1, 128, 2, 256),
 }
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that a server needs beside weights, where the tokenizer has them."""
 NUMBERS = 1 << 25
 """Random ones."""
 STRIDE = 1_000_003 * 8
@@ -147,6 +153,23 @@ def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = N
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def shape_of(text: str) -> LlamaShape:
+    """One of `SHAPES`, or six numbers. Raises ValueError."""
+    return SHAPES.get(text) or LlamaShape.parse(text)
+
+
+def write_servable(directory: Path, shape: LlamaShape, tokenizer: Path) -> None:
+    """`write_checkpoint` with the tokenizer of the model directory `tokenizer`. It appears whole or not at all."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".partial-") as scratch:
+        partial = Path(scratch) / directory.name
+        write_checkpoint(partial, shape)
+        for name in TOKENIZER:
+            if (tokenizer / name).is_file():
+                shutil.copyfile(tokenizer / name, partial / name)
+        partial.rename(directory)
 
 
 def _files(shape: LlamaShape) -> Iterator[tuple[str, Shapes]]:
@@ -203,7 +226,7 @@ def main(
     ] = "8b",
 ) -> None:
     """Writes a checkpoint of random weights."""
-    total = write_checkpoint(directory, SHAPES.get(shape) or LlamaShape.parse(shape))
+    total = write_checkpoint(directory, shape_of(shape))
     print(f"{total / 1e9:.2f} GB in {directory}")
 
 

@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -33,14 +32,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.random_model import LlamaShape
+from benchmarks.random_model import shape_of, write_servable
 from benchmarks.report import machine, versions
 from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import LocalSettings, read_run_file
 
-TINYLLAMA = "2048,32,4,5632,22,49152"
-"""TinyLlama 1.1B, with the vocabulary of the tokenizer that it is given here: 2.3 GB."""
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 PATIENCE = 600.0
 LOOK = 0.005
 
@@ -370,17 +366,6 @@ def show(report: StartReport, console: Console) -> None:
     )
 
 
-def random_model(directory: Path, shape: LlamaShape, tokenizer: Path) -> Path:
-    """A checkpoint of random weights in `directory`, with the tokenizer of another model."""
-    from benchmarks.random_model import write_checkpoint
-
-    write_checkpoint(directory, shape)
-    for name in TOKENIZER:
-        if (tokenizer / name).is_file():
-            copyfile(tokenizer / name, directory / name)
-    return directory
-
-
 def _default_model() -> Path:
     """The built-in model, fetched where it is not there yet."""
     subprocess.run([sys.executable, "-m", "services.cli", "models", "pull", DEFAULT_MODEL], check=True)
@@ -412,10 +397,11 @@ def main(
             directory = _default_model()
         if random:
             try:
-                shape = LlamaShape.parse(TINYLLAMA if random == "1.1b" else random)
+                shape = shape_of(random)
             except ValueError as error:
                 raise typer.BadParameter(f"--random {error}.") from None
-            directory = random_model(Path(scratch) / "random", shape, directory)
+            write_servable(Path(scratch) / "random", shape, directory)
+            directory = Path(scratch) / "random"
         found, memory = measure(Path(scratch), directory.resolve(), rounds, kills, ["--tp", str(tp)], tp)
         report = StartReport(
             date=datetime.now(UTC).date().isoformat(),

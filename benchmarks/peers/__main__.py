@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, choose_peers
+from benchmarks.peers.catalog import DEFAULT, PEERS, choose_peers
 from benchmarks.peers.results import Comparison, Setting, compare, markdown, show
 from benchmarks.peers.rounds import Contest, Run
+from benchmarks.random_model import SHAPES, TOKENIZER, shape_of, write_servable
 from benchmarks.report import machine, versions
 from benchmarks.serve.__main__ import named_workloads
 from benchmarks.serve.runner import conversation
@@ -33,12 +34,6 @@ from shared.errors import RyzansteinError
 
 _PIPED_WIDTH = 200
 _MODEL_FILES = ("config.json", "tokenizer.json")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 
 
 def local_vocabulary(model: Path) -> Vocabulary:
@@ -46,7 +41,7 @@ def local_vocabulary(model: Path) -> Vocabulary:
 
     Raises BenchError for a directory without a usable tokenizer and chat template.
     """
-    files = {name: (model / name).read_bytes() for name in _TOKENIZER_FILES if (model / name).exists()}
+    files = {name: (model / name).read_bytes() for name in TOKENIZER if (model / name).exists()}
     try:
         tokenizer = ModelTokenizer(files)
 
@@ -66,6 +61,18 @@ def _check_model(model: Path) -> Path:
     return model.expanduser().resolve()
 
 
+def random_model(text: str, tokenizer: Path, work: Path) -> Path:
+    """The directory of a random model, written where it is not there yet."""
+    try:
+        shape = shape_of(text)
+    except ValueError as error:
+        raise BenchError(f"--random {error}.") from None
+    directory = work / "models" / f"random-{text.replace(',', '-')}"
+    if not directory.exists():
+        write_servable(directory, shape, tokenizer)
+    return directory
+
+
 def _progress(console: Console) -> Progress:
     """Drawn rarely: drawing takes CPU time from the server."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -83,7 +90,7 @@ def _compare(contest: Contest, run: Run) -> Comparison:
         seed=contest.seed,
         versions=versions(),
     )
-    return compare(setting, list(run.results.values()), OURS)
+    return compare(setting, list(run.results.values()))
 
 
 def _run(contest: Contest, *, prepare_only: bool) -> tuple[Comparison, bool]:
@@ -106,6 +113,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def main(
     model: Annotated[Path, typer.Option(help="A Llama model's directory, with safetensors and tokenizer.")],
+    random: Annotated[
+        str,
+        typer.Option(
+            help="Instead, with the tokenizer of --model: a Llama of random weights in this shape, as hidden,heads,"
+            f"kv_heads,inner,layers,vocabulary, or one of {', '.join(SHAPES)}; kept in the work directory."
+        ),
+    ] = "",
     peers: Annotated[str, typer.Option(help=f"With commas, of {', '.join(PEERS)}.")] = ",".join(DEFAULT),
     workloads: Annotated[str, typer.Option(help="With commas, of W1, W2, W3, W4, W4s.")] = "W1,W2,W3,W4",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, interleaved; medians are reported.")] = 3,
@@ -134,7 +148,10 @@ def main(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     with told_in_a_sentence():
+        work = (work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve()
         directory = _check_model(model)
+        if random:
+            directory = random_model(random, directory, work)
         wanted = named_workloads([name.strip() for name in workloads.split(",") if name.strip()])
         contest = Contest(
             model=directory,
@@ -143,12 +160,12 @@ def main(
             rounds=rounds,
             threads=threads,
             seed=secrets.randbits(32) if seed is None else seed,
-            work=(work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve(),
+            work=work,
             vocabulary=local_vocabulary(directory),
             ready_timeout=ready_timeout,
             request_timeout=timeout,
         )
-        contest.work.mkdir(parents=True, exist_ok=True)
+        work.mkdir(parents=True, exist_ok=True)
         comparison, interrupted = _run(contest, prepare_only=prepare_only)
         write_json(json, comparison)
     _print(comparison, as_markdown=as_markdown)

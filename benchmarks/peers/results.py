@@ -30,6 +30,8 @@ class PeerResult(msgspec.Struct, kw_only=True):
     remarks: list[str] = []
     left_out: str | None = None
     """Why it was measured no further."""
+    against: tuple[str, ...] = ()
+    """Of ours: peers that it is compared with."""
 
     def summaries(self) -> dict[str, Summary]:
         """By workload: medians over the rounds."""
@@ -43,8 +45,9 @@ class PeerResult(msgspec.Struct, kw_only=True):
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
-    """Ours against one peer; above 1 ours is ahead. Only workloads that both have measured."""
+    """One of ours against one peer; above 1 ours is ahead. Only workloads that both have measured."""
 
+    ours: str
     peer: str
     tokens_per_second: dict[str, float]
     """By workload: ours divided by theirs."""
@@ -78,15 +81,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     ratios: list[Ratio]
 
 
-def compare(setting: Setting, peers: Sequence[PeerResult], ours: str) -> Comparison:
-    """The medians of every peer, and the ratios of the peer named `ours` to each of the others."""
+def compare(setting: Setting, peers: Sequence[PeerResult]) -> Comparison:
+    """The medians of every peer, and the ratios of ours to those that they are compared with."""
     medians = {peer.name: peer.summaries() for peer in peers}
-    mine = medians.get(ours, {})
-    ratios = [ratio(mine, medians[peer.name], peer.name) for peer in peers if peer.name != ours]
-    return Comparison(setting=setting, peers=list(peers), medians=medians, ratios=ratios if mine else [])
+    pairs = [(mine.name, peer.name) for mine in peers for peer in peers if peer.name in mine.against]
+    ratios = [ratio(medians[mine], medians[peer], mine, peer) for mine, peer in pairs if medians[mine]]
+    return Comparison(setting=setting, peers=list(peers), medians=medians, ratios=ratios)
 
 
-def ratio(ours: dict[str, Summary], theirs: dict[str, Summary], name: str) -> Ratio:
+def ratio(ours: dict[str, Summary], theirs: dict[str, Summary], name: str, peer: str) -> Ratio:
     tokens: dict[str, float] = {}
     first: dict[str, float] = {}
     turns: dict[str, list[float]] = {}
@@ -100,13 +103,13 @@ def ratio(ours: dict[str, Summary], theirs: dict[str, Summary], name: str) -> Ra
             turns[workload] = [
                 b.first_token_ms / a.first_token_ms for a, b in zip(mine.turns, other.turns, strict=False)
             ]
-    return Ratio(peer=name, tokens_per_second=tokens, first_token=first, first_token_by_turn=turns)
+    return Ratio(ours=name, peer=peer, tokens_per_second=tokens, first_token=first, first_token_by_turn=turns)
 
 
 _GIGABYTE = 1e9
 RATIO_NOTE = (
-    "Ryzanstein against each peer, medians of the same run; above 1 it is ahead."
-    " Rate: its output tokens/s divided by theirs. First token: their time divided by its."
+    "Ours against each peer, medians of the same run; above 1 ours is ahead."
+    " Rate: our output tokens/s divided by theirs. First token: their time divided by ours."
 )
 
 
@@ -148,16 +151,16 @@ def _cell(summary: Summary | None) -> str:
 
 
 def ratio_header(names: Sequence[str]) -> list[str]:
-    return ["against", *(f"{name} {kind}" for name in names for kind in _kinds(name))]
+    return ["ours", "against", *(f"{name} {kind}" for name in names for kind in _kinds(name))]
 
 
 def _kinds(name: str) -> tuple[str, ...]:
     return ("first token by turn",) if WORKLOADS[name].turns > 1 else ("rate", "first token")
 
 
-def ratio_row(ratio: Ratio, title: str, names: Sequence[str]) -> list[str]:
-    """One row under `ratio_header(names)`."""
-    cells = [title]
+def ratio_row(ratio: Ratio, ours: str, peer: str, names: Sequence[str]) -> list[str]:
+    """One row under `ratio_header(names)`; `ours` and `peer` are their titles."""
+    cells = [ours, peer]
     for name in names:
         if WORKLOADS[name].turns > 1:
             cells.append("/".join(map(_factor, ratio.first_token_by_turn.get(name, []))) or "-")
@@ -204,7 +207,9 @@ def show(comparison: Comparison, console: Console) -> None:
     for head, rows in _tables(comparison, names):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for at, column in enumerate(head):
-            table.add_column(column, justify="left" if at == 0 else "right", overflow="fold")
+            table.add_column(
+                column, justify="left" if at == 0 or column == "against" else "right", overflow="fold"
+            )
         for cells in rows:
             table.add_row(*cells)
         console.print(table)
@@ -220,8 +225,12 @@ def markdown(comparison: Comparison) -> str:
     for at, (head, rows) in enumerate(_tables(comparison, names)):
         if at == 1:
             lines += [RATIO_NOTE, ""]
-        lines += [_line(head), "| --- |" + " ---: |" * (len(head) - 1), *map(_line, rows), ""]
+        lines += [_line(head), _rule(head), *map(_line, rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in notes(comparison))]) + "\n"
+
+
+def _rule(head: Sequence[str]) -> str:
+    return _line(["---" if at == 0 or column == "against" else "---:" for at, column in enumerate(head)])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -233,9 +242,9 @@ def _tables(comparison: Comparison, names: Sequence[str]) -> list[tuple[list[str
     figures = [row(peer, comparison.medians[peer.name], names) for peer in comparison.peers]
     tables = [(header(names), figures)]
     if comparison.ratios:
-        against = [_label(peers[ratio.peer]) for ratio in comparison.ratios]
         rows = [
-            ratio_row(ratio, label, names) for ratio, label in zip(comparison.ratios, against, strict=True)
+            ratio_row(ratio, _label(peers[ratio.ours]), _label(peers[ratio.peer]), names)
+            for ratio in comparison.ratios
         ]
         tables.append((ratio_header(names), rows))
     return tables

@@ -123,7 +123,9 @@ class Run:
     def prepare(self) -> None:
         """Install what is missing. A peer that cannot be prepared is noted and left out."""
         for peer in self.contest.peers:
-            result = self.results[peer.name] = PeerResult(name=peer.name, title=peer.title, dtype=peer.dtype)
+            result = self.results[peer.name] = PeerResult(
+                name=peer.name, title=peer.title, dtype=peer.dtype, against=peer.against
+            )
             task = self.progress.add_task(f"{peer.name}: preparing", total=None)
             try:
                 self._prepared[peer.name] = self._prepare(peer, task)
@@ -262,6 +264,7 @@ class Run:
             port=port,
             threads=self.contest.threads,
             slots=slots,
+            kept=self.contest.work / "kept",
             preload=prepared.preload,
         )
 

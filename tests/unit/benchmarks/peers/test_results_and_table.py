@@ -53,6 +53,7 @@ def ours() -> PeerResult:
         },
         ready_seconds=[9.0, 5.0, 7.0],
         memory=[Memory(10**9, 10**8), Memory(3 * 10**9, 10**8)],
+        against=("other", "silent", "who is not there"),
     )
 
 
@@ -82,11 +83,11 @@ def comparison() -> Comparison:
         versions={"python": "3.11.7"},
     )
     silent = PeerResult(name="silent", title="Silent", dtype="bf16", left_out="it would not start.")
-    return compare(setting, [theirs(), ours(), silent], "ryzanstein")
+    return compare(setting, [theirs(), ours(), silent])
 
 
 def test_above_one_ours_is_ahead() -> None:
-    found = ratio(ours().summaries(), theirs().summaries(), "other")
+    found = ratio(ours().summaries(), theirs().summaries(), "ours", "other")
     assert found.tokens_per_second == {"W1": 2.0, "W4": 1.0}
     assert found.first_token == {"W1": 2.0, "W4": 0.9}
     assert found.first_token_by_turn == {"W4": [1.5, 0.5]}
@@ -94,8 +95,8 @@ def test_above_one_ours_is_ahead() -> None:
 
 def test_what_failed_has_no_ratio() -> None:
     failed = msgspec.structs.replace(summary("W1", 0, 1), first_token_ms=None, output_tokens_per_second=0.0)
-    assert ratio({"W1": failed}, theirs().summaries(), "other").tokens_per_second == {}
-    assert ratio(ours().summaries(), {"W1": failed}, "other").tokens_per_second == {}
+    assert ratio({"W1": failed}, theirs().summaries(), "ours", "other").tokens_per_second == {}
+    assert ratio(ours().summaries(), {"W1": failed}, "ours", "other").tokens_per_second == {}
 
 
 def test_a_row_has_medians_and_the_highest_memory() -> None:
@@ -106,8 +107,9 @@ def test_a_row_has_medians_and_the_highest_memory() -> None:
 
 
 def test_a_row_of_ratios() -> None:
-    found = ratio(ours().summaries(), theirs().summaries(), "other")
-    assert ratio_row(found, "Other", ["W1", "W2", "W4"]) == ["Other", "2.00", "2.00", "-", "-", "1.50/0.50"]
+    found = ratio(ours().summaries(), theirs().summaries(), "ours", "other")
+    cells = ratio_row(found, "Ours", "Other", ["W1", "W2", "W4"])
+    assert cells == ["Ours", "Other", "2.00", "2.00", "-", "-", "1.50/0.50"]
 
 
 def test_only_workloads_that_were_measured_have_a_column() -> None:
@@ -117,7 +119,7 @@ def test_only_workloads_that_were_measured_have_a_column() -> None:
 def test_markdown_names_everything() -> None:
     text = markdown(comparison())
     assert "| Ryzanstein | bf16 | 100, 50/100, 5.0/50 | - | 100/50 | 3.0 GB | 7.0 s |" in text
-    assert "| Other (Q4_0) | 2.00 | 2.00 | - | - | 1.50/0.50 |" in text
+    assert "| Ryzanstein (bf16) | Other (Q4_0) | 2.00 | 2.00 | - | - | 1.50/0.50 |" in text
     assert "- other: Preloaded: nothing." in text
     assert "- silent was left out: it would not start." in text
     assert "a machine; 2 threads" in text
@@ -126,7 +128,13 @@ def test_markdown_names_everything() -> None:
 
 def test_without_our_figures_there_are_no_ratios() -> None:
     setting = comparison().setting
-    assert compare(setting, [theirs()], "ryzanstein").ratios == []
+    assert compare(setting, [theirs()]).ratios == []
+
+
+def test_each_of_ours_is_held_against_its_own_peers() -> None:
+    packed = msgspec.structs.replace(ours(), name="packed", against=("ryzanstein",))
+    found = compare(comparison().setting, [theirs(), ours(), packed]).ratios
+    assert [(each.ours, each.peer) for each in found] == [("ryzanstein", "other"), ("packed", "ryzanstein")]
 
 
 def test_json_comes_back() -> None:

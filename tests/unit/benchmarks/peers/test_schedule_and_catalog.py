@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers
+from benchmarks.peers.__main__ import random_model
+from benchmarks.peers.catalog import DEFAULT, OURS, PEERS, Place, choose_peers, fingerprint
 from benchmarks.peers.rounds import duration, expected_seconds, gguf_path, prompt_seed, schedule
 from benchmarks.serve.workloads import WORKLOADS
 
@@ -21,6 +22,7 @@ PLACE = Place(
     port=4711,
     threads=2,
     slots=64,
+    kept=Path("/peers/kept"),
 )
 ALL = list(WORKLOADS.values())
 
@@ -81,13 +83,14 @@ def test_durations_are_told(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PEERS))
 def test_every_server_listens_on_loopback_with_the_threads_asked_for(name: str) -> None:
-    launch = PEERS[name].launch(PLACE)
+    place = PLACE if PEERS[name].weights else replace(PLACE, weights=None)
+    launch = PEERS[name].launch(place)
     words = [*launch.command, *launch.variables.values()]
     assert "4711" in launch.command
     assert "2" in words
-    if name != "openvino":  # the shim knows no other address
+    if not name.startswith("openvino"):  # the shim knows no other address
         assert launch.command[launch.command.index("--host") + 1] == "127.0.0.1"
-    source = PLACE.weights if PEERS[name].weights else PLACE.model
+    source = place.weights or place.model
     assert str(source) in launch.command
 
 
@@ -99,8 +102,46 @@ def test_vllm_is_started_with_libraries_only_where_there_are_some() -> None:
 
 def test_ours_runs_in_this_environment() -> None:
     assert PEERS[OURS].environment is None
-    command = PEERS[OURS].launch(replace(PLACE, venv=None)).command
+    command = PEERS[OURS].launch(replace(PLACE, venv=None, weights=None)).command
     assert command[1:5] == ("-m", "services.cli", "up", "--no-smoke-test")
+
+
+def test_ours_are_held_against_peers_of_as_many_bits() -> None:
+    rows = {peer.name: peer for peer in PEERS.values() if peer.against}
+    assert all(peer.environment is None for peer in rows.values())
+    assert set().union(*(peer.against for peer in rows.values())) <= PEERS.keys()
+    assert [peer.title for peer in PEERS.values() if peer.name == "llama.cpp-q4_k_m"] == [
+        "llama.cpp llama-server"
+    ]
+    for name in ("ryzanstein-plain-q4_k_m", "ryzanstein-plain-dtype-q4_k"):
+        assert {PEERS[each].dtype for each in rows[name].against} == {"Q4_K_M", "Q4_K_M, u8 KV", "bf16"}
+
+
+def test_quantized_rows_get_a_file_or_quantize_by_themselves() -> None:
+    place = replace(PLACE, venv=None)
+    packed = PEERS["ryzanstein-plain-q4_k_m"].launch(place)
+    assert packed.command[packed.command.index("--model") + 1] == "/peers/m.gguf"
+    quantizing = PEERS["ryzanstein-plain-dtype-int4"].launch(replace(place, weights=None))
+    assert quantizing.command[quantizing.command.index("--model") + 1] == "/models/m"
+    assert quantizing.variables["RYZANSTEIN_WEIGHT_DTYPE"] == "int4"
+    for launch in (packed, quantizing):
+        assert launch.variables["RYZANSTEIN_SPECULATION"] == "off"
+        assert launch.variables["RYZANSTEIN_MODEL_CACHE"] == "/peers/kept"
+
+
+def test_what_computes_with_avx2_is_told_so() -> None:
+    place = replace(PLACE, venv=None)
+    assert PEERS["ryzanstein-plain-avx2-q8_0"].launch(place).variables["RYZANSTEIN_CPU_LEVEL"] == "avx2"
+    assert "RYZANSTEIN_CPU_LEVEL" not in PEERS["ryzanstein-plain-q8_0"].launch(place).variables
+    pytorch = PEERS["transformers-avx2"].launch(PLACE)
+    assert pytorch.variables["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert "float32" in pytorch.command
+    native, plain = (PEERS[name].environment for name in ("llama.cpp", "llama.cpp-avx2"))
+    assert native is not None
+    assert plain is not None
+    assert "GGML_NATIVE" in plain.variables["CMAKE_ARGS"]
+    assert "GGML_NATIVE" not in native.variables["CMAKE_ARGS"]
+    assert fingerprint(native) != fingerprint(replace(native, variables=plain.variables))
 
 
 def test_releases_are_pinned() -> None:
@@ -125,3 +166,20 @@ def test_other_weights_get_another_file(tmp_path: Path) -> None:
     os.utime(tmp_path / "config.json", (4e9, 4e9))
     assert gguf_path(tmp_path, tmp_path, "bf16") != before
     assert gguf_path(tmp_path, tmp_path, "f16") != gguf_path(tmp_path, tmp_path, "bf16")
+
+
+def test_a_random_model_is_made_once_with_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    made = random_model("tiny", tmp_path, tmp_path / "work")
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {
+        file.name for file in made.iterdir()
+    }
+    assert list(made.parent.iterdir()) == [made]
+    written = made.stat().st_mtime_ns
+    assert random_model("tiny", tmp_path, tmp_path / "work") == made
+    assert made.stat().st_mtime_ns == written
+
+
+def test_a_shape_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="--random '64,2' is not hidden,heads"):
+        random_model("64,2", tmp_path, tmp_path)
