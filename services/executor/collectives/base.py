@@ -48,12 +48,8 @@ class Collectives(Protocol):
         ...
 
 
-class InRankOrder:
-    """`Collectives` whose sums are taken in the ranks' order, whatever order those of `inner` have.
-
-    Every rank's numbers travel in a place of their own, beside zeros: as many times the bytes as there are ranks. Of
-    two ranks any order gives the same.
-    """
+class Wrapped:
+    """`Collectives` that do what `inner` do, but for what a subclass does otherwise."""
 
     def __init__(self, inner: Collectives) -> None:
         self._inner = inner
@@ -62,6 +58,26 @@ class InRankOrder:
     @property
     def busy_seconds(self) -> float:
         return self._inner.busy_seconds
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._inner.all_reduce(tensor)
+
+    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
+        return self._inner.gather_to_leader(tensor, widths)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class InRankOrder(Wrapped):
+    """Sums are taken in the ranks' order, whatever order those of `inner` have.
+
+    Every rank's numbers travel in a place of their own, beside zeros: as many times the bytes as there are ranks. Of
+    two ranks any order gives the same.
+    """
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size <= 2:
@@ -73,15 +89,6 @@ class InRankOrder:
         for other in others:
             tensor.add_(other)
         return tensor
-
-    def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
-        return self._inner.gather_to_leader(tensor, widths)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class SingleRank:

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.executor.collectives.base import Wrapped
 from services.executor.collectives.torch_distributed import TorchDistributed
 from services.executor.core.gpu_errors import is_gpu_error
 from shared.errors import reason_of
@@ -157,20 +158,15 @@ class TorchSums:
         flat.copy_(part)
 
 
-class SymmetricCollectives:
-    """`Collectives`: sums through symmetric memory where that is the faster way, all else through `others`."""
+class SymmetricCollectives(Wrapped):
+    """Sums go through symmetric memory where that is the faster way, all else through `others`."""
 
     def __init__(self, others: TorchDistributed, sums: SharedSums | None, multicast: bool = False) -> None:
         """`sums`: none for one rank. `multicast`: what all of them have."""
+        super().__init__(others)
         self._others = others
         self._sums = sums
         self._multicast = multicast
-        self.rank = others.rank
-        self.world_size = others.world_size
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._others.busy_seconds
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         way = choose_way(tensor.nbytes, tensor.dtype, self.world_size, self._multicast)
@@ -184,9 +180,6 @@ class SymmetricCollectives:
 
     def gather_to_leader(self, tensor: Tensor, widths: Sequence[int]) -> list[Tensor] | None:
         return [tensor] if self.world_size == 1 else self._others.gather_to_leader(tensor, widths)
-
-    def barrier(self) -> None:
-        self._others.barrier()
 
     def close(self) -> None:
         self._sums = None

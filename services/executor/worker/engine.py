@@ -38,7 +38,7 @@ from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
-from services.executor.worker.launches import DeviceLaunches, HostLaunches
+from services.executor.worker.launches import Launches
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
@@ -75,7 +75,7 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
-        self._launches: HostLaunches | DeviceLaunches = HostLaunches(self._execute)
+        self._launches = Launches(self._execute)
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
 
@@ -92,19 +92,16 @@ class RingEngine:
         self._said_before = self._member.collectives.busy_seconds
         self._board.collectives = collectives
         if self._member.engine_spec.overlaps:
-            self._launches = DeviceLaunches(self._execute, self._begin, self._suits_device)
+            self._launches = Launches(self._execute, self._begin)
         return self._member.engine_spec
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:
-        assert self._member is not None, "the engine has not been loaded"
-        share = self._member.share
-        card = read_card(self._directory, model, self._member.engine_spec, checked=share.is_cached)
-        share.keep(self._member.runner)
+        member = self._loaded
+        card = read_card(self._directory, model, member.engine_spec, checked=member.share.is_cached)
+        member.share.keep(member.runner)
         return card
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
-        if isinstance(self._launches, HostLaunches):
-            return self._execute(plan, samples)
         return self._launches.launch(plan, samples).result()
 
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
@@ -112,50 +109,27 @@ class RingEngine:
 
     def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Computes a step, and samples its rows on the host."""
-        assert self._member is not None, "the engine has not been loaded"
-        spans.before_step(plan.step)
-        self._board.begin(plan.step)
-        wants = wants_of(samples, self._member.engine_spec.vocab_size)
-        plan = structs.replace(plan, candidates=wants.tobytes())
+        runner = self._loaded.runner
         try:
-            with spans.span("send plan"):
-                self._sender.send(plan)
-            self._board.recorder.sent()
-            forward = partial(self._member.runner.forward, plan, self._board.progress)
-            logits = self._board.run(plan, forward)
+            plan = self._sent(plan, samples, on_device=False)
+            logits = self._board.run(plan, partial(runner.forward, plan, self._board.progress))
             assert logits is not None, "rank 0 gets the logits"
             self._board.recorder.computed()
-            self._board.progress.tick()
-            self._totals.communication_seconds = self._member.collectives.busy_seconds - self._said_before
+            self._note_progress()
             with spans.span("sample"):
                 return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
-    def _suits_device(self, plan: StepPlan, samples: Sequence[SamplingState]) -> bool:
-        """Whether the ranks' devices can compute the step and sample its rows."""
-        if (
-            self._member is None
-            or plan.pools
-            or plan.score_rows
-            or not self._member.runner.can_launch(len(samples))
-        ):
-            return False
-        return not any(state.needs_host for state in samples)
-
-    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep":
-        """Has the devices compute a step and sample its rows."""
-        assert self._member is not None, "the engine has not been loaded"
-        spans.before_step(plan.step)
-        self._board.begin(plan.step)
-        wants = wants_of(samples, self._member.engine_spec.vocab_size)
-        plan = structs.replace(plan, candidates=wants.tobytes(), on_device=True)
+    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep | None":
+        """Has the devices compute a step and sample its rows; None where they cannot."""
+        runner = self._loaded.runner
+        suits = not (plan.pools or plan.score_rows) and runner.can_launch(len(samples))
+        if not suits or any(state.needs_host for state in samples):
+            return None
         try:
-            with spans.span("send plan"):
-                self._sender.send(plan)
-            self._board.recorder.sent()
-            launch = partial(self._member.runner.launch, plan, samples, self._board.progress)
-            pending = self._board.run(plan, launch)
+            plan = self._sent(plan, samples, on_device=True)
+            pending = self._board.run(plan, partial(runner.launch, plan, samples, self._board.progress))
             assert pending is not None, "a restore that fails is told to rank 0"
         except BaseException:
             self._board.end(plan.step)
@@ -163,19 +137,35 @@ class RingEngine:
         self._board.recorder.computed()  # as far as the host is concerned: the rest is waiting for tokens
         return _BegunStep(plan.step, pending, self._end)
 
+    def _sent(self, plan: StepPlan, samples: Sequence[SamplingState], *, on_device: bool) -> StepPlan:
+        """`plan` as all ranks have it now: this one begins it."""
+        spans.before_step(plan.step)
+        self._board.begin(plan.step)
+        wants = wants_of(samples, self._loaded.engine_spec.vocab_size)
+        plan = structs.replace(plan, candidates=wants.tobytes(), on_device=on_device)
+        with spans.span("send plan"):
+            self._sender.send(plan)
+        self._board.recorder.sent()
+        return plan
+
     def _end(self, step: int) -> None:
-        assert self._member is not None, "the engine has not been loaded"
-        self._board.progress.tick()
-        self._totals.communication_seconds = self._member.collectives.busy_seconds - self._said_before
+        self._note_progress()
         self._board.end(step)
 
+    def _note_progress(self) -> None:
+        self._board.progress.tick()
+        self._totals.communication_seconds = self._loaded.collectives.busy_seconds - self._said_before
+
     def pooled(self) -> Floats:
-        assert self._member is not None, "the engine has not been loaded"
-        return self._member.runner.pooled
+        return self._loaded.runner.pooled
 
     def scored(self) -> Scores:
+        return self._loaded.runner.scored
+
+    @property
+    def _loaded(self) -> "RingMember":
         assert self._member is not None, "the engine has not been loaded"
-        return self._member.runner.scored
+        return self._member
 
     def close(self) -> None:
         self._sender.close()

@@ -1,13 +1,13 @@
-"""`Engine.launch` for two kinds of engines. Pure but for the calls that they are given.
+"""`Engine.launch`. Pure but for the calls that it is given.
 
-`HostLaunches`, where the thread that calls computes: a step is computed when its result is asked for. Nothing overlaps,
-and by then the tokens of the step before it are known. `DeviceLaunches`, where a device computes meanwhile:
+Where a device computes and samples beside the thread that calls:
 
     launch n, launch n+1        both begin at once where the device samples their rows
     result n                    waits for the device
 
-A step that the host samples (penalties, grammars, log probabilities) begins when its result is asked for; the
-step behind it begins as soon as its tokens are known.
+A step that the host samples (penalties, grammars, log probabilities), or that the calling thread computes itself,
+begins when its result is asked for: by then the tokens of the step before it are known. The step behind it begins as
+soon as its tokens are.
 """
 
 from collections import deque
@@ -23,30 +23,6 @@ from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from shared.errors import RyzansteinError
 
 Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
-
-
-class HostLaunches:
-    def __init__(self, execute: Execute) -> None:
-        self._execute = execute
-        self._tokens: list[SampledToken] = []
-        """Of the last step whose result was asked for; empty where it has failed."""
-
-    def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
-        return _Deferred(self, plan, samples)
-
-    def compute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
-        """What `execute` gives for a plan that may be ahead."""
-        before, self._tokens = self._tokens, []
-        self._tokens = self._execute(with_tokens(plan, before), samples)
-        return self._tokens
-
-
-class _Deferred:
-    def __init__(self, launches: HostLaunches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
-        self._launches, self._plan, self._samples = launches, plan, samples
-
-    def result(self) -> list[SampledToken]:
-        return self._launches.compute(self._plan, self._samples)
 
 
 def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
@@ -68,18 +44,18 @@ class Begun(Protocol):
         ...
 
 
-class DeviceLaunches:
-    def __init__(
-        self,
-        execute: Execute,
-        begin: Callable[[StepPlan, Sequence[SamplingState]], Begun],
-        suits: Callable[[StepPlan, Sequence[SamplingState]], bool],
-    ) -> None:
-        """`execute` computes on the host's time. `begin` has the device compute a plan that `suits` it; token ids of
-        -1 - k in it stand for what row k of the last step that was begun has sampled."""
-        self._execute, self._begin, self._suits = execute, begin, suits
+Begin = Callable[[StepPlan, Sequence[SamplingState]], Begun | None]
+
+
+class Launches:
+    """The steps of one engine that were launched and whose results were not asked for."""
+
+    def __init__(self, execute: Execute, begin: Begin | None = None) -> None:
+        """`execute` computes on the host's time. `begin` has the device compute a plan, or gives None where the host
+        must; token ids of -1 - k in it stand for what row k of the last step that was begun has sampled."""
+        self._execute, self._begin = execute, begin
         self._steps: deque[_Step] = deque()
-        """Whose results were not asked for, in their order."""
+        """In their order."""
         self._tokens: list[SampledToken] = []
         """Of the last step whose result was asked for; empty where it has failed."""
 
@@ -105,30 +81,27 @@ class DeviceLaunches:
             self._begin_those_that_may()
 
     def _begin_those_that_may(self) -> None:
+        if self._begin is None:
+            return
         before: _Step | None = None
         for step in self._steps:
-            if not step.is_over_to_device:
-                if not self._suits(step.plan, step.samples):
-                    return
-                self._start(step, step.plan if before is not None else with_tokens(step.plan, self._tokens))
+            if step.begun is None and step.error is None:
+                plan = step.plan if before is not None else with_tokens(step.plan, self._tokens)
+                try:
+                    step.begun = self._begin(plan, step.samples)
+                except RyzansteinError as error:  # told to whoever asks for the result
+                    step.error = error
+                else:
+                    if step.begun is None:
+                        return
             before = step
-
-    def _start(self, step: "_Step", plan: StepPlan) -> None:
-        try:
-            step.begun = self._begin(plan, step.samples)
-        except RyzansteinError as error:  # told to whoever asks for the result
-            step.error = error
 
 
 class _Step:
-    def __init__(self, launches: DeviceLaunches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
+    def __init__(self, launches: Launches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
         self._launches, self.plan, self.samples = launches, plan, samples
         self.begun: Begun | None = None
         self.error: RyzansteinError | None = None
-
-    @property
-    def is_over_to_device(self) -> bool:
-        return self.begun is not None or self.error is not None
 
     def result(self) -> list[SampledToken]:
         return self._launches.take(self)

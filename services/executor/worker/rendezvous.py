@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.base import Collectives, SingleRank, Wrapped
 from services.executor.collectives.shared_memory import SharedArea, SharedMemory, can_share_memory, make_area
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.spans import span
@@ -40,18 +40,12 @@ def recorded(collectives: Collectives, recorder: RankRecorder) -> Collectives:
     return collectives if collectives.world_size == 1 else RecordedCollectives(collectives, recorder)
 
 
-class RecordedCollectives:
-    """`Collectives` over others. On GPUs an operation counts as over when it is queued."""
+class RecordedCollectives(Wrapped):
+    """On GPUs an operation counts as over when it is queued."""
 
     def __init__(self, inner: Collectives, recorder: RankRecorder) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._recorder = recorder
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._inner.busy_seconds
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._recorder.enter(Kind.ALL_REDUCE, tensor.nbytes)
@@ -72,9 +66,6 @@ class RecordedCollectives:
         with span("communicate: barrier"):
             self._inner.barrier()
         self._recorder.leave()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 JOIN_TIMEOUT = 120.0

@@ -30,7 +30,7 @@ from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Row
 from services.executor.worker.backend import make_runner
-from services.executor.worker.launches import HostLaunches
+from services.executor.worker.launches import Launches
 from services.executor.worker.runner import ModelRunner
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenLogprobs
@@ -160,7 +160,7 @@ class ExactRing:
         )
         drafter = _KnowingDrafter(spec, settings, self._rng, said) if cuts.drafts and said else None
         self.batcher = ContinuousBatcher(spec, settings, "m", drafter)
-        self._launches = HostLaunches(self._execute)
+        self._launches = Launches(self._execute)
         self._rows: list[Row] = []
 
     def run(self, requests: Iterable[GenerationRequest]) -> None:

@@ -19,7 +19,7 @@ from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.structured_output import GrammarWork
-from services.executor.worker.launches import HostLaunches
+from services.executor.worker.launches import Launches
 from shared.errors import RingLost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
@@ -30,7 +30,7 @@ class NotedEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.fake = FakeEngine(spec)
-        self._launches = HostLaunches(self._execute)
+        self._launches = Launches(self._execute)
         self.noted: list[tuple[str, int]] = []
         self.bad: dict[int, set[int]] = {}
         """Rows that are no numbers, by step."""

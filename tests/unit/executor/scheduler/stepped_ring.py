@@ -9,7 +9,7 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.steps import Row
-from services.executor.worker.launches import HostLaunches
+from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
@@ -47,7 +47,7 @@ class Ring:
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
-        self.launches = HostLaunches(self.engine.execute)
+        self.launches = Launches(self.engine.execute)
         self.later: tuple[StepPlan, list[Row]] | None = None
         """Planned ahead, while the step before it is under way."""
         self.ahead = 0

@@ -19,7 +19,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Row
-from services.executor.worker.launches import HostLaunches
+from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
 from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
@@ -87,7 +87,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.drafter = FakeDrafter(self.spec, self.settings, rng) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
-        self.launches = HostLaunches(self.engine.execute)
+        self.launches = Launches(self.engine.execute)
         self.lookahead = lookahead
         self.now = 0.0
         self.flying: deque[tuple[StepPlan, list[Row]]] = deque()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from services.executor.core.engine import BadLogits, Launched, RestoreFailed, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.worker.launches import DeviceLaunches
+from services.executor.worker.launches import Launches
 from shared.messages import SamplingParams
 
 HOST = SamplingState(SamplingParams(logprobs=1), [], [])
@@ -26,10 +26,12 @@ class FakeDevice:
     def __init__(self) -> None:
         self.began: list[int] = []
         self.failing: Exception | None = None
-        self.launches = DeviceLaunches(self.execute, self.begin, lambda plan, states: states[0] is DEVICE)
+        self.launches = Launches(self.execute, self.begin)
         self._last = -1000
 
-    def begin(self, plan: StepPlan, states: object) -> "_Begun":
+    def begin(self, plan: StepPlan, states: list[SamplingState]) -> "_Begun | None":
+        if states[0] is not DEVICE:
+            return None
         self.began.append(plan.step)
         if isinstance(self.failing, RestoreFailed):
             raise self.failing
