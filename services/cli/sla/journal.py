@@ -13,6 +13,7 @@ A model is *silent* while requests wait for it and nothing of it comes:
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 from typing import Literal, NamedTuple
 
@@ -48,21 +49,19 @@ CLIENTS_FAULT = frozenset(
 """Codes (`shared.errors`) that a gateway answers with 4xx: nothing of ours failed."""
 
 
+@dataclass(slots=True)
 class Choice:
     """One generation. Attempts are fenced as a gateway does: an older one than the newest says nothing."""
 
-    __slots__ = ("attempt", "cached", "end", "last_at", "moved", "position")
-
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.position = 0
-        """Output tokens so far."""
-        self.cached = 0
-        self.last_at = 0.0
-        """When its last tokens came."""
-        self.moved = False
-        """Whether a newer attempt has begun and nothing of it has come."""
-        self.end: End | None = None
+    attempt: int = 0
+    position: int = 0
+    """Output tokens so far."""
+    cached: int = 0
+    last_at: float = 0.0
+    """When its last tokens came."""
+    moved: bool = False
+    """Whether a newer attempt has begun and nothing of it has come."""
+    end: End | None = None
 
     def take(self, group: str, entry: TokenEntry) -> bool:
         """Whether the entry is news: tokens behind those that are known, or the end."""
@@ -86,6 +85,7 @@ def _end(entry: TokenEntry) -> End:
     return "cancelled" if entry.finish == "cancelled" else "completed"
 
 
+@dataclass(slots=True)
 class Request:
     """One client's request as the journal shows it: its record and the entries of its choices.
 
@@ -93,20 +93,18 @@ class Request:
     entry, entry, ... ──┴▶ first token, gaps, failovers ──▶ an end of every choice ──▶ how the request ended
     """
 
-    __slots__ = ("batch", "began", "choices", "expected", "first_at", "heard_at", "model", "prompt", "stops")
-
-    def __init__(self, at: float) -> None:
-        self.began = self.heard_at = at
-        self.model = ""
-        """Empty until the record has come."""
-        self.batch = False
-        self.stops = False
-        """Whether its text may end before its tokens do: the gateway cancels the rest."""
-        self.prompt = 0
-        self.expected = 0
-        """Choices in all; 0: not known yet."""
-        self.first_at: float | None = None
-        self.choices: dict[str, Choice] = {}
+    began: float
+    heard_at: float
+    model: str = ""
+    """Empty until the record has come."""
+    batch: bool = False
+    stops: bool = False
+    """Whether its text may end before its tokens do: the gateway cancels the rest."""
+    prompt: int = 0
+    expected: int = 0
+    """Choices in all; 0: not known yet."""
+    first_at: float | None = None
+    choices: dict[str, Choice] = field(default_factory=dict)
 
     def describe(self, record: GenerationRecord, at: float) -> None:
         """The record, or a part of it, was stored at `at`.
@@ -316,7 +314,7 @@ class Ledger:
         """Heard of at `at`."""
         if identity in self._lines:
             return self._lines[identity]
-        request = self._open.pop(identity, None) or Request(at)
+        request = self._open.pop(identity, None) or Request(at, at)
         request.heard_at = at
         self._open[identity] = request
         return request

@@ -170,13 +170,12 @@ def run_of(
     answer = Answer(
         record,
         [
-            Generation(request, index, limits, now=now, started_at=record.created)
+            Generation(request, index, limits, now=now, started_at=record.created, trace=trace)
             for index, request in enumerate(requests_of(record))
         ],
         owner=parts.answers.consumer,
         owned=True,
-        now=now,
-        trace=trace,
+        quiet_since=now,
         admission=context.admission,
         may_cost=may_cost,
     )

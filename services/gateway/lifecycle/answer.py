@@ -19,6 +19,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ from services.gateway.ratelimit.limiter import Admission
 from services.gateway.tracing.generations import AnswerTrace
 from shared.errors import FatalRequest
 from shared.messages import GenerationRequest
-from shared.messages.records import GenerationRecord
+from shared.messages.records import GenerationRecord, Ownership
 from shared.nats.journal import log_begin
 
 PREFIXES = {
@@ -92,61 +93,36 @@ KEPT = 2.0
 """Seconds that a generation which nobody reads here stays at hand, when it need not."""
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """What clients know under one id. Readers are counted by those who attach them."""
 
-    __slots__ = (
-        "admission",
-        "consumers",
-        "generations",
-        "left",
-        "listened_until",
-        "may_cost",
-        "owned",
-        "owner",
-        "quiet_since",
-        "readers",
-        "record",
-        "silent_asks",
-        "watched",
-    )
+    record: GenerationRecord
+    generations: Sequence[Generation]
+    _: KW_ONLY
+    owner: str
+    """The instance that looks after it."""
+    owned: bool
+    quiet_since: float
+    """When the last reader here left."""
+    consumers: list[str] = field(default_factory=list)
+    """Instances whose token subjects have parts of its log, in order; none given: the one that it began at."""
+    admission: Admission | None = None
+    """What it takes of its owner's limits, where it begins here."""
+    may_cost: int = 0
+    """Tokens that it may come to."""
+    readers: int = 0
+    left: bool = False
+    """Whether its client closed its last connection here, and was not cut off with a gateway."""
+    listened_until: float = 0.0
+    """Until when another gateway has said that it listens."""
+    silent_asks: int = 0
+    """How often its owner has not answered in a row."""
+    watched: bool = False
+    """Whether it is read here for its stop strings' sake, by no client."""
 
-    def __init__(
-        self,
-        record: GenerationRecord,
-        generations: Sequence[Generation],
-        *,
-        owner: str,
-        owned: bool,
-        now: float,
-        trace: AnswerTrace | None = None,
-        admission: Admission | None = None,
-        may_cost: int = 0,
-    ) -> None:
-        """`trace`: what is traced of it; None: nothing. `admission`: what it takes of its owner's limits, where it
-        begins here; `may_cost`: tokens that it may come to."""
-        self.record = record
-        self.generations = generations
-        self.owned = owned
-        self.owner = owner
-        """The instance that looks after it."""
-        self.consumers: list[str] = [record.requests[0].consumer]
-        """Instances whose token subjects have parts of its log, in order."""
-        self.readers = 0
-        self.quiet_since = now
-        """When the last reader here left."""
-        self.left = False
-        """Whether its client closed its last connection here, and was not cut off with a gateway."""
-        self.listened_until = 0.0
-        """Until when another gateway has said that it listens."""
-        self.silent_asks = 0
-        """How often its owner has not answered in a row."""
-        self.watched = False
-        """Whether it is read here for its stop strings' sake, by no client."""
-        self.admission = admission
-        self.may_cost = may_cost
-        for generation in generations:
-            generation.trace = trace
+    def __post_init__(self) -> None:
+        self.consumers = self.consumers or [self.record.requests[0].consumer]
 
     @property
     def trace(self) -> AnswerTrace | None:
@@ -247,24 +223,27 @@ def _request_of_choice(
 def followed_answer(
     record: GenerationRecord,
     limits: Limits,
+    ownership: Ownership | None = None,
     *,
-    owner: str,
     now: float,
     now_unix: float,
+    keep: float = 0.0,
 ) -> Answer:
-    """An answer of another gateway, with its generations, from a record that is whole.
+    """An answer of another gateway, with its generations, from a record that is whole. `ownership`: None where nobody
+    has claimed it. It stays at hand for `keep` seconds, though nobody reads it.
 
     Its attempts count as handed in when the record was made: a loss that was heard of since then is theirs.
     """
-    generations = []
-    for index, request in enumerate(requests_of(record)):
-        generation = Generation(request, index, limits, now=now, started_at=record.created, followed=True)
-        age = max(0.0, now_unix - record.created)
-        generation.attempt_at = now - age
-        generation.ends_at -= age
-        generation.begin = log_begin(record)
-        generations.append(generation)
-    return Answer(record, generations, owner=owner, owned=False, now=now)
+    age, begin = max(0.0, now_unix - record.created), log_begin(record)
+    generations = [
+        Generation(
+            request, index, limits, now=now, age=age, started_at=record.created, followed=True, begin=begin
+        )
+        for index, request in enumerate(requests_of(record))
+    ]
+    consumers = list(ownership.consumers) if ownership else []
+    owner = ownership.owner if ownership else record.requests[0].consumer
+    return Answer(record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers)
 
 
 def merged(parts: Sequence[GenerationRecord]) -> GenerationRecord | None:

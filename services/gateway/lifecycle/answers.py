@@ -302,13 +302,8 @@ class Answers:
         self, record: GenerationRecord, ownership: Ownership | None, keep: float = 0.0
     ) -> Answer:
         """Reads the log of a generation that is not at hand, and goes on reading it."""
-        now = time.monotonic()
-        bounds = limits_of(self._settings)
-        owner = ownership.owner if ownership else record.requests[0].consumer
-        answer = followed_answer(record, bounds, owner=owner, now=now, now_unix=time.time())
-        answer.quiet_since = now + keep
-        if ownership is not None:
-            answer.consumers = list(ownership.consumers)
+        now, bounds = time.monotonic(), limits_of(self._settings)
+        answer = followed_answer(record, bounds, ownership, now=now, now_unix=time.time(), keep=keep)
         self._generations.add(answer.generations)
         self._by_identity[answer.identity] = answer
         try:

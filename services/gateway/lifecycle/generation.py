@@ -9,6 +9,7 @@ attempts are taken as they come, and nothing is decided about it until it is tak
 """
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Literal
 
 import msgspec
@@ -31,113 +32,82 @@ MAX_GAP_REPLAYS = 5
 """Replays that may leave a gap open: the journal is written a moment after the live message."""
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """One choice of a client's request. Times are seconds of a monotonic clock, `started_at` is unix time."""
 
-    __slots__ = (
-        "_behind",
-        "_end_came_alone",
-        "_gap_replays",
-        "_limits",
-        "_readers",
-        "_rejected",
-        "_stall",
-        "_told",
-        "attempt_at",
-        "begin",
-        "cached_tokens",
-        "claim",
-        "ends_at",
-        "epoch",
-        "error",
-        "fingerprint",
-        "finish",
-        "followed",
-        "group",
-        "guilty",
-        "heard_at",
-        "index",
-        "intake_sequence",
-        "last_progress",
-        "own_begin",
-        "prompt_scores",
-        "request",
-        "scores",
-        "sources",
-        "started_at",
-        "state",
-        "stream",
-        "suspected",
-        "tokens",
-        "trace",
-        "vector",
-    )
+    request: GenerationRequest
+    index: int
+    limits: Limits
+    _: KW_ONLY
+    now: InitVar[float]
+    age: InitVar[float] = 0.0
+    """Seconds since its attempt was handed in."""
+    started_at: float
+    followed: bool = False
+    trace: AnswerTrace | None = None
+    """What is traced of it; None: nothing. Decides nothing."""
+    begin: Begin = field(default_factory=Begin)
+    """Where its log begins in the journal."""
+    own_begin: Begin | None = None
+    """Where the log begins on this gateway's token subject; None: none of it is there."""
+    claim: int = 0
+    """Under which this gateway owns it; 0: it began here."""
+    state: State = "received"
+    stream: TokenStream = field(default_factory=TokenStream)
+    tokens: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] | None = None
+    """Log probabilities of `tokens`, where they were asked for."""
+    finish: FinishReason = ""
+    vector: bytes = b""
+    """Of a request to embed."""
+    prompt_scores: bytes = b""
+    """Log probabilities of the prompt's tokens, where they were asked for."""
+    error: RyzansteinError | None = None
+    sources: tuple[str, ...] = ()
+    """Other gateways whose token subjects have a part of the log."""
+    cached_tokens: int = 0
+    group: str = ""
+    """The ring whose entry of the current attempt came first; empty while none has come."""
+    epoch: int = 0
+    fingerprint: str = ""
+    """Of the ring that has the newest attempt of which it is known; empty: of none."""
+    heard_at: float = 0.0
+    """When that ring last sent something new."""
+    intake_sequence: int = 0
+    """Where the request stands in the intake stream."""
+    attempt_at: float = 0.0
+    """When the current attempt was handed in."""
+    last_progress: float = 0.0
+    ends_at: float = float("inf")
+    """By when it has to be over."""
+    suspected: str = ""
+    """The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none."""
+    guilty: str = ""
+    """The cause of the death of a ring that computed nothing else."""
+    _told: tuple[str, int] = ("", 0)
+    """The ring that was told of the claim."""
+    _readers: list[Deliver] = field(default_factory=list)
+    _end_came_alone: bool = False
+    """Whether `finish` came behind the last tokens: with them it says more of the last one."""
+    _stall: float = 0.0
+    _gap_replays: int = 0
+    _behind: bool = False
+    """Whether a newer attempt speaks already, and tokens of the older one are missing."""
+    _rejected: set[tuple[str, int, int]] = field(default_factory=set)
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        index: int,
-        limits: Limits,
-        *,
-        now: float,
-        started_at: float,
-        followed: bool = False,
-    ) -> None:
-        self.request = request
-        self.claim = request.claim
-        """Under which this gateway owns it; 0: it began here."""
-        self._told = ("", 0)
-        """The ring that was told of the claim."""
-        self.index = index
-        self._limits = limits
-        self._readers: list[Deliver] = []
-        self.followed = followed
-        self.state: State = "queued" if followed else "received"
-        self.stream = TokenStream()
-        self.tokens: list[int] = []
-        self.scores: list[TokenLogprobs] | None = [] if request.sampling.logprobs >= 0 else None
-        """Log probabilities of `tokens`, where they were asked for."""
-        self.finish: FinishReason = ""
-        self._end_came_alone = False
-        """Whether `finish` came behind the last tokens: with them it says more of the last one."""
-        self.vector = b""
-        """Of a request to embed."""
-        self.prompt_scores = b""
-        """Log probabilities of the prompt's tokens, where they were asked for."""
-        self.error: RyzansteinError | None = None
-        self.sources: tuple[str, ...] = ()
-        """Other gateways whose token subjects have a part of the log."""
-        self.begin = Begin(since=started_at - CLOCK_MARGIN)
-        """Where its log begins in the journal."""
-        self.own_begin = None if followed else self.begin
-        """Where the log begins on this gateway's token subject; None: none of it is there."""
-        self.cached_tokens = 0
-        self.group = ""
-        """The ring whose entry of the current attempt came first; empty while none has come."""
-        self.epoch = 0
-        self.fingerprint = ""
-        """Of the ring that has the newest attempt of which it is known; empty: of none."""
-        self.heard_at = now
-        """When that ring last sent something new."""
-        self.intake_sequence = 0
-        """Where the request stands in the intake stream."""
-        self.started_at = started_at
-        self.attempt_at = now
-        """When the current attempt was handed in."""
-        self.last_progress = now
-        self.ends_at = now + limits.whole if limits.whole and request.lane != "batch" else float("inf")
-        """By when it has to be over."""
-        self.trace: AnswerTrace | None = None
-        """What is traced of it; None: nothing. Decides nothing."""
-        self._stall = limits.stall
-        self._gap_replays = 0
-        self._behind = False
-        """Whether a newer attempt speaks already, and tokens of the older one are missing."""
-        self.suspected = request.suspected
-        """The cause of a ring's death that this may have made; it is computed alone from then on. Empty: of none."""
-        self.guilty = ""
-        """The cause of the death of a ring that computed nothing else."""
-        self._rejected: set[tuple[str, int, int]] = set()
+    def __post_init__(self, now: float, age: float) -> None:
+        self.claim, self.suspected = self.request.claim, self.request.suspected
+        self.heard_at, self.last_progress, self.attempt_at = now, now, now - age
+        self._stall = self.limits.stall
+        if self.limits.whole and self.request.lane != "batch":
+            self.ends_at = now - age + self.limits.whole
+        if self.request.sampling.logprobs >= 0:
+            self.scores = []
+        if self.followed:
+            self.state = "queued"
+        else:
+            self.begin = self.own_begin = Begin(since=self.started_at - CLOCK_MARGIN)
 
     @property
     def id(self) -> str:
@@ -243,7 +213,7 @@ class Generation:
             self._seen_in(group, epoch, entry, now)
         had_gap = bool(self.stream.ahead)
         for fresh in self.stream.accept(entry):
-            self.last_progress, self.heard_at, self._stall = now, now, self._limits.stall
+            self.last_progress, self.heard_at, self._stall = now, now, self.limits.stall
             if fresh.tokens or fresh.finish in ("stop", "length"):
                 self.state = "running"
                 self.tokens += fresh.tokens
@@ -297,7 +267,7 @@ class Generation:
         """To be asked now and then. A request that waits in the queue has nothing in the journal."""
         if self.ended:
             return Decision.NOTHING
-        if now - self.last_progress >= self._limits.token_timeout or self.overdue(now):
+        if now - self.last_progress >= self.limits.token_timeout or self.overdue(now):
             return Decision.EXPIRE
         return Decision.REPLAY if self._stalled(now) else Decision.NOTHING
 
@@ -315,7 +285,7 @@ class Generation:
         if self.guilty:
             self.fail(_guilty_of(self.suspected, self.guilty))
             return None
-        if attempt > self._limits.max_attempts:
+        if attempt > self.limits.max_attempts:
             self.fail(
                 RingLost(
                     f"The executor group was lost {attempt} times while it worked on this request; "
@@ -328,7 +298,7 @@ class Generation:
         self.state = "recovering"
         self.group, self.epoch = "", 0
         self.last_progress = self.heard_at = self.attempt_at = now
-        self._stall, self._gap_replays = self._limits.stall, 0
+        self._stall, self._gap_replays = self.limits.stall, 0
         self.request = msgspec.structs.replace(
             self.request,
             generated=list(self.tokens),
@@ -426,7 +396,7 @@ class Generation:
     def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
         if group and not self.group:
             self.group, self.epoch = group, epoch
-            self.heard_at, self._stall = now, self._limits.stall
+            self.heard_at, self._stall = now, self.limits.stall
             self.suspected = self.suspected or entry.suspected
             if self.state in ("queued", "recovering", "received"):
                 self.state = "dispatched"

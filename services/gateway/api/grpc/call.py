@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.status import trailers
-from services.gateway.auth.authenticator import ANONYMOUS
+from services.gateway.auth.authenticator import ANONYMOUS, Principal
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import Stream
@@ -30,69 +31,41 @@ class Peer(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """Given to a method. What it has not read and sent when it returns is not wanted."""
 
-    __slots__ = (
-        "_begun",
-        "_ended",
-        "_held",
-        "_loop",
-        "_messages",
-        "_on_end",
-        "_peer",
-        "_reader",
-        "_receiving",
-        "_sending",
-        "_single",
-        "_stream",
-        "began",
-        "complete",
-        "deadline",
-        "error",
-        "finished",
-        "headers",
-        "model",
-        "principal",
-        "public",
-        "request_id",
-        "timer",
-        "trailing",
-    )
-
-    def __init__(self, peer: Peer, stream: Stream, headers: Headers, request_id: str = "") -> None:
-        self._peer = peer
-        self._stream = stream
-        self._loop = asyncio.get_running_loop()
-        self._reader = MessageReader(0)
-        self._single = True
-        self._messages: list[bytes] = []
-        self._held = 0
-        """Bytes of messages that nobody has taken yet."""
-        self._receiving: asyncio.Future[None] | None = None
-        self._sending: asyncio.Future[None] | None = None
-        self._on_end: Callable[[BaseException], None] | None = None
-        self._ended: BaseException | None = None
-        self._begun = False
-        self.headers = headers
-        self.request_id = request_id
-        self.began = time.perf_counter()
-        self.deadline: float | None = None
-        """Unix seconds until which the client waits."""
-        self.timer: asyncio.TimerHandle | None = None
-        self.complete = False
-        """Whether the client has sent all it will."""
-        self.finished = False
-        self.error: BaseException | None = None
-        """What it ended with, once it is finished."""
-        self.model = ""
-        """For logs and metrics."""
-        self.principal = ANONYMOUS
-        """Whose call it is."""
-        self.public = False
-        """Whether it needed no key."""
-        self.trailing: dict[str, str] = {}
-        """More trailing metadata."""
+    _peer: Peer
+    _stream: Stream
+    headers: Headers
+    request_id: str = ""
+    began: float = field(default_factory=time.perf_counter)
+    deadline: float | None = None
+    """Unix seconds until which the client waits."""
+    timer: asyncio.TimerHandle | None = None
+    complete: bool = False
+    """Whether the client has sent all it will."""
+    finished: bool = False
+    error: BaseException | None = None
+    """What it ended with, once it is finished."""
+    model: str = ""
+    """For logs and metrics."""
+    principal: Principal = ANONYMOUS
+    """Whose call it is."""
+    public: bool = False
+    """Whether it needed no key."""
+    trailing: dict[str, str] = field(default_factory=dict)
+    """More trailing metadata."""
+    _reader: MessageReader = field(default_factory=lambda: MessageReader(0))
+    _single: bool = True
+    _messages: list[bytes] = field(default_factory=list)
+    _held: int = 0
+    """Bytes of messages that nobody has taken yet."""
+    _receiving: "asyncio.Future[None] | None" = None
+    _sending: "asyncio.Future[None] | None" = None
+    _on_end: Callable[[BaseException], None] | None = None
+    _ended: BaseException | None = None
+    _begun: bool = False
 
     # --- for methods -----------------------------------------------------------------------------
 
@@ -118,7 +91,7 @@ class Call:
                 raise self._ended
             if self.complete:
                 return None
-            self._receiving = self._loop.create_future()
+            self._receiving = asyncio.get_running_loop().create_future()
             try:
                 await self._receiving
             finally:
@@ -144,7 +117,7 @@ class Call:
     async def wait(self, news: "asyncio.Future[None]") -> None:
         """Returns when `news` is done, or earlier. Raises what `end` was given."""
         if self._ended is None:
-            self._receiving = self._loop.create_future()
+            self._receiving = asyncio.get_running_loop().create_future()
             try:
                 await asyncio.wait((news, self._receiving), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -253,7 +226,7 @@ class Call:
         while self._stream.pending or self._peer.paused:
             if self._ended is not None:
                 raise self._ended
-            self._sending = self._loop.create_future()
+            self._sending = asyncio.get_running_loop().create_future()
             try:
                 await self._sending
             finally:

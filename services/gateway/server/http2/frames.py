@@ -1,6 +1,7 @@
 """HTTP/2 in numbers and names (RFC 9113): frames, errors, limits, and what is known of a stream. Pure."""
 
 import struct
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from services.gateway.server.http2.hpack import Headers
@@ -72,41 +73,27 @@ class StreamError(Exception):
         self.code = code
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """One request and its answer."""
 
-    __slots__ = (
-        "closed",
-        "held",
-        "id",
-        "owner",
-        "pending",
-        "receive_window",
-        "refused",
-        "remote_ended",
-        "sent",
-        "trailers",
-        "window",
-    )
-
-    def __init__(self, number: int, window: int) -> None:
-        self.id = number
-        self.window = window
-        """Bytes that the peer takes on it now; below 0 when it has made its windows smaller."""
-        self.receive_window = DEFAULT_WINDOW
-        self.held = 0
-        """Bytes that came and have not been given back to its window."""
-        self.pending = b""
-        """What waits for the window, behind `sent` bytes that have gone."""
-        self.sent = 0
-        self.trailers: bytes | None = None
-        """What follows `pending` and ends the stream."""
-        self.remote_ended = False
-        self.closed = False
-        self.refused = False
-        """Whether the request was refused before anything was done for it."""
-        self.owner: object = None
-        """What the events' receiver keeps with it."""
+    id: int
+    window: int
+    """Bytes that the peer takes on it now; below 0 when it has made its windows smaller."""
+    receive_window: int = DEFAULT_WINDOW
+    held: int = 0
+    """Bytes that came and have not been given back to its window."""
+    pending: bytes = b""
+    """What waits for the window, behind `sent` bytes that have gone."""
+    sent: int = 0
+    trailers: bytes | None = None
+    """What follows `pending` and ends the stream."""
+    remote_ended: bool = False
+    closed: bool = False
+    refused: bool = False
+    """Whether the request was refused before anything was done for it."""
+    owner: object = None
+    """What the events' receiver keeps with it."""
 
 
 class Events(Protocol):

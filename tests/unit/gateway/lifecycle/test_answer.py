@@ -17,7 +17,7 @@ GRACE = 5.0
 def answer(**fields: object) -> Answer:
     request = GenerationRequest("i-0", "r", "m", "a", [1], 5)
     record = GenerationRecord("i", "completions", 90.0, [request], **fields)  # type: ignore[arg-type]
-    made = followed_answer(record, LIMITS, owner="a", now=100.0, now_unix=100.0)
+    made = followed_answer(record, LIMITS, now=100.0, now_unix=100.0)
     made.owned = True
     return made
 
