@@ -25,56 +25,47 @@ class HealthMetrics:
     """One object per service, in the service's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        gauge = partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        self.beats = counter(f"{_PREFIX}_beats", "Heartbeats received.", ["service"])
-        self.instances = gauge(f"{_PREFIX}_instances", "Service instances by state.", ["service", "state"])
-        self.groups = gauge(f"{_PREFIX}_groups", "Executor groups by state.", ["state"])
+        counter = partial(Counter, namespace=_PREFIX, registry=registry)
+        gauge = partial(Gauge, namespace=_PREFIX, registry=registry)
+        stream = partial(Gauge, labelnames=["stream"], namespace="ryzanstein_nats_stream", registry=registry)
+        self.beats = counter("beats", "Heartbeats received.", ["service"])
+        self.instances = gauge("instances", "Service instances by state.", ["service", "state"])
+        self.groups = gauge("groups", "Executor groups by state.", ["state"])
         self.weight = gauge(
-            f"{_PREFIX}_group_weight",
-            "Speed of a group against its past and its peers; below 1: degraded.",
-            ["group"],
+            "group_weight", "Speed of a group against its past and its peers; below 1: degraded.", ["group"]
         )
         self.group_state = gauge(
-            f"{_PREFIX}_group_state", "1 for each group's present state.", ["group", "model", "state"]
+            "group_state", "1 for each group's present state.", ["group", "model", "state"]
         )
         self.group_lost = gauge(
-            f"{_PREFIX}_group_lost",
+            "group_lost",
             "1 for a group that is gone without having been drained, for as long as it is listed.",
             ["group", "model"],
         )
-        self.events = counter(f"{_PREFIX}_events", "Group events published.", ["kind"])
-        self.writes = counter(f"{_PREFIX}_writes", "Records written.")
-        self.write_failures = counter(f"{_PREFIX}_write_failures", "Writes of records that failed.")
+        self.events = counter("events", "Group events published.", ["kind"])
+        self.writes = counter("writes", "Records written.")
+        self.write_failures = counter("write_failures", "Writes of records that failed.")
         self.clock_ahead = gauge(
-            f"{_PREFIX}_clock_ahead_seconds",
+            "clock_ahead_seconds",
             "Seconds by which an instance's clock is ahead of the monitor's.",
             ["service_instance"],
         )
-        self.messages = gauge(
-            "ryzanstein_nats_stream_messages", "Messages in a stream of the broker.", ["stream"]
+        self.messages = stream("messages", "Messages in a stream of the broker.")
+        self.bytes = stream("bytes", "Bytes of a stream of the broker.")
+        self.max_bytes = stream(
+            "max_bytes", "Largest size of a stream of the broker, in bytes; 0: unlimited."
         )
-        self.bytes = gauge("ryzanstein_nats_stream_bytes", "Bytes of a stream of the broker.", ["stream"])
-        self.max_bytes = gauge(
-            "ryzanstein_nats_stream_max_bytes",
-            "Largest size of a stream of the broker, in bytes; 0: unlimited.",
-            ["stream"],
+        self.age = stream(
+            "age_seconds", "Age of the oldest message in a stream of the broker; 0: it is empty."
         )
-        self.age = gauge(
-            "ryzanstein_nats_stream_age_seconds",
-            "Age of the oldest message in a stream of the broker; 0: it is empty.",
-            ["stream"],
+        self.max_age = stream(
+            "max_age_seconds", "Seconds for which a stream of the broker keeps its messages; 0: unlimited."
         )
-        self.max_age = gauge(
-            "ryzanstein_nats_stream_max_age_seconds",
-            "Seconds for which a stream of the broker keeps its messages; 0: unlimited.",
-            ["stream"],
-        )
-        self.answers = histogram(
+        self.answers = Histogram(
             "ryzanstein_nats_answer_seconds",
             "Round trip of a stream-info request to the broker.",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+            registry=registry,
         )
         begin_at_zero(self.events, ("up", "draining", "down"))
 

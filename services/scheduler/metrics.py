@@ -39,39 +39,34 @@ class SchedulerMetrics:
         """`breakers`: every group's name and the state of its breaker."""
         self.groups = GroupCollector(breakers)
         registry.register(self.groups)
-        counter = partial(Counter, registry=registry)
-        histogram = partial(Histogram, registry=registry)
-        self.received = counter(f"{_PREFIX}_received", "Requests pulled from intake.", ["lane"])
-        self.redelivered = counter(f"{_PREFIX}_redelivered", "Requests that had been delivered before.")
+        counter = partial(Counter, namespace=_PREFIX, registry=registry)
+        histogram = partial(Histogram, namespace=_PREFIX, registry=registry)
+        self.received = counter("received", "Requests pulled from intake.", ["lane"])
+        self.redelivered = counter("redelivered", "Requests that had been delivered before.")
         self.deferred = counter(
-            f"{_PREFIX}_deferred",
+            "deferred",
             "Deliveries deferred because no group serves the model and other requests need the space.",
         )
         self.lost = counter(
-            f"{_PREFIX}_lost",
-            "Requests given up because this scheduler was unresponsive for longer than ack_wait.",
+            "lost", "Requests given up because this scheduler was unresponsive for longer than ack_wait."
         )
-        self.undecodable = counter(f"{_PREFIX}_undecodable", "Intake messages that could not be decoded.")
-        self.placements = counter(f"{_PREFIX}_placements", "Placement decisions by reason.", ["reason"])
+        self.undecodable = counter("undecodable", "Intake messages that could not be decoded.")
+        self.placements = counter("placements", "Placement decisions by reason.", ["reason"])
         self.decision_seconds = histogram(
-            f"{_PREFIX}_decision_seconds",
+            "decision_seconds",
             "From a request's turn to its dispatch: placement, session pin and batching.",
             buckets=_SECONDS,
         )
         self.queue_seconds = histogram(
-            f"{_PREFIX}_queue_seconds",
-            "From a request's arrival to its acceptance by a ring.",
-            buckets=_SECONDS,
+            "queue_seconds", "From a request's arrival to its acceptance by a ring.", buckets=_SECONDS
         )
         self.batch_size = histogram(
-            f"{_PREFIX}_batch_size", "Requests per dispatch batch.", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
+            "batch_size", "Requests per dispatch batch.", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
         )
-        self.refusals = counter(f"{_PREFIX}_refusals", "Requests refused by groups, by code.", ["code"])
-        self.unanswered = counter(f"{_PREFIX}_unanswered_batches", "Dispatch batches that timed out.")
-        self.ended = counter(f"{_PREFIX}_ended", "Generations that ended before a group took them.", ["code"])
-        self.pins = counter(
-            f"{_PREFIX}_session_pins", "Session pins: hit, created, moved, adopted.", ["what"]
-        )
+        self.refusals = counter("refusals", "Requests refused by groups, by code.", ["code"])
+        self.unanswered = counter("unanswered_batches", "Dispatch batches that timed out.")
+        self.ended = counter("ended", "Generations that ended before a group took them.", ["code"])
+        self.pins = counter("session_pins", "Session pins: hit, created, moved, adopted.", ["what"])
         begin_at_zero(self.received, LANES)
         begin_at_zero(self.placements, get_args(Reason))
         begin_at_zero(self.refusals, (QueueFull.code, NoGroupAvailable.code))

@@ -5,7 +5,7 @@ A new endpoint needs an entry in `ENDPOINTS` and `LineUrl`, and nothing else of 
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -16,6 +16,7 @@ from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
 from services.gateway.batches.service import LineUrl
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Endpoint, Intake
 from services.gateway.intake.record import Context
@@ -30,22 +31,8 @@ ENDPOINTS: dict[LineUrl, Endpoint] = {
 """The table: an endpoint's name by its URL."""
 
 
-class LineEndpoint(Protocol):
+class LineEndpoint:
     """One endpoint, for lines of batches."""
-
-    def check(self, body: msgspec.Raw) -> str:
-        """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
-        ...
-
-    async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
-        """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets
-        what the first call began. `unwanted` says, where the call is cancelled, whether that is the end of the
-        line or another gateway goes on with it. Raises `RyzansteinError`."""
-        ...
-
-
-class GenerationLines:
-    """What a run makes: all endpoints that there are."""
 
     def __init__(self, endpoint: Endpoint, intake: Intake, catalog: Catalog) -> None:
         self._endpoint = endpoint
@@ -53,11 +40,15 @@ class GenerationLines:
         self._catalog = catalog
 
     def check(self, body: msgspec.Raw) -> str:
+        """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
         request = self._intake.check(self._endpoint, body)
         refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
         return self._catalog.card(request.model).model
 
     async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
+        """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets
+        what the first call began. `unwanted` says, where the call is cancelled, whether that is the end of the
+        line or another gateway goes on with it. Raises `RyzansteinError`."""
         run = await self._intake.prepare(self._endpoint, body, context)
         try:
             await run.begin(record_first=True)
@@ -72,33 +63,19 @@ class GenerationLines:
 
 def line_endpoints(intake: Intake, catalog: Catalog) -> dict[str, LineEndpoint]:
     """What works off the lines of each URL."""
-    return {url: GenerationLines(name, intake, catalog) for url, name in ENDPOINTS.items()}
+    return {url: LineEndpoint(name, intake, catalog) for url, name in ENDPOINTS.items()}
 
 
 class BatchMetrics:
     """Registered on the service's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.running = Gauge(
-            "ryzanstein_gateway_batches_running", "Batches that this gateway runs.", registry=registry
-        )
-        self.lines = Counter(
-            "ryzanstein_gateway_batch_lines",
-            "Batch lines that have ended.",
-            ["result"],
-            registry=registry,
-        )
-        self.retries = Counter(
-            "ryzanstein_gateway_batch_line_retries", "Batch lines that were retried.", registry=registry
-        )
-        self.in_flight = Gauge(
-            "ryzanstein_gateway_batch_lines_in_flight", "Batch lines in flight.", registry=registry
-        )
-        self.taken_over = Counter(
-            "ryzanstein_gateway_batches_taken_over",
-            "Batches taken over from lost gateways.",
-            registry=registry,
-        )
+        named: dict[str, Any] = {"namespace": PREFIX, "registry": registry}
+        self.running = Gauge("batches_running", "Batches that this gateway runs.", **named)
+        self.lines = Counter("batch_lines", "Batch lines that have ended.", ["result"], **named)
+        self.retries = Counter("batch_line_retries", "Batch lines that were retried.", **named)
+        self.in_flight = Gauge("batch_lines_in_flight", "Batch lines in flight.", **named)
+        self.taken_over = Counter("batches_taken_over", "Batches taken over from lost gateways.", **named)
         begin_at_zero(self.lines, ("completed", "failed"))
 
 

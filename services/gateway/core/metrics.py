@@ -1,13 +1,15 @@
 """What the gateway tells Prometheus. All names begin with `ryzanstein_gateway_`."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shared.messages import RING_CAUSES
 from shared.service.endpoints import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
 
+PREFIX = "ryzanstein_gateway"
 REASONS = ("stop", "length", "abort", "error")
 """Why a choice ended: its text was at its end, it was as long as it may be, its client went, it failed."""
 WAYS = ("id", "idempotency", "websocket", "grpc")
@@ -44,102 +46,71 @@ class GatewayMetrics:
     """Registered on the service's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def name(rest: str) -> str:
-            return f"ryzanstein_gateway_{rest}"
+        named: dict[str, Any] = {"namespace": PREFIX, "registry": registry}
+        counter, gauge = partial(Counter, **named), partial(Gauge, **named)
 
-        self.requests = Counter(
-            name("requests"), "Requests answered.", ["route", "model", "status"], registry=registry
-        )
+        def histograms(name: str, about: str, bounds: Sequence[float] = LATENCY) -> QuickHistograms:
+            return QuickHistograms(f"{PREFIX}_{name}", about, ["model"], bounds, registry)
+
+        self.requests = counter("requests", "Requests answered.", ["route", "model", "status"])
         self.duration = Histogram(
-            name("request_seconds"),
+            "request_seconds",
             "From the request's head to its last byte.",
             ["route"],
             buckets=LATENCY,
-            registry=registry,
+            **named,
         )
-        self.first_token = QuickHistograms(
-            name("first_token_seconds"),
-            "Time to first token, from the request's body on; without batch jobs.",
-            ["model"],
-            LATENCY,
-            registry,
+        self.first_token = histograms(
+            "first_token_seconds", "Time to first token, from the request's body on; without batch jobs."
         )
-        self.between_tokens = QuickHistograms(
-            name("between_tokens_seconds"),
-            "Time between two arrivals of tokens of one choice.",
-            ["model"],
-            _GAP,
-            registry,
+        self.between_tokens = histograms(
+            "between_tokens_seconds", "Time between two arrivals of tokens of one choice.", _GAP
         )
-        self.delivery = QuickHistograms(
-            name("delivery_seconds"),
+        self.delivery = histograms(
+            "delivery_seconds",
             "Time from the arrival of a stream's tokens to their write to the connection.",
-            ["model"],
             _DELIVERY,
-            registry,
         )
-        self.generation = QuickHistograms(
-            name("generation_seconds"),
-            "Time from the request's body to the last token of its last choice.",
-            ["model"],
-            LATENCY,
-            registry,
+        self.generation = histograms(
+            "generation_seconds", "Time from the request's body to the last token of its last choice."
         )
-        self.ends = Counter(
-            name("generations"),
+        self.ends = counter(
+            "generations",
             "Choices that have ended: stop, length, abort (the client disconnected), error.",
             ["model", "reason"],
-            registry=registry,
         )
-        self.journal_lag = Gauge(
-            name("journal_lag_seconds"),
+        self.journal_lag = gauge(
+            "journal_lag_seconds",
             "Longest time in the last 10 s that the journal took, or is taking, to store a record.",
-            registry=registry,
         )
-        self.prompt_tokens = Counter(name("prompt_tokens"), "Prompt tokens.", ["model"], registry=registry)
-        self.cached_tokens = Counter(
-            name("cached_tokens"), "Prompt tokens found in the KV cache.", ["model"], registry=registry
-        )
-        self.output_tokens = Counter(name("output_tokens"), "Output tokens.", ["model"], registry=registry)
-        self.in_flight = Gauge(name("generations_in_flight"), "Unfinished generations.", registry=registry)
-        self.replays = Counter(name("journal_replays"), "Readings of the journal.", registry=registry)
-        self.recoveries = Counter(
-            name("recoveries"), "Requests resubmitted after their group was lost.", registry=registry
-        )
-        self.suspected = Counter(
-            name("suspected"),
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.", ["model"])
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the KV cache.", ["model"])
+        self.output_tokens = counter("output_tokens", "Output tokens.", ["model"])
+        self.in_flight = gauge("generations_in_flight", "Unfinished generations.")
+        self.replays = counter("journal_replays", "Readings of the journal.")
+        self.recoveries = counter("recoveries", "Requests resubmitted after their group was lost.")
+        self.suspected = counter(
+            "suspected",
             "Requests resubmitted to be computed in steps of their own, by what may have made them kill a ring.",
             ["cause"],
-            registry=registry,
         )
         begin_at_zero(self.suspected, RING_CAUSES[1:])
-        self.cancelled = Counter(
-            name("cancelled"), "Generations cancelled because no client reads them.", registry=registry
-        )
-        self.followed = Counter(
-            name("generations_followed"), "Generations of other gateways read here.", registry=registry
-        )
-        self.adopted = Counter(
-            name("generations_adopted"), "Generations taken over from lost gateways.", registry=registry
-        )
-        self.attached = Counter(
-            name("attached"),
-            "Attachments to a generation by its id or idempotency key.",
-            ["how"],
-            registry=registry,
+        self.cancelled = counter("cancelled", "Generations cancelled because no client reads them.")
+        self.followed = counter("generations_followed", "Generations of other gateways read here.")
+        self.adopted = counter("generations_adopted", "Generations taken over from lost gateways.")
+        self.attached = counter(
+            "attached", "Attachments to a generation by its id or idempotency key.", ["how"]
         )
         begin_at_zero(self.attached, (*WAYS, *(f"{way}_resumed" for way in WAYS)))
-        self.connections = Gauge(
-            name("connections"),
+        self.connections = gauge(
+            "connections",
             "Open connections by port: http, grpc; handshake: those of both still in their TLS handshake.",
             ["port"],
-            registry=registry,
         )
-        self.connections_refused = Counter(
-            name("connections_refused"),
+        self.connections_refused = counter(
+            "connections_refused",
             "Connections closed and requests refused by limits on connections.",
             ["port", "reason"],
-            registry=registry,
         )
         for port, reasons in REFUSALS.items():
             for reason in reasons:
@@ -153,7 +124,7 @@ class GatewayMetrics:
     def watch_connections(self, count: Callable[[str], int]) -> None:
         """Shows at each scrape how many there are: `count` of http, of grpc, and of those in a handshake."""
         for kind in ("http", "grpc", "handshake"):
-            self.connections.labels(kind).set_function(functools.partial(count, kind))
+            self.connections.labels(kind).set_function(partial(count, kind))
 
     def of_model(self, model: str) -> ModelMetrics:
         known = self._by_model.get(model)
@@ -164,34 +135,23 @@ class GatewayMetrics:
 
 def vllm_aliases(metrics: GatewayMetrics) -> Aliases:
     """What autoscalers and dashboards made for vLLM ask a server for, and no engine of ours sees."""
-    prefix = "ryzanstein_gateway"
     reasons = {**MODEL, "reason": "finished_reason"}
+    gaps = metrics.between_tokens, f"{PREFIX}_between_tokens_seconds", MODEL
     return Aliases(
         [
-            Alias("vllm:prompt_tokens", metrics.prompt_tokens, f"{prefix}_prompt_tokens", MODEL),
-            Alias("vllm:generation_tokens", metrics.output_tokens, f"{prefix}_output_tokens", MODEL),
+            Alias("vllm:prompt_tokens", metrics.prompt_tokens, f"{PREFIX}_prompt_tokens", MODEL),
+            Alias("vllm:generation_tokens", metrics.output_tokens, f"{PREFIX}_output_tokens", MODEL),
             Alias(
                 "vllm:time_to_first_token_seconds",
                 metrics.first_token,
-                f"{prefix}_first_token_seconds",
+                f"{PREFIX}_first_token_seconds",
                 MODEL,
             ),
+            Alias("vllm:inter_token_latency_seconds", *gaps),
+            Alias("vllm:time_per_output_token_seconds", *gaps),  # as it was called until vLLM 0.11
             Alias(
-                "vllm:inter_token_latency_seconds",
-                metrics.between_tokens,
-                f"{prefix}_between_tokens_seconds",
-                MODEL,
+                "vllm:e2e_request_latency_seconds", metrics.generation, f"{PREFIX}_generation_seconds", MODEL
             ),
-            # as it was called until vLLM 0.11
-            Alias(
-                "vllm:time_per_output_token_seconds",
-                metrics.between_tokens,
-                f"{prefix}_between_tokens_seconds",
-                MODEL,
-            ),
-            Alias(
-                "vllm:e2e_request_latency_seconds", metrics.generation, f"{prefix}_generation_seconds", MODEL
-            ),
-            Alias("vllm:request_success", metrics.ends, f"{prefix}_generations", reasons),
+            Alias("vllm:request_success", metrics.ends, f"{PREFIX}_generations", reasons),
         ]
     )
