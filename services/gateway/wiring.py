@@ -138,12 +138,12 @@ class Work:
 
     async def _open(self) -> None:
         """Everything that needs to know the models and the groups; then requests are taken."""
-        await self._idempotency.start()
-        await self._store.start()
-        await self._chat_index.start()
-        await self.answers.large_records.start()
+        large = self.answers.large_records
+        for one in (self._idempotency, self._store, self._chat_index, large, self._jobs):
+            await one.bucket.ensure()
+        for bucket in self.heirs.buckets:
+            await bucket.ensure()
         await self.answers.owners.start()
-        await self.heirs.start()
         await self.limiter.start()
         self._opened = True
         self._spawn(self.answers.run(), "answers")
@@ -158,7 +158,6 @@ class Work:
 
     async def _open_batches(self) -> None:
         await self._files.start()
-        await self._jobs.start()
         await self._results.start()
         await self._queue.start()
         self._spawn(self._files.watch(), "files of tenants")

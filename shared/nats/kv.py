@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import structlog
@@ -56,53 +56,65 @@ class Bucket(Generic[T]):
     that cannot be decoded is logged and taken for one that is not there.
     """
 
+    _store: KeyValue
+
     def __init__(
-        self, bus: Bus, name: str, store: KeyValue, value_type: type[T], *, plain: bool = False
+        self,
+        bus: Bus,
+        name: str,
+        value_type: type[T],
+        *,
+        ttl: float | None = None,
+        max_bytes: int = 0,
+        plain: bool = False,
     ) -> None:
-        """`plain`: keys are those of NATS."""
+        """Asks nothing of the broker before `ensure`. `ttl` in seconds; `max_bytes`: of what may be dropped, the
+        oldest values make room once there are so many, or as many as the broker has room for; `plain`: keys are
+        those of NATS."""
         self._bus = bus
         self._name = name
-        self._store = store
+        self._ttl = ttl
+        self._max_bytes = max_bytes
         self._plain = plain
         self._decoder = msgspec.msgpack.Decoder(value_type)
 
     @classmethod
-    async def open(
-        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float | None = None, plain: bool = False
-    ) -> "Bucket[T]":
-        """Opens the bucket `name`, creating it where it does not exist. `ttl` in seconds."""
+    async def open(cls, bus: Bus, name: str, value_type: type[T], **options: Any) -> "Bucket[T]":
+        """One that is there (`ensure`); `options` as of the constructor."""
+        bucket = cls(bus, name, value_type, **options)
+        await bucket.ensure()
+        return bucket
+
+    async def ensure(self) -> None:
+        """Creates it where it does not exist; one with `max_bytes` gets these limits though it exists."""
+        bus, name = self._bus, self._name
+        if self._max_bytes:
+            await self._bound()
         with translated(f"open the bucket {name}"):
-            store = await when_led(bus, lambda: _find_or_create(bus, name, ttl))
-        return cls(bus, name, store, value_type, plain=plain)
+            if self._max_bytes:
+                self._store = await _existing(bus, name)
+            else:
+                self._store = await when_led(bus, lambda: _find_or_create(bus, name, self._ttl))
 
-    @classmethod
-    async def open_bounded(
-        cls, bus: Bus, name: str, value_type: type[T], *, ttl: float, max_bytes: int, plain: bool = False
-    ) -> "Bucket[T]":
-        """As `open`, for what may be dropped: the oldest values make room once there are `max_bytes`, or as many
-        of them as the broker has room for.
-
-        An existing bucket gets these limits.
-        """
+    async def _bound(self) -> None:
+        """Creates the stream of one with `max_bytes`, which NATS' own buckets do not know to drop from."""
         config = StreamConfig(
-            name=f"KV_{name}",
-            subjects=[f"$KV.{name}.>"],
+            name=f"KV_{self._name}",
+            subjects=[f"$KV.{self._name}.>"],
             storage=StorageType.FILE,
             discard=DiscardPolicy.OLD,
-            max_age=ttl,
+            max_age=self._ttl,
             max_msgs_per_subject=1,
             allow_direct=True,
             allow_rollup_hdrs=True,
             deny_delete=True,
-            duplicate_window=min(ttl, 120.0),
+            duplicate_window=min(self._ttl or 120.0, 120.0),
         )
-        config.max_bytes = max_bytes
+        config.max_bytes = self._max_bytes
         try:
-            await ensure_stream(bus, config)
+            await ensure_stream(self._bus, config)
         except BrokerFull:
-            await _fit(bus, config)
-        with translated(f"open the bucket {name}"):
-            return cls(bus, name, await _existing(bus, name), value_type, plain=plain)
+            await _fit(self._bus, config)
 
     async def get(self, key: str) -> Entry[T] | None:
         with translated(f"read from the bucket {self._name}"):

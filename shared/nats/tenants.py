@@ -45,28 +45,23 @@ def keys_of(tenant: str) -> str:
 
 
 class TenantBucket(Generic[T]):
-    """Opened by `open` or `open_bounded`. Methods raise `BrokerUnavailable`. Entries come with NATS keys, which
-    `update`, `delete` and `purge` take."""
+    """Methods raise `BrokerUnavailable`. Entries come with NATS keys, which `update`, `delete` and `purge` take."""
 
-    def __init__(self, bucket: Bucket[T], owner: Callable[[T], str] | None) -> None:
-        """`owner`: the tenant of a value, for keys that do not say it; None: whoever reads it looks."""
-        self._bucket = bucket
+    def __init__(
+        self,
+        bus: Bus,
+        name: str,
+        kind: type[T],
+        owner: Callable[[T], str] | None = None,
+        *,
+        ttl: float | None = None,
+        max_bytes: int = 0,
+    ) -> None:
+        """As `Bucket`. `owner`: the tenant of a value, for keys that do not say it; None: whoever reads it looks."""
+        self._bucket = bucket = Bucket(bus, name, kind, ttl=ttl, max_bytes=max_bytes, plain=True)
         self._owner = owner
-        self.update, self.delete, self.purge = bucket.update, bucket.delete, bucket.purge
-        self.watch_revisions = bucket.watch_revisions
-
-    @classmethod
-    async def open(
-        cls, bus: Bus, name: str, kind: type[T], owner: Callable[[T], str], *, ttl: float | None = None
-    ) -> "TenantBucket[T]":
-        return cls(await Bucket.open(bus, name, kind, ttl=ttl, plain=True), owner)
-
-    @classmethod
-    async def open_bounded(
-        cls, bus: Bus, name: str, kind: type[T], *, ttl: float, max_bytes: int
-    ) -> "TenantBucket[T]":
-        """As `Bucket.open_bounded`, of values that do not say whose they are."""
-        return cls(await Bucket.open_bounded(bus, name, kind, ttl=ttl, max_bytes=max_bytes, plain=True), None)
+        self.ensure, self.update, self.delete = bucket.ensure, bucket.update, bucket.delete
+        self.purge, self.watch_revisions = bucket.purge, bucket.watch_revisions
 
     async def get(self, tenant: str, name: str) -> Entry[T] | None:
         """None where there is none of that tenant."""

@@ -23,7 +23,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.permissions import USERS, User, inbox_of
 from shared.nats.streams import ensure_streams
-from shared.nats.tenants import TenantBucket, tenant_key
+from shared.nats.tenants import tenant_key
 from tests.integration.gateway.fake_ring import until
 
 G, S, H, E, O, B = "gateway", "scheduler", "health-monitor", "executor", "operator", "batch"  # noqa: E741
@@ -194,15 +194,14 @@ async def test_a_gateway_keeps_its_tenants_quotas_within_its_rights(server: Loca
         made = GatewaySettings(tenant_record_bytes=1 << 20)
         files, large = Files(bus, made), LargeRecords(bus, made)
         await files.start()
-        await large.start()
+        await large.bucket.ensure()
         watching = asyncio.create_task(files.watch())
         record = FileRecord("file-1", "acme", "a", "batch", 1.0, "file-1")
         await files.publish(record)
         assert await files.listed("acme", None) == [record]
         await files.delete("file-1", "acme")
         await until(lambda: len(files._marks) == 1)
-        bucket = await TenantBucket.open(bus, subjects.FILES_BUCKET, FileRecord, lambda file: file.tenant)
-        await bucket.purge(tenant_key("acme", "file-1"))
+        await files._records.purge(tenant_key("acme", "file-1"))
         assert (await bus.jetstream().stream_info(f"KV_{subjects.FILES_BUCKET}")).state.messages == 0
         request = GenerationRequest("i-0", "r", "m", "g", [1] * 100_000, 9, tenant="acme")
         for number in range(20):

@@ -15,7 +15,9 @@ def record(tenant: str, name: str, filename: str = "a") -> FileRecord:
 
 
 async def opened(bus: Bus) -> TenantBucket[FileRecord]:
-    return await TenantBucket.open(bus, NAME, FileRecord, lambda value: value.tenant)
+    bucket = TenantBucket(bus, NAME, FileRecord, lambda value: value.tenant)
+    await bucket.ensure()
+    return bucket
 
 
 async def names(bucket: TenantBucket[FileRecord], tenant: str) -> list[str]:

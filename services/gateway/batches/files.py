@@ -52,23 +52,19 @@ def unknown_file(file_id: str) -> RouteError:
 class Files:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
-    _records: TenantBucket[FileRecord]
-
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self.objects = Objects(bus, subjects.FILES_STORE, max_bytes=settings.files_max_bytes)
         self.limit = settings.file_limit
         """Bytes of one file."""
         self._quota, self._most = settings.tenant_file_bytes, settings.tenant_files
-        self._bus = bus
+        self._records = TenantBucket(bus, subjects.FILES_BUCKET, FileRecord, lambda record: record.tenant)
         self._held = Holdings()
         self._known = asyncio.Event()
         self._store_bytes = 0
         self._marks = Marks[FileRecord]()
 
     async def start(self) -> None:
-        self._records = await TenantBucket.open(
-            self._bus, subjects.FILES_BUCKET, FileRecord, lambda record: record.tenant
-        )
+        await self._records.ensure()
         await self.objects.open()
         self._store_bytes = await self.objects.capacity()
 

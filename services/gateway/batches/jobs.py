@@ -45,23 +45,16 @@ class LeaseLost(Exception):
 
 
 class Jobs:
-    """Opened by `start`. Methods raise `BrokerUnavailable`."""
-
-    _bucket: TenantBucket[BatchJob]
+    """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, most: int) -> None:
         """`most`: batches of a tenant that are not over."""
-        self._bus = bus
+        self.bucket = TenantBucket(bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP)
         self._most = most
         self._held = Holdings()
         """Each counts 1 byte while it is not over."""
         self._known = asyncio.Event()
         self._marks = Marks[BatchJob]()
-
-    async def start(self) -> None:
-        self._bucket = await TenantBucket.open(
-            self._bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP
-        )
 
     async def admit(self, tenant: str) -> None:
         """Whether the tenant may have one more. Raises `QuotaExceeded`, `Unavailable`."""
@@ -81,43 +74,43 @@ class Jobs:
             await self._forget_oldest(tenant, known - MOST_KNOWN + FORGOTTEN_AT_ONCE)
 
     async def _forget_oldest(self, tenant: str, count: int) -> None:
-        entries = [entry async for entry in self._bucket.of(tenant) if entry.value.clean]
+        entries = [entry async for entry in self.bucket.of(tenant) if entry.value.clean]
         entries.sort(key=lambda entry: entry.value.created_at)
         for entry in entries[:count]:
-            await self._bucket.delete(entry.key, entry.revision)
+            await self.bucket.delete(entry.key, entry.revision)
             self._held.forget(entry.key)
         log.info("oldest_batches_deleted", tenant=tenant, batches=len(entries[:count]))
 
     async def create(self, job: BatchJob) -> bool:
         """False when there is a batch of that id."""
-        if await self._bucket.create(job.tenant, job.id, job) is None:
+        if await self.bucket.create(job.tenant, job.id, job) is None:
             return False
         self._held.note(tenant_key(job.tenant, job.id), _held(job))
         return True
 
     async def get(self, batch: str, tenant: str) -> BatchJob | None:
-        entry = await self._bucket.get(tenant, batch) if batch else None
+        entry = await self.bucket.get(tenant, batch) if batch else None
         return None if entry is None else entry.value
 
     async def of(self, tenant: str) -> list[BatchJob]:
         """Those of a tenant, in no order."""
-        return [entry.value async for entry in self._bucket.of(tenant)]
+        return [entry.value async for entry in self.bucket.of(tenant)]
 
     async def change(self, batch: str, tenant: str, change: Change) -> BatchJob | None:
         """Applies `change` to whatever the batch is now; None when there is none."""
         while True:
-            entry = await self._bucket.get(tenant, batch)
+            entry = await self.bucket.get(tenant, batch)
             if entry is None:
                 return None
             changed = change(entry.value)
             if changed == entry.value:
                 return changed
-            if await self._bucket.update(entry.key, changed, entry.revision) is not None:
+            if await self.bucket.update(entry.key, changed, entry.revision) is not None:
                 return changed
 
     async def watch(self) -> AsyncIterator[tuple[str, BatchJob | None, int]]:
         """Every batch there is and will be, by its key, with its revision."""
-        async with contextlib.aclosing(self._bucket.watch_revisions()) as updates:
+        async with contextlib.aclosing(self.bucket.watch_revisions()) as updates:
             async for update in updates:
                 if update is None:
                     self._known.set()
@@ -132,13 +125,13 @@ class Jobs:
 
     async def sweep(self) -> None:
         """Removes the marks of forgotten batches."""
-        await self._marks.sweep(self._bucket, time.monotonic())
+        await self._marks.sweep(self.bucket, time.monotonic())
 
     async def claim(self, key: str, job: BatchJob, revision: int, owner: str) -> "Lease | None":
         """The batch for `owner`, if nobody has changed it since `revision`."""
         mine = msgspec.structs.replace(job, owner=owner, beat=job.beat + 1)
-        taken = await self._bucket.update(key, mine, revision)
-        return None if taken is None else Lease(self._bucket, Entry(key, mine, taken), owner)
+        taken = await self.bucket.update(key, mine, revision)
+        return None if taken is None else Lease(self.bucket, Entry(key, mine, taken), owner)
 
 
 def _held(job: BatchJob) -> Held:
@@ -149,7 +142,7 @@ class Lease:
     """The right to run a batch, until another gateway has taken it."""
 
     def __init__(self, bucket: TenantBucket[BatchJob], entry: Entry[BatchJob], owner: str) -> None:
-        self._bucket = bucket
+        self.bucket = bucket
         self._entry = entry
         self._owner = owner
         self._writing = asyncio.Lock()
@@ -168,14 +161,14 @@ class Lease:
             while True:
                 changed = change(self.job)
                 changed = msgspec.structs.replace(changed, beat=changed.beat + 1)
-                revision = await self._bucket.update(self._entry.key, changed, self._entry.revision)
+                revision = await self.bucket.update(self._entry.key, changed, self._entry.revision)
                 if revision is not None:
                     self._entry = Entry(self._entry.key, changed, revision)
                     return changed
                 await self._read()
 
     async def _read(self) -> None:
-        entry = await self._bucket.get(self.job.tenant, self.job.id)
+        entry = await self.bucket.get(self.job.tenant, self.job.id)
         if entry is None or entry.value.owner != self._owner:
             raise LeaseLost
         self._entry = entry

@@ -18,22 +18,16 @@ MAX_OWNERS = 16
 
 
 class Claims:
-    """Opened by `start`. Methods raise `BrokerUnavailable`."""
-
-    _bucket: Bucket[Ownership]
+    """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, consumer: str, ttl: float) -> None:
         """`ttl`: seconds that an entry is kept."""
-        self._bus = bus
+        self.bucket = Bucket(bus, subjects.GENERATIONS_BUCKET, Ownership, ttl=ttl)
         self._consumer = consumer
-        self._ttl = ttl
-
-    async def start(self) -> None:
-        self._bucket = await Bucket.open(self._bus, subjects.GENERATIONS_BUCKET, Ownership, ttl=self._ttl)
 
     async def get(self, identity: str) -> Ownership | None:
         """None: it has never been claimed."""
-        entry = await self._bucket.get(identity)
+        entry = await self.bucket.get(identity)
         return None if entry is None else entry.value
 
     async def rival(self, identity: str) -> Ownership | None:
@@ -48,20 +42,20 @@ class Claims:
             self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
         )
         while True:
-            entry = await self._bucket.get(identity)
+            entry = await self.bucket.get(identity)
             if entry is None:
-                if (number := await self._bucket.create(identity, mine)) is not None:
+                if (number := await self.bucket.create(identity, mine)) is not None:
                     return mine, number
             elif entry.value.owner not in (lost, self._consumer):
                 return entry.value, entry.revision
             else:
                 known = [name for name in entry.value.consumers if name != self._consumer]
                 mine = Ownership(self._consumer, [*known, self._consumer][-MAX_OWNERS:])
-                if (number := await self._bucket.update(identity, mine, entry.revision)) is not None:
+                if (number := await self.bucket.update(identity, mine, entry.revision)) is not None:
                     return mine, number
 
     async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
         """Every claim there is and will be."""
-        async for update in self._bucket.watch():
+        async for update in self.bucket.watch():
             if update is not None and update[1] is not None:
                 yield update[0], update[1]

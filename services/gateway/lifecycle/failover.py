@@ -50,11 +50,7 @@ PAUSE = 1.0
 
 
 class Heirs:
-    """Lists what is unfinished here, and watches for gateways that are lost. Opened by `start`."""
-
-    _unfinished: Bucket[Unfinished]
-    _inheritances: Bucket[Inheritance]
-    _services: Bucket[ServiceRecord]
+    """Lists what is unfinished here, and watches for gateways that are lost."""
 
     def __init__(
         self, bus: Bus, consumer: str, answers: Answers, owners: Owners, keeper: Keeper, ttl: float
@@ -65,16 +61,13 @@ class Heirs:
         self._answers = answers
         self._owners = owners
         self._keeper = keeper
-        self._ttl = ttl
+        self._unfinished = Bucket(bus, subjects.UNFINISHED_BUCKET, Unfinished, ttl=ttl)
+        self._inheritances = Bucket(bus, subjects.INHERITANCES_BUCKET, Inheritance, ttl=ttl)
+        self._services = Bucket(bus, subjects.SERVICES_BUCKET, ServiceRecord)
+        self.buckets = self._unfinished, self._inheritances, self._services
         self._listed = False
         self._began = time.time()
         self._stopping = False
-
-    async def start(self) -> None:
-        bucket, bus, ttl = Bucket, self._bus, self._ttl
-        self._unfinished = await bucket.open(bus, subjects.UNFINISHED_BUCKET, Unfinished, ttl=ttl)
-        self._inheritances = await bucket.open(bus, subjects.INHERITANCES_BUCKET, Inheritance, ttl=ttl)
-        self._services = await bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
 
     def stop(self) -> None:
         """Lets `run` and `watch` end with their next turn."""

@@ -44,21 +44,15 @@ def fingerprint(body: bytes | msgspec.Raw) -> str:
 
 
 class IdempotencyKeys:
-    """Opened by `start`. Methods raise `BrokerUnavailable`."""
-
-    _bucket: Bucket[Idempotency]
+    """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, ttl: float) -> None:
         """`ttl`: seconds that a key is known."""
-        self._bus = bus
-        self._ttl = ttl
-
-    async def start(self) -> None:
-        self._bucket = await Bucket.open(self._bus, subjects.IDEMPOTENCY_BUCKET, Idempotency, ttl=self._ttl)
+        self.bucket = Bucket(bus, subjects.IDEMPOTENCY_BUCKET, Idempotency, ttl=ttl)
 
     async def get(self, name: str, print_: str) -> Entry[Idempotency] | None:
         """What the key stands for. Raises `KeyReused` when its body was another one."""
-        entry = await self._bucket.get(name)
+        entry = await self.bucket.get(name)
         if entry is not None and entry.value.fingerprint != print_:
             raise KeyReused(
                 "This Idempotency-Key was used with another request body; use a new key for another request.",
@@ -71,11 +65,11 @@ class IdempotencyKeys:
         stands for nothing any more."""
         value = Idempotency(identity, print_, time.time())
         if stale is None:
-            return await self._bucket.create(name, value) is not None
-        return await self._bucket.update(name, value, stale.revision) is not None
+            return await self.bucket.create(name, value) is not None
+        return await self.bucket.update(name, value, stale.revision) is not None
 
     async def free(self, record: GenerationRecord) -> None:
         """The generation of `record` has failed: a repeat is a new request."""
-        entry = await self._bucket.get(record.idempotency)
+        entry = await self.bucket.get(record.idempotency)
         if entry is not None and entry.value.identity == record.identity:
-            await self._bucket.delete(record.idempotency)
+            await self.bucket.delete(record.idempotency)

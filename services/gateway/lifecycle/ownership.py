@@ -81,7 +81,7 @@ class Owners:
 
     async def start(self) -> None:
         """From now on other gateways are answered."""
-        await self._claims.start()
+        await self._claims.bucket.ensure()
         await self._bus.subscribe(subjects.gateway(self._consumer), Listen, self._on_listen)
 
     def stop(self) -> None:

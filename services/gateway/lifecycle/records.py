@@ -52,21 +52,13 @@ MOST_PARTS = 100_000
 
 
 class LargeRecords:
-    """Opened by `start`."""
-
-    _bucket: TenantBucket[GenerationRecord]
+    """The bucket `records`."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self._bus = bus
-        self._ttl, self._max_bytes = settings.journal_max_age, settings.records_max_bytes
-        self._quota = Quota(settings.tenant_record_bytes, MOST_PARTS)
-
-    async def start(self) -> None:
-        """Raises `BrokerUnavailable`, `ConfigurationError`."""
-        self._bucket = await TenantBucket.open_bounded(
-            self._bus, subjects.RECORDS_BUCKET, GenerationRecord, ttl=self._ttl, max_bytes=self._max_bytes
-        )
-        self._trimmed = Trimmed(self._bucket, self._quota)
+        ttl, most = settings.journal_max_age, settings.records_max_bytes
+        self.bucket = TenantBucket(bus, subjects.RECORDS_BUCKET, GenerationRecord, ttl=ttl, max_bytes=most)
+        self._trimmed = Trimmed(self.bucket, Quota(settings.tenant_record_bytes, MOST_PARTS))
 
     async def put(self, record: GenerationRecord, parts: Sequence[bytes]) -> None:
         """Stores `record` in its encoded parts. Raises `BrokerUnavailable`, `LinkLost` among them."""
@@ -80,7 +72,7 @@ class LargeRecords:
         parts = []
         for number in range(outline.aside):
             try:
-                entry = await self._bucket.get(outline.tenant, _name(outline.identity, number))
+                entry = await self.bucket.get(outline.tenant, _name(outline.identity, number))
             except BrokerUnavailable as error:
                 raise nats.errors.Error(error.message) from error
             if entry is not None:

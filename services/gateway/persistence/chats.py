@@ -26,47 +26,38 @@ from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 
 class ChatIndex:
-    """Opened by `start`. Methods raise `BrokerUnavailable`."""
-
-    _bucket: TenantBucket[StoredChat]
+    """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, ttl: float, quota: Quota) -> None:
         """`ttl`: seconds that an entry is kept after its last change; `quota`: of a tenant, whose oldest make room."""
-        self._bus = bus
-        self._ttl = ttl
-        self._quota = quota
-
-    async def start(self) -> None:
-        self._bucket = await TenantBucket.open(
-            self._bus, subjects.CHATS_BUCKET, StoredChat, lambda chat: chat.tenant, ttl=self._ttl
-        )
-        self._trimmed = Trimmed(self._bucket, self._quota)
+        self.bucket = TenantBucket(bus, subjects.CHATS_BUCKET, StoredChat, lambda chat: chat.tenant, ttl=ttl)
+        self._trimmed = Trimmed(self.bucket, quota)
 
     async def add(self, chat: StoredChat) -> None:
         """Unless there is an entry of it."""
-        if await self._bucket.create(chat.tenant, chat.identity, chat) is not None:
+        if await self.bucket.create(chat.tenant, chat.identity, chat) is not None:
             self._trimmed.wrote(chat.tenant, len(encode(chat)))
 
     async def get(self, identity: str, tenant: str) -> StoredChat | None:
-        entry = await self._bucket.get(tenant, identity)
+        entry = await self.bucket.get(tenant, identity)
         return None if entry is None else entry.value
 
     async def of(self, tenant: str) -> list[StoredChat]:
         """Those of a tenant, in no order."""
-        return [entry.value async for entry in self._bucket.of(tenant)]
+        return [entry.value async for entry in self.bucket.of(tenant)]
 
     async def change(self, identity: str, tenant: str, metadata: dict[str, str]) -> StoredChat | None:
         """None where there is no entry."""
-        while (entry := await self._bucket.get(tenant, identity)) is not None:
+        while (entry := await self.bucket.get(tenant, identity)) is not None:
             changed = msgspec.structs.replace(entry.value, metadata=metadata)
-            if await self._bucket.update(entry.key, changed, entry.revision) is not None:
+            if await self.bucket.update(entry.key, changed, entry.revision) is not None:
                 return changed
         return None
 
     async def remove(self, identity: str, tenant: str) -> None:
-        entry = await self._bucket.get(tenant, identity)
+        entry = await self.bucket.get(tenant, identity)
         if entry is not None:
-            await self._bucket.purge(entry.key)
+            await self.bucket.purge(entry.key)
 
 
 class ChatShelf:

@@ -33,23 +33,15 @@ _decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class ResponseStore:
-    """Opened by `start`. Methods raise `BrokerUnavailable`."""
-
-    _bucket: TenantBucket[ResponsePart]
+    """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, ttl: float, max_bytes: int, quota: Quota) -> None:
         """`ttl`: seconds that a response is kept after it has ended or was continued last; `max_bytes`: of all
         tenants; `quota`: of each."""
         self.ttl = ttl
         self._bus = bus
-        self._max_bytes = max_bytes
-        self._quota = quota
-
-    async def start(self) -> None:
-        self._bucket = await TenantBucket.open_bounded(
-            self._bus, subjects.RESPONSES_BUCKET, ResponsePart, ttl=self.ttl, max_bytes=self._max_bytes
-        )
-        self._trimmed = Trimmed(self._bucket, self._quota)
+        self.bucket = TenantBucket(bus, subjects.RESPONSES_BUCKET, ResponsePart, ttl=ttl, max_bytes=max_bytes)
+        self._trimmed = Trimmed(self.bucket, quota)
 
     async def keep(self, stored: StoredResponse) -> None:
         """Writes it, unless it is there already or has been deleted."""
@@ -58,7 +50,7 @@ class ResponseStore:
 
     async def get(self, identity: str, tenant: str) -> StoredResponse | None:
         """What is kept, or None; see `is_deleted`."""
-        head = await self._bucket.get(tenant, identity)
+        head = await self.bucket.get(tenant, identity)
         if head is None or not head.value.parts:
             return None
         data = await self._read(identity, tenant, head.value)
@@ -66,15 +58,15 @@ class ResponseStore:
 
     async def is_known(self, identity: str, tenant: str) -> bool:
         """Whether it is kept, or has been deleted."""
-        return await self._bucket.get(tenant, identity) is not None
+        return await self.bucket.get(tenant, identity) is not None
 
     async def is_deleted(self, identity: str, tenant: str) -> bool:
-        head = await self._bucket.get(tenant, identity)
+        head = await self.bucket.get(tenant, identity)
         return head is not None and not head.value.parts
 
     async def refresh(self, identity: str, tenant: str) -> None:
         """Lets its time begin anew, at most once in half of it: a conversation does not forget its beginning."""
-        head = await self._bucket.get(tenant, identity)
+        head = await self.bucket.get(tenant, identity)
         if head is None or not head.value.parts or time.time() - head.value.kept_at < self.ttl / 2:
             return
         data = await self._read(identity, tenant, head.value)
@@ -82,15 +74,15 @@ class ResponseStore:
             await self._write(identity, tenant, data, head.key, revision=head.revision)
 
     async def delete(self, identity: str, tenant: str) -> None:
-        head = await self._bucket.get(tenant, identity)
-        await self._bucket.put(tenant, identity, ResponsePart(b"", 0, time.time()))
+        head = await self.bucket.get(tenant, identity)
+        await self.bucket.put(tenant, identity, ResponsePart(b"", 0, time.time()))
         self._trimmed.wrote(tenant, 0)
         for number in range(1, head.value.parts if head else 0):
-            part = await self._bucket.get(tenant, _name(identity, number))
+            part = await self.bucket.get(tenant, _name(identity, number))
             if part is not None:
-                await self._bucket.purge(part.key)
+                await self.bucket.purge(part.key)
         if head is not None and head.key != tenant_key(tenant, identity):  # a version before wrote it
-            await self._bucket.purge(head.key)
+            await self.bucket.purge(head.key)
 
     async def trimmed(self) -> None:
         """Waits until what is beyond a quota has gone, as far as it is being looked for."""
@@ -99,7 +91,7 @@ class ResponseStore:
     async def _read(self, identity: str, tenant: str, head: ResponsePart) -> bytes | None:
         parts = [head.data]
         for number in range(1, head.parts):
-            entry = await self._bucket.get(tenant, _name(identity, number))
+            entry = await self.bucket.get(tenant, _name(identity, number))
             if entry is None:  # the oldest parts have made room
                 log.info("response_incomplete", response=identity, missing=number)
                 return None
@@ -114,15 +106,15 @@ class ResponseStore:
             return
         now = time.time()
         for number in range(1, len(parts)):
-            await self._bucket.put(
+            await self.bucket.put(
                 tenant, _name(identity, number), ResponsePart(parts[number], len(parts), now)
             )
             self._trimmed.wrote(tenant, len(parts[number]))
         head = ResponsePart(parts[0], len(parts), now)
         if revision:
-            await self._bucket.update(key, head, revision)
+            await self.bucket.update(key, head, revision)
         else:
-            await self._bucket.create(tenant, identity, head)
+            await self.bucket.create(tenant, identity, head)
         self._trimmed.wrote(tenant, len(head.data))
 
 

@@ -67,7 +67,7 @@ class Limiter:
         self._stopping = False
 
     async def start(self) -> None:
-        await self.windows.start()
+        await self.windows.bucket.ensure()
         await self._bus.subscribe(subjects.IN_USE, InUse, self._hear)
 
     async def run(self) -> None:

@@ -33,17 +33,12 @@ class _Shared:
 
 
 class SharedWindows:
-    """Opened by `start`. Names are of keys and tenants, each with what is limited."""
-
-    _bucket: Bucket[Spent]
+    """Names are of keys and tenants, each with what is limited."""
 
     def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+        self.bucket = Bucket(bus, subjects.LIMITS_BUCKET, Spent, ttl=TTL)
         self._shared: dict[str, _Shared] = {}
         self._stopping = False
-
-    async def start(self) -> None:
-        self._bucket = await Bucket.open(self._bus, subjects.LIMITS_BUCKET, Spent, ttl=TTL)
 
     def account(self, name: str, limit: int) -> Account:
         """What this gateway knows of it."""
@@ -108,17 +103,17 @@ class SharedWindows:
             entry = shared.entry
             taken = account.apply(entry.value if entry else Spent(), now, amount)
             if taken.wait and not fresh:  # somebody may have given something back since
-                shared.entry, fresh = await self._bucket.get(name), True
+                shared.entry, fresh = await self.bucket.get(name), True
                 continue
             if entry is None:
-                revision = await self._bucket.create(name, taken.window)
+                revision = await self.bucket.create(name, taken.window)
             else:
-                revision = await self._bucket.update(name, taken.window, entry.revision)
+                revision = await self.bucket.update(name, taken.window, entry.revision)
             if revision is not None:
                 account.applied(taken, now)
                 shared.entry = Entry(name, taken.window, revision)
                 return taken.wait
-            shared.entry, fresh = await self._bucket.get(name), True
+            shared.entry, fresh = await self.bucket.get(name), True
 
     async def _sweep(self, now: float) -> None:
         for name, shared in list(self._shared.items()):

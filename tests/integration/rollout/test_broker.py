@@ -47,7 +47,7 @@ async def test_services_that_start_together_on_a_new_cluster_open_the_same_bucke
         for turn in range(2):
             bounded, plain = f"bounded-{turn}", f"plain-{turn}"
             opened = await asyncio.gather(
-                *(Bucket.open_bounded(bus, bounded, GroupRecord, ttl=60, max_bytes=1 << 20) for bus in buses),
+                *(Bucket.open(bus, bounded, GroupRecord, ttl=60, max_bytes=1 << 20) for bus in buses),
                 *(Bucket.open(bus, plain, GroupRecord, ttl=60 + place) for place, bus in enumerate(buses)),
             )
             assert [await bucket.get("nothing") for bucket in opened] == [None] * len(opened)

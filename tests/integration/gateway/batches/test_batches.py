@@ -47,7 +47,7 @@ async def let_expire(bus: Bus, batch: str, results: int) -> None:
     while found < results:
         found = len([result async for result in store.read(batch)])
     jobs = Jobs(bus, 1)
-    await jobs.start()
+    await jobs.bucket.ensure()
     await jobs.change(batch, "", lambda job: msgspec.structs.replace(job, expires_at=time.time()))
 
 

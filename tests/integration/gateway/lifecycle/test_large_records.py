@@ -78,7 +78,7 @@ async def test_a_tenant_of_large_requests_pushes_out_its_own_alone(
 async def test_one_that_is_too_large_for_a_message_is_whole_again(bus: Bus) -> None:
     settings = GatewaySettings()
     large = LargeRecords(bus, settings)
-    await large.start()
+    await large.bucket.ensure()
     writer, reader = RecordWriter(bus, "0" * 8, JournalEnd(bus), large), RecordReader(bus, large)
     size = bus.max_payload // 8
     identity = f"{'0' * 8}{1:08x}{'1' * 16}"

@@ -41,7 +41,7 @@ async def store_of(
     bus: Bus, ttl: float = 1000.0, max_bytes: int = 1 << 20, quota: Quota = AMPLE
 ) -> ResponseStore:
     store = ResponseStore(bus, ttl, max_bytes, quota)
-    await store.start()
+    await store.bucket.ensure()
     return store
 
 
@@ -114,7 +114,7 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
     try:
         bus = await Bus.connect(server.settings(), "test")
         store = ResponseStore(bus, 60.0, 256 << 20, AMPLE)
-        await store.start()
+        await store.bucket.ensure()
         info = await bus.jetstream().stream_info(f"KV_{subjects.RESPONSES_BUCKET}")
         assert info.config.max_bytes == 4 << 20
         await bus.close()
@@ -141,7 +141,7 @@ async def test_a_missing_part_is_a_missing_response(bus: Bus, monkeypatch: pytes
     whole = response(1, "".join(f"{index * 7919:x}" for index in range(100)))
     await store.keep(whole)
     assert await store.get(whole.record.identity, "") == whole
-    await store._bucket.delete(tenant_key("", f"{whole.record.identity}-1"))
+    await store.bucket.delete(tenant_key("", f"{whole.record.identity}-1"))
     assert await store.get(whole.record.identity, "") is None
 
 
@@ -150,13 +150,13 @@ async def test_its_time_begins_anew_once_it_is_half_over(bus: Bus) -> None:
     identity = response(1).record.identity
     await store.keep(response(1))
     await store.refresh(identity, "")
-    head = await store._bucket.get("", identity)
+    head = await store.bucket.get("", identity)
     assert head is not None
-    await store._bucket.put(
+    await store.bucket.put(
         "", identity, msgspec.structs.replace(head.value, kept_at=head.value.kept_at - 501)
     )
     await store.refresh(identity, "")
-    later = await store._bucket.get("", identity)
+    later = await store.bucket.get("", identity)
     assert later is not None
     assert later.value.kept_at >= head.value.kept_at
     assert await store.get(identity, "") == response(1)
