@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -46,19 +45,16 @@ class GatewayMetrics:
     """Registered on the service's own registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        named: dict[str, Any] = {"namespace": PREFIX, "registry": registry}
-        counter, gauge = partial(Counter, **named), partial(Gauge, **named)
+        counter = partial(Counter, namespace=PREFIX, registry=registry)
+        gauge = partial(Gauge, namespace=PREFIX, registry=registry)
+        histogram = partial(Histogram, namespace=PREFIX, registry=registry)
 
         def histograms(name: str, about: str, bounds: Sequence[float] = LATENCY) -> QuickHistograms:
             return QuickHistograms(f"{PREFIX}_{name}", about, ["model"], bounds, registry)
 
         self.requests = counter("requests", "Requests answered.", ["route", "model", "status"])
-        self.duration = Histogram(
-            "request_seconds",
-            "From the request's head to its last byte.",
-            ["route"],
-            buckets=LATENCY,
-            **named,
+        self.duration = histogram(
+            "request_seconds", "From the request's head to its last byte.", ["route"], buckets=LATENCY
         )
         self.first_token = histograms(
             "first_token_seconds", "Time to first token, from the request's body on; without batch jobs."
