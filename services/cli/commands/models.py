@@ -109,7 +109,12 @@ def models_convert(
             screen,
             f"{found['tokens']} tokens: the same most likely token at {found['same_top']:.1%}, logits differ by "
             f"{found['largest']:.3g} at most, perplexity {before:.4f} before and {after:.4f} after "
-            f"({after / before - 1:+.2%})",
+            f"({after / before - 1:+.2%})"
+            + (
+                ""
+                if found["same_tokens"]
+                else "; the tokenizers differ: of the same text they make other tokens"
+            ),
         )
 
 

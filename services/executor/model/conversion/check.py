@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from services.executor.model.conversion.convert import gguf_written_from, open_model
+from services.executor.model.conversion.convert import open_model
 from services.executor.model.conversion.models import SourceModel, empty_model
 from shared.errors import ModelLoadError
 
@@ -25,6 +25,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
     tokens: int
     """That were read"""
+    same_tokens: bool
+    """Whether both tokenizers make the same of the text"""
     same_top: float
     """Share of the positions whose most likely next token is the same"""
     largest: float
@@ -43,17 +45,16 @@ def compare(source: Path, target: Path, report: Callable[[str, int, int], None])
                 f"The tokenizer of {source} makes {len(ids)} tokens of a text; it cannot be compared."
             )
         before = _logits(model, ids)
-        report("checking", 1, 2)
-        if target.suffix == ".gguf":
-            after = _logits(gguf_written_from(model, target), ids)
-    if target.suffix != ".gguf":
-        with open_model(target) as model:
-            after = _logits(model, ids)
+    report("checking", 1, 2)
+    with open_model(target) as model:
+        same = _ids(model) == ids
+        after = _logits(model, ids)
     report("checking", 2, 2)
     known = torch.tensor(ids[1:])
     losses = [float(torch.nn.functional.cross_entropy(one[:-1], known)) for one in (before, after)]
     return Comparison(
         tokens=len(ids),
+        same_tokens=same,
         same_top=float((before.argmax(1) == after.argmax(1)).float().mean()),
         largest=float((before - after).abs().max()),
         perplexity=(math.exp(losses[0]), math.exp(losses[1])),
@@ -75,6 +76,8 @@ def _ids(model: SourceModel) -> list[int]:
 def _logits(model: SourceModel, ids: list[int]) -> Tensor:
     """float32 [tokens, vocabulary]"""
     computed = empty_model(model.config, torch.float32)
+    if model.gguf is not None:
+        model.gguf.scale_frequencies(computed)
     held = {
         one.name: torch.cat([piece.float() for piece in one.pieces()]).view(one.shape)
         for one in model.tensors

@@ -1,10 +1,12 @@
 """One model's files into another format's: read tensor by tensor, written tensor by tensor."""
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
@@ -14,8 +16,11 @@ from services.executor.model.conversion.models import (
     SourceTensor,
     copy_texts,
     directory_model,
+    gguf_model,
+    row_spans,
 )
 from services.executor.model.conversion.partial_file import (
+    Piece,
     Progress,
     WrittenTensor,
     check_room,
@@ -24,12 +29,15 @@ from services.executor.model.conversion.partial_file import (
     size_of_file,
     write_tensors,
 )
+from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.gguf_blocks import values
-from services.executor.model.loading.gguf_file import GgufFile
+from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open_parts
+from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.models import linked_gguf
 
 FORMATS = {"gguf": tuple(gguf_types.DTYPES), "safetensors": tuple(safetensors_file.DTYPES)}
 """What can be written, and as which dtypes."""
@@ -38,12 +46,15 @@ _TEXTS_BYTES = 64 << 20
 
 
 def convert(source: Path, target: Path, to: str, dtype: str, report: Progress) -> int:
-    """Writes the model `source`, a directory, to `target`: a .gguf file or a directory of safetensors.
+    """Writes the model `source`, a directory or a .gguf file, to `target`: a .gguf file or a directory of safetensors.
 
     `target` appears whole or not at all; what a killed run had finished is kept for the next. Returns its bytes. Raises
     `ModelLoadError` for models, `ConfigurationError` for everything else that is in the way, `OSError`.
     """
     _check(target, to, dtype)
+    linked = linked_gguf(source)
+    if to == "gguf" and (linked or is_gguf(source)):
+        return _between_types(linked[0] if linked else source, target, gguf_types.DTYPES[dtype], report)
     with open_model(source) as model:
         if to == "gguf":
             return _to_gguf(model, source, target, gguf_types.DTYPES[dtype], report)
@@ -53,33 +64,26 @@ def convert(source: Path, target: Path, to: str, dtype: str, report: Progress) -
 @contextlib.contextmanager
 def open_model(source: Path) -> Iterator[SourceModel]:
     """The model to read. Raises `ModelLoadError`."""
-    if not source.is_dir():
-        raise ModelLoadError(f"{source} is no model directory; give one that holds config.json.")
-    config = load_config(source)
-    with WeightFiles(source, scheme_of(config)) as files:
-        yield directory_model(source, config, files)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = source
+        if is_gguf(source):
+            directory = Path(scratch) / source.stem
+            convert_gguf(source, directory, lambda *stage: None)
+        elif not source.is_dir():
+            raise ModelLoadError(
+                f"{source} is no model directory and no .gguf file; give one that holds config.json, or a file."
+            )
+        if linked_gguf(directory):
+            with GgufWeights(directory) as weights:
+                yield gguf_model(directory, weights)
+            return
+        config = load_config(directory)
+        with WeightFiles(directory, scheme_of(config)) as files:
+            yield directory_model(directory, config, files)
 
 
-def gguf_written_from(model: SourceModel, file: Path) -> SourceModel:
-    """The model as `file`, which was made of `model`, holds it."""
-    config = model.config.to_dict()
-    architecture = gguf_header.architecture_of(config)
-    names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
-    written = GgufFile(file)
-    held = {tensor.name: tensor for tensor in written.header.tensors}
-
-    def back(one: SourceTensor) -> SourceTensor:
-        stored = held[names[one.name]]
-        count = _heads_of(one.name, config) if architecture.interleaved else None
-
-        def pieces() -> Iterator[Tensor]:
-            rows = values(written.rows(stored), stored.kind).reshape(one.shape).float()
-            yield rows if count is None else gguf_header.in_halves(rows, count)
-
-        return SourceTensor(one.name, one.shape, pieces)
-
-    tensors = tuple(back(one) for one in model.tensors if one.name in names)
-    return SourceModel(model.directory, model.config, tensors)
+def is_gguf(source: Path) -> bool:
+    return source.suffix == ".gguf" and not source.is_dir()
 
 
 def _check(target: Path, to: str, dtype: str) -> None:
@@ -114,9 +118,58 @@ def _to_gguf(
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.header")
     header = gguf_header.header_of(scratch, source.resolve().name, config, model.directory, dtype, listed)
+    return _write_gguf(source, target, header, written, dtype, report)
+
+
+def _between_types(source: Path, target: Path, dtype: gguf_types.GgufDtype, report: Progress) -> int:
+    """GGUF to GGUF: what the file says of its model and its tokenizer stays, whichever architecture it has."""
+    files = open_parts(source)
+    metadata = files[0].header.metadata
+    layers = metadata.get(f"{metadata.get('general.architecture')}.block_count", 0)
+    held = [(file, tensor) for file in files for tensor in file.header.tensors]
+    keeps_wide = any(tensor.kind is not Type.F32 for _, tensor in held if len(tensor.shape) > 1)
+    kinds = [
+        tensor.kind
+        if keeps_wide and tensor.kind is Type.F32  # who made the file found that fewer bits hurt
+        else gguf_types.type_of(tensor.name, tensor.shape, dtype, layers if isinstance(layers, int) else 0)
+        for _, tensor in held
+    ]
+    listed = [(tensor.name, tensor.shape, kind) for (_, tensor), kind in zip(held, kinds, strict=True)]
+    header = gguf_header.header_from(files[0], dtype, listed)
+    written = [_from_rows(*one, kind) for one, kind in zip(held, kinds, strict=True)]
+    return _write_gguf(source, target, header, written, dtype, report)
+
+
+def _from_rows(file: GgufFile, tensor: GgufTensor, kind: Type) -> WrittenTensor:
+    def pieces() -> Iterator[Piece]:
+        for first, end in row_spans((tensor.rows, tensor.shape[-1])):
+            raw = file.rows(tensor)[first:end]
+            try:
+                yield (
+                    raw.numpy() if kind is tensor.kind else gguf_types.encoded(values(raw, tensor.kind), kind)
+                )
+            except (ValueError, NotImplementedError) as error:
+                raise ModelLoadError(
+                    f"The tensor {tensor.name} of {file.path} cannot be read as {tensor.kind.name} ({error}); the "
+                    "file is damaged or newer than this program, fetch it again or choose another."
+                ) from error
+        file.release()
+
+    return WrittenTensor(tensor.name, gguf_types.nbytes_of(tensor.shape, kind), pieces)
+
+
+def _write_gguf(
+    source: Path,
+    target: Path,
+    header: bytes,
+    tensors: list[WrittenTensor],
+    dtype: gguf_types.GgufDtype,
+    report: Progress,
+) -> int:
+    target.parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(target, digest_of(source, header, dtype.name)) as partial:
         made = partial / target.name
-        _write(made, header, written, gguf_header.ALIGNMENT, 0, report)
+        _write(made, header, tensors, gguf_header.ALIGNMENT, 0, report)
         made.rename(target)
     return target.stat().st_size
 
@@ -124,6 +177,9 @@ def _to_gguf(
 def _to_safetensors(
     model: SourceModel, source: Path, target: Path, dtype: safetensors_file.SafetensorsDtype, report: Progress
 ) -> int:
+    changes = safetensors_file.configuration(dtype)
+    if model.gguf is not None and (factors := model.gguf.rotary_factors()) is not None:
+        changes["rope_parameters"] = _rope_parameters(model.config.to_dict(), factors)
     safetensors_file.check(model, dtype)
     header, written = safetensors_file.file_of(model, dtype)
     with partial_directory(target, digest_of(source, header, dtype.name)) as partial:
@@ -131,9 +187,32 @@ def _to_safetensors(
         made.mkdir(exist_ok=True)
         weights = made / "model.safetensors"
         _write(weights, header, written, safetensors_file.ALIGNMENT, _TEXTS_BYTES, report)
-        copy_texts(model.directory, made, safetensors_file.configuration(dtype))
+        copy_texts(model.directory, made, changes)
         made.rename(target)
     return sum(file.stat().st_size for file in target.iterdir())
+
+
+def _rope_parameters(config: Mapping[str, Any], factors: Tensor) -> dict[str, Any]:
+    """What config.json says where a file divides rotary frequencies by `factors`: those of Llama 3.1, which are known.
+
+    Raises `ModelLoadError` for others, for which a configuration has no place.
+    """
+    rope = {**(config.get("rope_parameters") or {}), **_LLAMA_3, "factor": float(factors.max())}
+    made = gguf_header.rope_factors({**config, "rope_parameters": rope})
+    if made is None or made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-3):
+        raise ModelLoadError(
+            "The file divides rotary frequencies by factors that are not Llama 3's (rope_freqs.weight), for which a "
+            "configuration has no place; convert to gguf, or convert the model that it was made from."
+        )
+    return rope
+
+
+_LLAMA_3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def _write(

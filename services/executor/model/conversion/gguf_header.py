@@ -6,6 +6,7 @@ keys is told at `interleaved`. Models that the format would hold otherwise than 
 
 import json
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
+from services.executor.model.loading.gguf_file import GgufFile
 from shared.errors import ModelLoadError
 
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
@@ -84,11 +86,6 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     )
 
 
-def in_halves(rows: Tensor, heads: int) -> Tensor:
-    """What `interleaved` was made of."""
-    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
 def names_of(
     names: Sequence[str], architecture: GgufArchitecture, config: Mapping[str, Any]
 ) -> dict[str, str]:
@@ -145,6 +142,43 @@ def header_of(
     header = path.read_bytes()
     path.unlink()
     return header + bytes(-len(header) % ALIGNMENT)
+
+
+def header_from(
+    file: GgufFile, dtype: GgufDtype, tensors: Sequence[tuple[str, tuple[int, ...], Type]]
+) -> bytes:
+    """The same for other `tensors` of the model that `file` is, or is the first part of: what it says stays."""
+    kept = [key for key in file.header.spans if not key.startswith(_OF_ONE_FILE)]
+    numbers = {
+        "general.file_type": int(dtype.file_type),
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
+    number = struct.Struct("<II")
+    said = [file.said(key) for key in kept]
+    said += [_text(key) + number.pack(gguf.GGUFValueType.UINT32, value) for key, value in numbers.items()]
+    infos, offset = [], 0
+    for name, shape, kind in tensors:
+        place = struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+        infos.append(_text(name) + place)
+        offset += -(-nbytes_of(shape, kind) // ALIGNMENT) * ALIGNMENT
+    begin = struct.pack("<IIQQ", gguf.GGUF_MAGIC, gguf.GGUF_VERSION, len(tensors), len(said))
+    header = b"".join([begin, *said, *infos])
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+_OF_ONE_FILE = (
+    "split.",
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+    "quantize.",
+)
+"""Keys that tell of how a file is stored."""
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

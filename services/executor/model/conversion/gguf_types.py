@@ -4,6 +4,7 @@ github.com/ggml-org/llama.cpp: ggml/src/ggml-common.h has the blocks, src/llama-
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ DTYPES = {
 
 _COARSER = {Type.Q4_K: Type.Q5_0, Type.Q6_K: Type.Q8_0}
 """What rows get that are no multiple of 256 values, as in llama.cpp."""
+_MIXED = re.compile(r"blk\.(\d{1,6})\.(attn_v|ffn_down)\.")
 
 
 def type_of(name: str, shape: tuple[int, ...], dtype: GgufDtype, layers: int) -> Type:
@@ -62,8 +64,8 @@ def type_of(name: str, shape: tuple[int, ...], dtype: GgufDtype, layers: int) ->
     wanted = dtype.matrices
     if name in ("token_embd.weight", "output.weight"):
         wanted = dtype.vocabulary
-    elif dtype.mixed and (".attn_v." in name or ".ffn_down." in name):
-        wanted = dtype.vocabulary if _gets_more_bits(int(name.split(".")[1]), layers) else wanted
+    elif dtype.mixed and (found := _MIXED.match(name)):
+        wanted = dtype.vocabulary if _gets_more_bits(int(found[1]), layers) else wanted
     if shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
         wanted = _COARSER.get(wanted, wanted)
     return Type.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] else wanted

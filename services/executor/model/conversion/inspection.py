@@ -3,13 +3,16 @@ are read."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from services.executor.model.loading.coded import CodedRows
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import load_library, why_not
@@ -45,8 +48,9 @@ def inspect(path: Path) -> ModelFacts:
     if path.is_dir() and (links := linked_gguf(path)):
         architecture, tensors = _of_gguf(links[0])
     elif path.is_dir():
-        architecture = str(load_config(path).model_type)
-        tensors = list(_of_directory(path, architecture))
+        config = load_config(path)
+        architecture = str(config.model_type)
+        tensors = list(_of_directory(path, config))
     elif path.suffix == ".gguf" or path.is_file():
         architecture, tensors = _of_gguf(path)
     else:
@@ -56,12 +60,20 @@ def inspect(path: Path) -> ModelFacts:
     return ModelFacts(architecture, tensors, size, parameters, 8 * size / max(1, parameters))
 
 
-def _of_directory(path: Path, architecture: str) -> Iterator[TensorFacts]:
-    with WeightFiles(path) as files:
+def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
+    quantization = getattr(config, "quantization_config", None) or {}
+    with WeightFiles(path, scheme_of(config)) as files:
         for name, shape in sorted(files.shapes.items()):
-            tensor = files.tensor(name)
-            form = str(tensor.dtype).removeprefix("torch.")
-            yield TensorFacts(name, form, shape, tensor.nbytes, _computed_by(form, shape, architecture))
+            coded = files.coded.get(name)
+            if coded is None:
+                form = str(files.tensor(name).dtype).removeprefix("torch.")
+            elif isinstance(coded, CodedRows):
+                group = f"groups of {coded.group}" if coded.group < coded.shape[1] else "rows"
+                form = f"{quantization['quant_method']} int{coded.bits}, {group}"
+            else:
+                form = type(coded).__name__.lower()
+            served = _computed_by(shape, config.model_type, form in _PLAIN, isinstance(coded, CodedRows))
+            yield TensorFacts(name, form, shape, files.stored_bytes(name), served)
 
 
 def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
@@ -70,8 +82,8 @@ def _of_gguf(path: Path) -> tuple[str, list[TensorFacts]]:
     tensors = []
     for file in files:
         for one in file.header.tensors:
-            coded = has_codes(one.kind)
-            served = _computed_by(one.kind.name, one.shape, architecture, coded)
+            kept = has_codes(one.kind) and architecture in ARCHITECTURES
+            served = _computed_by(one.shape, architecture, one.kind.name in _PLAIN, kept)
             tensors.append(TensorFacts(one.name, one.kind.name, one.shape, one.nbytes, served))
     return architecture, sorted(tensors, key=lambda tensor: tensor.name)
 
@@ -83,17 +95,15 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _computed_by(form: str, shape: tuple[int, ...], architecture: str, coded: bool = False) -> str:
-    """What multiplies by the tensor on this machine's CPU."""
+def _computed_by(shape: tuple[int, ...], architecture: str, plain: bool, kept: bool) -> str:
+    """What multiplies by the tensor on this machine's CPU, as codes where they are `kept`."""
     if len(shape) < 2:
         return "-"
-    if form not in _PLAIN and not coded:
-        return "part of a quantized weight"
     library = load_library()
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
     if {"gemma3": "gemma3_text"}.get(architecture, architecture) not in FAMILIES:
         return f"PyTorch (models of type {architecture})"
-    if coded and architecture in ARCHITECTURES:
+    if kept and len(shape) == 2:
         return f"kernel for codes, {library.level}"
-    return f"bf16 kernel, {library.level}" + (", unpacked when it is loaded" if coded else "")
+    return f"bf16 kernel, {library.level}" + ("" if plain else ", unpacked when it is loaded")

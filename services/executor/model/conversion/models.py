@@ -12,7 +12,12 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.executor.core.sharding import Span
 from services.executor.model.loading.coded import CodedTensor
+from services.executor.model.loading.composition import Composition
+from services.executor.model.loading.gguf_weights import GgufWeights
+from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.reading import Read
 from services.executor.model.loading.schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
@@ -43,6 +48,8 @@ class SourceModel:
     """With config.json and the tokenizer"""
     config: Any
     tensors: tuple[SourceTensor, ...]
+    gguf: GgufWeights | None = None
+    """What it is read from, where that is no model directory's own weights"""
 
     def linear_weights(self) -> frozenset[str]:
         """The names of the weights of linear layers, but the head's."""
@@ -73,10 +80,39 @@ def directory_model(directory: Path, config: Any, files: WeightFiles) -> SourceM
     return SourceModel(directory, config, tuple(tensors))
 
 
+def gguf_model(directory: Path, weights: GgufWeights) -> SourceModel:
+    """The model of a directory that leads to GGUF files, under transformers' names and in its order of rows.
+
+    Raises `ModelLoadError`.
+    """
+    config = load_config(directory)
+    sources = weights.sources(empty_model(config))
+    if sources.unused:
+        raise ModelLoadError(
+            f"The file has a tensor {min(sources.unused)}, which the architecture does not use; it is not converted."
+        )
+    tensors = tuple(
+        SourceTensor(name, content.shape, _gguf_reader(weights, content, config))
+        for name, content in sorted(sources.parameters.items())
+    )
+    return SourceModel(directory, config, tensors, weights)
+
+
 def empty_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """As transformers builds it: parameters without memory, real buffers."""
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _gguf_reader(weights: GgufWeights, content: Composition, config: Any) -> Callable[[], Iterator[Tensor]]:
+    def pieces() -> Iterator[Tensor]:
+        for first, end in row_spans(content.shape):
+            read = Read(content.selected(0, [Span(first, end)]), torch.float32)
+            (piece,) = weights.read_all([read], config, torch.device("cpu"), lambda done, total: None)
+            assert isinstance(piece, Tensor), "codes were not asked for"
+            yield piece
+
+    return pieces
 
 
 def _coded_reader(files: WeightFiles, name: str, stored: CodedTensor) -> Callable[[], Iterator[Tensor]]:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ConfigurationError
+from shared.models import gguf_parts
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
@@ -39,7 +40,7 @@ class WrittenTensor:
 def digest_of(source: Path, header: bytes, options: str) -> str:
     """Stands for what is written: the same for another run of the same conversion alone."""
     digest = hashlib.sha256(options.encode() + b"\0" + header)
-    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    files = sorted(source.iterdir()) if source.is_dir() else gguf_parts(source)
     for file in files:
         state = file.stat()
         digest.update(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}\n".encode())

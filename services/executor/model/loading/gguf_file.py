@@ -72,6 +72,8 @@ class GgufHeader:
     metadata: Mapping[str, Value]
     """Without arrays of texts, and long ones"""
     tensors: tuple[GgufTensor, ...]
+    spans: Mapping[str, slice]
+    """Where each key lies in the file, with its value; of those too that `metadata` lacks"""
 
 
 class GgufFile:
@@ -104,6 +106,10 @@ class GgufFile:
         """uint8 [rows, bytes of a row] over the mapped file. Do not write to it."""
         held = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
         return held.view(tensor.rows, tensor.row_bytes)
+
+    def said(self, key: str) -> bytes:
+        """`key` of the metadata and its value, as they are stored."""
+        return self._memory[self.header.spans[key]]
 
     def numbers(self, tensor: GgufTensor) -> Tensor:
         """Of a vector, or a small tensor: [values]. Raises `ValueError` where its scales are no numbers."""
@@ -155,17 +161,18 @@ class _Reader:
             )
         tensors, values = self._number("Q"), self._number("Q")
         metadata: dict[str, Value] = {}
-        seen: set[str] = set()
+        spans: dict[str, slice] = {}
         for _ in range(values):
+            begin = self._at
             key = self._text(_LONGEST_KEY)
-            if key in seen:
+            if key in spans:
                 raise ValueError(f"it says {key!r} twice")
-            seen.add(key)
             value = self._value(self._number("I"), key)
+            spans[key] = slice(begin, self._at)
             if value is not None:
                 metadata[key] = value
         described = [self._tensor() for _ in range(tensors)]
-        return GgufHeader(metadata, self._placed(described, metadata))
+        return GgufHeader(metadata, self._placed(described, metadata), spans)
 
     def _placed(self, described: list[GgufTensor], metadata: Mapping[str, Value]) -> tuple[GgufTensor, ...]:
         alignment = metadata.get("general.alignment", 32)

@@ -104,12 +104,18 @@ class GgufWeights:
         tensor = self._tensors[name][1]
         return len(tensor.shape) == 2 or (len(tensor.shape) == 1 and tensor.kind.name in _NUMBERS)
 
-    def scale_frequencies(self, model: Any) -> None:
-        """Divides the rotary frequencies of `model` by the factors of the file, where it has some (Llama 3.1)."""
+    def rotary_factors(self) -> Tensor | None:
+        """float32 [frequencies]: what each is divided by, where the file has factors (Llama 3.1)."""
         if _ROTARY_FACTORS not in self._tensors:
-            return
+            return None
         file, tensor = self._tensors[_ROTARY_FACTORS]
-        factors = file.numbers(tensor).float()
+        return file.numbers(tensor).float()
+
+    def scale_frequencies(self, model: Any) -> None:
+        """Divides the rotary frequencies of `model` by the factors of the file, where it has some."""
+        factors = self.rotary_factors()
+        if factors is None:
+            return
         for name, buffer in model.named_buffers():
             if not name.endswith("inv_freq"):
                 continue

@@ -297,6 +297,10 @@ class WeightFiles:
         """The tensor `name` over its mapped bytes, on the CPU, in the file's dtype. Do not write to it."""
         return self._files[name].tensors[name]
 
+    def stored_bytes(self, name: str) -> int:
+        """Of the tensor `name` in the files, of all that it is made of where it is coded."""
+        return sum(self.tensor(part).nbytes for part in self._made_of.get(name, (name,)))
+
     def copy(self, name: str, view: Tensor, into: Tensor) -> None:
         """Copies `view`, part of the tensor `name`, to `into`, contiguous and of its shape and dtype: in the calling
         thread alone, so that several threads can. Raises `ModelLoadError` where the file cannot be read any more."""

@@ -281,6 +281,31 @@ def test_inspecting_names_each_tensor(model_of: MakeModel, tmp_path: Path) -> No
         inspect(tmp_path / "none")
 
 
+def test_inspecting_shows_quantized_weights_whole(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama", hidden_size=96, num_attention_heads=6)
+    convert(source, tmp_path / "out", "safetensors", "int4-g32", ignore)
+    plain, coded = inspect(source), inspect(tmp_path / "out")
+    assert [one.name for one in coded.tensors] == [one.name for one in plain.tensors]
+    assert coded.parameters == plain.parameters
+    one = next(one for one in coded.tensors if one.name == "model.layers.0.mlp.down_proj.weight")
+    assert (one.format, one.shape) == ("compressed-tensors int4, groups of 32", (96, 96))
+    assert one.bytes == 96 * 96 // 2 + 96 * 3 * 2 + 12 * 3 * 4 + 16
+    assert "unpacked" not in one.computed_by
+
+
+def test_pytorch_files_are_a_source(model_of: MakeModel, tmp_path: Path) -> None:
+    source = model_of("llama")
+    before = load_file(source / "model.safetensors")
+    torch.save(before, source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    convert(source, tmp_path / "model.gguf", "gguf", "f32", ignore)
+    convert(source, tmp_path / "out", "safetensors", "f32", ignore)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert compare(source, tmp_path / "model.gguf", ignore).largest == 0
+
+
 @pytest.mark.parametrize(
     ("to", "dtype", "least"), [("gguf", "f32", 1.0), ("gguf", "q4_0", 0.3), ("safetensors", "bf16", 0.8)]
 )
@@ -295,3 +320,117 @@ def test_checking_tells_how_far_two_are_apart(
     assert (found.largest == 0) == (dtype == "f32")
     before, after = found.perplexity
     assert after == pytest.approx(before, rel=1e-6 if dtype == "f32" else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {"tie_word_embeddings": False}), ("qwen3", {"attention_bias": False})],
+)
+def test_there_and_back_is_the_same_model(
+    model_of: MakeModel, tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    source = model_of(model_type, **changes)
+    convert(source, tmp_path / "model.gguf", "gguf", "f32", ignore)
+    convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
+    before, after = (
+        load_file(source / "model.safetensors"),
+        load_file(tmp_path / "back" / "model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    expected, found = (reference_logits(one, TOKENS)[0] for one in (source, tmp_path / "back"))
+    assert torch.equal(expected, found)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_codes_of_a_file_become_numbers(model_of: MakeModel, tmp_path: Path) -> None:
+    convert(model_of("llama"), tmp_path / "model.gguf", "gguf", "q8_0", ignore)
+    convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors}
+    stored = tensors["blk.2.ffn_down.weight"]
+    back = load_file(tmp_path / "back" / "model.safetensors")["model.layers.2.mlp.down_proj.weight"]
+    assert np.array_equal(gguf.dequantize(stored.data, stored.tensor_type), back.numpy())
+
+
+def llama_3(original: int) -> dict[str, Any]:
+    scale = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": original,
+        **scale,
+    }
+
+
+def test_rotary_factors_are_not_lost_silently(model_of: MakeModel, tmp_path: Path) -> None:
+    convert(model_of("llama", rope_parameters=llama_3(64)), tmp_path / "model.gguf", "gguf", "bf16", ignore)
+    with pytest.raises(ModelLoadError, match="by factors that are not Llama 3's"):
+        convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "bf16", ignore)
+    # A file has a place for them, and a check computes with them.
+    convert(tmp_path / "model.gguf", tmp_path / "again.gguf", "gguf", "f32", ignore)
+    assert compare(tmp_path / "model.gguf", tmp_path / "again.gguf", ignore).largest == 0
+
+
+def test_rotary_factors_of_llama_3_are_known(model_of: MakeModel, tmp_path: Path) -> None:
+    rope = llama_3(8192)
+    convert(model_of("llama", rope_parameters=rope), tmp_path / "model.gguf", "gguf", "f32", ignore)
+    convert(tmp_path / "model.gguf", tmp_path / "back", "safetensors", "f32", ignore)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())["rope_parameters"]
+    assert {name: written[name] for name in rope} == rope
+    assert compare(tmp_path / "model.gguf", tmp_path / "back", ignore).largest < 1e-4
+
+
+def test_a_file_of_another_type_says_the_same(model_of: MakeModel, tmp_path: Path) -> None:
+    source, plain, coded = (tmp_path / name for name in ("q8.gguf", "plain.gguf", "q4.gguf"))
+    convert(model_of("llama", hidden_size=96, num_attention_heads=6), source, "gguf", "q8_0", ignore)
+    convert(source, plain, "gguf", "f32", ignore)
+    convert(source, coded, "gguf", "q4_0", ignore)
+    fields = [
+        {name: field.contents() for name, field in gguf.GGUFReader(str(file)).fields.items()}
+        for file in (source, plain, coded)
+    ]
+    stored = ("general.file_type", "GGUF.tensor_count", "GGUF.kv_count")
+    said = [{name: value for name, value in one.items() if name not in stored} for one in fields]
+    assert said[0] == said[1] == said[2]
+    assert [one["general.file_type"] for one in fields] == [7, 0, 2]
+    before, after = (
+        {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors} for file in (source, coded)
+    )
+    assert before.keys() == after.keys()
+    assert after["blk.1.ffn_up.weight"].tensor_type is Type.Q4_0
+    # What has its type already stays as it is, and so do vectors.
+    for name in ("token_embd.weight", "output_norm.weight"):
+        assert np.array_equal(before[name].data, after[name].data)
+
+
+def test_a_file_in_parts_is_joined(model_of: MakeModel, tmp_path: Path) -> None:
+    convert(model_of("llama"), tmp_path / "model.gguf", "gguf", "f32", ignore)
+    parts = split(tmp_path / "model.gguf")
+    convert(parts[1], tmp_path / "joined.gguf", "gguf", "f32", ignore)
+    whole, joined = (gguf.GGUFReader(str(tmp_path / name)) for name in ("model.gguf", "joined.gguf"))
+    assert not [name for name in joined.fields if name.startswith("split.")]
+    assert {t.name: t.data.tobytes() for t in whole.tensors} == {
+        t.name: t.data.tobytes() for t in joined.tensors
+    }
+
+
+def split(file: Path) -> list[Path]:
+    """The file as two, as llama-gguf-split makes them."""
+    reader = gguf.GGUFReader(str(file))
+    paths = [file.with_name(f"{file.stem}-0000{number}-of-00002.gguf") for number in (1, 2)]
+    middle = len(reader.tensors) // 2
+    for number, tensors in enumerate((reader.tensors[:middle], reader.tensors[middle:])):
+        writer = gguf.GGUFWriter(str(paths[number]), "llama")
+        for field in reader.fields.values():
+            if number == 0 and not field.name.startswith(("GGUF.", "general.architecture")):
+                inner = field.types[1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        for tensor in tensors:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
