@@ -7,7 +7,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter, query_of
+from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import batch_object
 from services.gateway.core.asgi import header, read_body, send_json
@@ -20,13 +20,6 @@ from shared.service.endpoints import Receive, Scope, Send
 
 PATH = "/v1/batches"
 TAG = "Batches"
-ID = Parameter(
-    "batch",
-    "The batch's id.",
-    {"type": "string", "minLength": 1},
-    "path",
-    "batch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
-)
 
 
 class BatchObject(msgspec.Struct):
@@ -55,8 +48,7 @@ class BatchList(ListPage):
 
 
 CREATE = Operation(
-    "POST",
-    PATH,
+    f"POST {PATH}",
     "createBatch",
     "Runs the requests of a file, in idle capacity.",
     TAG,
@@ -68,37 +60,27 @@ CREATE = Operation(
     },
     response=BatchObject,
     parameters=(operation.IDEMPOTENCY,),
-    errors=(404, 408, 413, 422, 429, 503),
+    errors=(404, 422),
 )
 LIST = Operation(
-    "GET",
-    PATH,
+    f"GET {PATH}",
     "listBatches",
     "The batches that there are, the newest first.",
     TAG,
     response=BatchList,
-    parameters=query_of(PageQuery),
-    errors=(404, 503),
+    query=PageQuery,
+    errors=(404,),
 )
 RETRIEVE = Operation(
-    "GET",
-    PATH + "/{batch}",
-    "retrieveBatch",
-    "A batch as it stands.",
-    TAG,
-    response=BatchObject,
-    parameters=(ID,),
-    errors=(404, 503),
+    f"GET {PATH}/{{batch}}", "retrieveBatch", "A batch as it stands.", TAG, response=BatchObject
 )
 CANCEL = Operation(
-    "POST",
-    PATH + "/{batch}/cancel",
+    f"POST {PATH}/{{batch}}/cancel",
     "cancelBatch",
     "Begins no more of a batch's lines, and keeps what is done.",
     TAG,
     response=BatchObject,
-    parameters=(ID,),
-    errors=(404, 409, 503),
+    errors=(409,),
 )
 
 

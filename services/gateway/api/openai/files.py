@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.multipart import MultipartForm
-from services.gateway.api.openapi.operation import ApiRoute, Operation, Parameter, query_of
+from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.batches.files import ANCHOR, Files, expiry
 from services.gateway.core.asgi import send_json
 from services.gateway.core.errors import InvalidParameter
@@ -25,13 +25,6 @@ TAG = "Files"
 Purpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
 """What clients may say that a file is for. Only `batch` makes a difference here."""
 EXPIRY_ANCHOR, EXPIRY_SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-ID = Parameter(
-    "file",
-    "The file's id.",
-    {"type": "string", "minLength": 1},
-    "path",
-    "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
-)
 
 
 class UploadForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,8 +70,7 @@ class FileDeleted(msgspec.Struct):
 
 
 UPLOAD = Operation(
-    "POST",
-    PATH,
+    f"POST {PATH}",
     "uploadFile",
     "Stores a file.",
     TAG,
@@ -99,47 +91,27 @@ UPLOAD = Operation(
         }
     },
     response=FileObject,
-    errors=(408, 413, 429, 503, 507),
+    errors=(408, 413, 507),
 )
 LIST = Operation(
-    "GET",
-    PATH,
+    f"GET {PATH}",
     "listFiles",
     "The files that there are.",
     TAG,
     response=FileList,
-    parameters=query_of(FilesQuery),
-    errors=(404, 503),
+    query=FilesQuery,
+    errors=(404,),
 )
 RETRIEVE = Operation(
-    "GET",
-    PATH + "/{file}",
-    "retrieveFile",
-    "A file's description.",
-    TAG,
-    response=FileObject,
-    parameters=(ID,),
-    errors=(404, 503),
+    f"GET {PATH}/{{file}}", "retrieveFile", "A file's description.", TAG, response=FileObject
 )
-DELETE = Operation(
-    "DELETE",
-    PATH + "/{file}",
-    "deleteFile",
-    "Deletes a file.",
-    TAG,
-    response=FileDeleted,
-    parameters=(ID,),
-    errors=(404, 503),
-)
+DELETE = Operation(f"DELETE {PATH}/{{file}}", "deleteFile", "Deletes a file.", TAG, response=FileDeleted)
 CONTENT = Operation(
-    "GET",
-    PATH + "/{file}/content",
+    f"GET {PATH}/{{file}}/content",
     "downloadFile",
     "A file's bytes.",
     TAG,
     response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
-    parameters=(ID,),
-    errors=(404, 503),
 )
 
 

@@ -16,15 +16,14 @@ from services.gateway.api.openai.vllm import (
     Version,
 )
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation, query_of
+from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.streams.reading import GenerationState
 from shared.service.endpoints import Health
 
 CHAT = Operation(
-    "POST",
-    "/v1/chat/completions",
+    "POST /v1/chat/completions",
     "createChatCompletion",
     "Messages in, an answer out.",
     "Chat",
@@ -42,8 +41,7 @@ CHAT = Operation(
     errors=GENERATING,
 )
 COMPLETIONS = Operation(
-    "POST",
-    "/v1/completions",
+    "POST /v1/completions",
     "createCompletion",
     "A prompt in, its continuation out.",
     "Completions",
@@ -56,8 +54,7 @@ COMPLETIONS = Operation(
     errors=GENERATING,
 )
 EMBEDDINGS = Operation(
-    "POST",
-    "/v1/embeddings",
+    "POST /v1/embeddings",
     "createEmbedding",
     "Texts in, vectors out.",
     "Embeddings",
@@ -69,123 +66,99 @@ EMBEDDINGS = Operation(
 )
 TOKENIZE = tuple(
     Operation(
-        "POST",
-        prefix + "/tokenize",
+        f"POST {prefix}/tokenize",
         name,
         "The tokens of a prompt or a conversation, as in vLLM.",
         "Tokens",
         request=TokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "prompt": "Once upon a time"},
         response=Tokenized,
-        errors=(404, 408, 413, 503),
+        errors=(404,),
     )
     for prefix, name in (("", "tokenize"), ("/v1", "createTokens"))
 )
 DETOKENIZE = tuple(
     Operation(
-        "POST",
-        prefix + "/detokenize",
+        f"POST {prefix}/detokenize",
         name,
         "The text of tokens, as in vLLM.",
         "Tokens",
         request=DetokenizeRequest,
         example={"model": "SmolLM2-135M-Instruct", "tokens": [1, 2]},
         response=Detokenized,
-        errors=(404, 408, 413, 503),
+        errors=(404,),
     )
     for prefix, name in (("", "detokenize"), ("/v1", "createText"))
 )
 TOKENIZER_INFO = tuple(
     Operation(
-        "GET",
-        prefix + "/tokenizer_info",
+        f"GET {prefix}/tokenizer_info",
         name,
         "The configuration of a model's tokenizer, as in vLLM.",
         "Tokens",
         response=TokenizerInfo,
-        parameters=query_of(ModelQuery),
-        errors=(404, 503),
+        query=ModelQuery,
+        errors=(404,),
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
 )
-MODELS = Operation(
-    "GET",
-    "/v1/models",
-    "listModels",
-    "What is served.",
-    "Models",
-    response=shapes.ModelList,
-    errors=(503,),
-)
+MODELS = Operation("GET /v1/models", "listModels", "What is served.", "Models", response=shapes.ModelList)
 MODEL = Operation(
-    "GET",
-    "/v1/models/{model:path}",
+    "GET /v1/models/{model:path}",
     "retrieveModel",
     "One model, also while it waits for a group.",
     "Models",
     response=Model,
-    parameters=(operation.MODEL,),
-    errors=(404, 503),
 )
 GENERATION = Operation(
-    "GET",
-    "/v1/generations/{generation}",
+    "GET /v1/generations/{generation}",
     "retrieveGeneration",
     "The output of a generation so far.",
     "Generations",
     "At any gateway, for as long as the journal keeps its tokens.",
     response=GenerationState,
-    parameters=(operation.GENERATION,),
-    errors=(404, 429, 503, 504),
+    errors=(504,),
 )
 CANCEL = Operation(
-    "DELETE",
-    "/v1/generations/{generation}",
+    "DELETE /v1/generations/{generation}",
     "cancelGeneration",
     "Ends a generation, for everybody who reads it.",
     "Generations",
     "What had come of it by then stays readable.",
     response=Cancelled,
-    parameters=(operation.GENERATION,),
-    errors=(404, 429, 503, 504),
+    errors=(504,),
 )
 GENERATION_STREAM = Operation(
-    "GET",
-    "/v1/generations/{generation}/stream",
+    "GET /v1/generations/{generation}/stream",
     "streamGeneration",
     "The events of a generation, from where you stand.",
     "Generations",
     "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
     events=(shapes.ChatCompletionChunk, shapes.Completion),
-    parameters=(operation.GENERATION, operation.LAST_EVENT),
-    errors=(404, 429, 503, 504),
+    parameters=(operation.LAST_EVENT,),
+    errors=(504,),
 )
 CLUSTER = Operation(
-    "GET",
-    "/v1/cluster",
+    "GET /v1/cluster",
     "retrieveCluster",
     "Rings, services, and what this gateway is generating.",
     "Operations",
     "Nothing of what anybody wrote or reads, and no id with which it could be read.",
     response=ClusterState,
-    errors=(503,),
 )
 SERVER_VERSION = Operation(
-    "GET", "/version", "version", "Which Ryzanstein this is, as in vLLM.", "Operations", response=Version
+    "GET /version", "version", "Which Ryzanstein this is, as in vLLM.", "Operations", response=Version
 )
 PINGS = tuple(
-    Operation(method, PING, name, "200 while the process lives.", "Operations", response=Pong)
+    Operation(f"{method} {PING}", name, "200 while the process lives.", "Operations", response=Pong)
     for method, name in (("GET", "ping"), ("POST", "pingByPost"))
 )
-LOAD = Operation(
-    "GET", "/load", "load", "Requests that this gateway is answering.", "Operations", response=Load
-)
+LOAD = Operation("GET /load", "load", "Requests that this gateway is answering.", "Operations", response=Load)
 HEALTH = Operation(
-    "GET", "/health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
+    "GET /health", "health", "200 while the process lives.", "Operations", response=Health, plain=True
 )
 READY = Operation(
-    "GET",
-    "/ready",
+    "GET /ready",
     "ready",
     "200 when the gateway can work, else 503 with the reason.",
     "Operations",
@@ -194,20 +167,12 @@ READY = Operation(
     plain=True,
 )
 METRICS = Operation(
-    "GET",
-    "/metrics",
+    "GET /metrics",
     "metrics",
     "Prometheus metrics.",
     "Operations",
     response_content={TEXT: {"type": "string"}},
     plain=True,
 )
-DOCUMENT = Operation(
-    "GET",
-    "/openapi.json",
-    "openapi",
-    "This document.",
-    "Operations",
-    response=shapes.Document,
-)
+DOCUMENT = Operation("GET /openapi.json", "openapi", "This document.", "Operations", response=shapes.Document)
 OPS = (HEALTH, READY, METRICS)

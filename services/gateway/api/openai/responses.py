@@ -12,7 +12,7 @@ from starlette.routing import Route
 from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation, Parameter, query_of
+from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter, unsupported
 from services.gateway.core.pagination import ListPage, Order, PageQuery
@@ -101,7 +101,8 @@ def item_list(items: Sequence[Item], wanted: ItemsQuery) -> ItemList:
 
 PATH = "/v1/responses"
 TAG = "Responses"
-READING = (404, 429, 503, 504)
+READING = (504,)
+"""Beside what follows from the path: no token came in time."""
 
 
 class Response(msgspec.Struct):
@@ -140,16 +141,8 @@ class InputTokens(msgspec.Struct, frozen=True):
     input_tokens: int
 
 
-_ID = Parameter(
-    "response",
-    "The response's id.",
-    {"type": "string", "minLength": 1},
-    "path",
-    "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
-)
 CREATE = Operation(
-    "POST",
-    PATH,
+    f"POST {PATH}",
     "createResponse",
     "Input items in, a response out.",
     TAG,
@@ -166,56 +159,49 @@ CREATE = Operation(
     errors=GENERATING,
 )
 COUNT = Operation(
-    "POST",
-    PATH + "/input_tokens",
+    f"POST {PATH}/input_tokens",
     "countInputTokens",
     "How many tokens an input has.",
     TAG,
     request=InputTokensRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of France?"},
     response=InputTokens,
-    errors=(404, 408, 413, 429, 503, 504),
+    errors=(404, 504),
 )
 RETRIEVE = Operation(
-    "GET",
-    PATH + "/{response}",
+    f"GET {PATH}/{{response}}",
     "retrieveResponse",
     "A response, or its events from where you stand.",
     TAG,
     "With `stream` a `Last-Event-ID` says the same as `starting_after`.",
     response=Response,
     events=(ResponseEvent,),
-    parameters=(_ID, *query_of(Retrieval)),
+    query=Retrieval,
     errors=READING,
 )
 DELETE = Operation(
-    "DELETE",
-    PATH + "/{response}",
+    f"DELETE {PATH}/{{response}}",
     "deleteResponse",
     "Ends a response and forgets it.",
     TAG,
     response=Deleted,
-    parameters=(_ID,),
     errors=READING,
 )
 CANCEL = Operation(
-    "POST",
-    PATH + "/{response}/cancel",
+    f"POST {PATH}/{{response}}/cancel",
     "cancelResponse",
     "Ends a response; one that has ended is shown as it is.",
     TAG,
     response=Response,
-    parameters=(_ID,),
     errors=READING,
 )
 ITEMS = Operation(
-    "GET",
-    PATH + "/{response}/input_items",
+    f"GET {PATH}/{{response}}/input_items",
     "listInputItems",
     "The items that its request brought, page by page.",
     TAG,
     response=ItemList,
-    parameters=(_ID, *query_of(ItemsQuery)),
+    query=ItemsQuery,
     errors=READING,
 )
 

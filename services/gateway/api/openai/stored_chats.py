@@ -9,8 +9,7 @@ from services.gateway.api.backend import Backend, BackendRoute
 from services.gateway.api.openai import shapes
 from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.operations import CHAT
-from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import ApiRoute, Operation, query_of
+from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
@@ -61,57 +60,49 @@ class StoredCompletions(ListPage):
 
 
 LIST = Operation(
-    "GET",
-    PATH,
+    f"GET {PATH}",
     "listChatCompletions",
     "The chat completions that were made with `store: true`.",
     TAG,
     "`metadata[key]=value`, as often as you like, leaves those that have these metadata.",
     response=StoredCompletions,
-    parameters=query_of(ChatsQuery),
-    errors=(404, 503),
+    query=ChatsQuery,
+    errors=(404,),
 )
 RETRIEVE = Operation(
-    "GET",
-    ONE,
+    f"GET {ONE}",
     "retrieveChatCompletion",
     "A chat completion that was made with `store: true`.",
     TAG,
     response=shapes.ChatCompletion,
-    parameters=(operation.GENERATION,),
-    errors=(404, 429, 503, 504),
+    errors=(504,),
 )
 CHANGE = Operation(
-    "POST",
-    ONE,
+    f"POST {ONE}",
     "updateChatCompletion",
     "Gives a stored chat completion other metadata.",
     TAG,
     request=ChangedChat,
     example={"metadata": {"topic": "geography"}},
     response=shapes.ChatCompletion,
-    parameters=(operation.GENERATION,),
-    errors=(404, 408, 413, 429, 503, 504),
+    errors=(504,),
 )
 DELETE = Operation(
-    "DELETE",
-    ONE,
+    f"DELETE {ONE}",
     "deleteChatCompletion",
     "Forgets a stored chat completion.",
     TAG,
     response=DeletedChat,
-    parameters=(operation.GENERATION,),
-    errors=(404, 429, 503, 504),
+    errors=(504,),
 )
 MESSAGES = Operation(
-    "GET",
-    ONE + "/messages",
+    f"GET {ONE}/messages",
     "listChatCompletionMessages",
     "The messages that a stored chat completion answers.",
     TAG,
     response=StoredMessages,
-    parameters=(operation.GENERATION, *query_of(MessagesQuery)),
-    errors=(404, 429, 503, 504),
+    query=MessagesQuery,
+    errors=(504,),
 )
 
 

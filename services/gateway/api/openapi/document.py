@@ -17,8 +17,6 @@ from shared.service.endpoints import Receive, Scope, Send
 
 REF = "#/components/schemas/{name}"
 ERROR = {"$ref": REF.format(name="ErrorBody")}
-COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)
-"""Statuses that any operation may answer with."""
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",
     401: "The API key is missing or not known.",
@@ -75,7 +73,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str,
 
 
 def _operation(operation: Operation, shown: dict[int, Any], settings: GatewaySettings) -> dict[str, Any]:
-    given = operation.parameters if operation.plain else (*operation.parameters, parameters.REQUEST)
+    given = operation.all_parameters + ([] if operation.plain else [parameters.REQUEST])
     answer = {
         "operationId": operation.name,
         "summary": operation.summary,
@@ -124,12 +122,8 @@ def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
         for status in operation.errors:
             answers[str(status)] = {"description": STATUSES[status], "content": content}
         return answers
-    by_body = (415,) if operation.request is not None else ()
-    for status in sorted({*COMMON_ERRORS, *by_body, *operation.errors}):
-        answers[str(status)] = {
-            "description": STATUSES[status],
-            "content": {JSON: {"schema": ERROR}},
-        }
+    for status in sorted(operation.statuses):
+        answers[str(status)] = {"description": STATUSES[status], "content": {JSON: {"schema": ERROR}}}
     for code, answer in answers.items():
         answer["headers"] = _headers(int(code), generates=parameters.BACKGROUND in operation.parameters)
     return answers

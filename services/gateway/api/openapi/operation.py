@@ -2,8 +2,8 @@
 
 A new endpoint is one `Operation` beside its route and one line in the application's table:
 
-    EMBEDDINGS = Operation("POST", "/v1/embeddings", "createEmbedding", "Embeddings of texts.",
-                           tag="Embeddings", request=EmbeddingRequest, response=EmbeddingList)
+    EMBEDDINGS = Operation("POST /v1/embeddings", "createEmbedding", "Embeddings of texts.",
+                           "Embeddings", request=EmbeddingRequest, response=EmbeddingList)
     ...
     ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
 """
@@ -19,8 +19,8 @@ from services.gateway.intake.headers import IDEMPOTENCY_KEY, REQUEST_ID
 from shared.service.endpoints import Scope
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-GENERATING = (404, 408, 413, 422, 429, 503, 504)
-"""Statuses, besides those of every operation, with which a request for tokens may end."""
+GENERATING = (404, 422, 504)
+"""Statuses, besides those that follow from its body, with which a request for tokens may end."""
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -31,6 +31,10 @@ class Parameter(msgspec.Struct, frozen=True):
     schema: Mapping[str, Any]
     place: str = "header"
     example: Any = None
+
+
+COMMON_ERRORS = (400, 401, 403, 405, 429, 500, 503)
+"""Statuses that any operation may answer with."""
 
 
 def query_of(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
@@ -49,9 +53,8 @@ def query_of(kind: type[msgspec.Struct]) -> tuple[Parameter, ...]:
 class Operation(msgspec.Struct, frozen=True):
     """One method of one path."""
 
-    method: str
-    path: str
-    """As Starlette has it; `{name:path}` may hold slashes."""
+    route: str
+    """Method and path, as Starlette has it; `{name:path}` may hold slashes."""
     name: str
     """The document's operationId."""
     summary: str
@@ -70,16 +73,40 @@ class Operation(msgspec.Struct, frozen=True):
     events: tuple[Any, ...] = ()
     """The types of a server-sent event's data, where the answer can be a stream."""
     success: int = 200
+    query: type[msgspec.Struct] | None = None
+    """What its query is read as."""
     parameters: tuple[Parameter, ...] = ()
+    """Its headers."""
     errors: tuple[int, ...] = ()
-    """Statuses of errors, besides those that every operation may have."""
+    """Statuses of errors, besides those that every operation may have, and that follow from its path and body."""
     plain: bool = False
     """Answered beside the API, on every service: without x-request-id and without OpenAI's errors."""
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
 
     @property
     def template(self) -> str:
         """The path as OpenAPI has it."""
         return re.sub(r"\{(\w+):\w+\}", r"{\1}", self.path)
+
+    @property
+    def all_parameters(self) -> list[Parameter]:
+        """Of its path, its query and its headers."""
+        named = [_named(name) for name in re.findall(r"\{(\w+)\}", self.template)]
+        return [*named, *(query_of(self.query) if self.query else ()), *self.parameters]
+
+    @property
+    def statuses(self) -> set[int]:
+        """Of errors: whatever a path names may be missing, whatever has a body may send it wrong."""
+        by_path = {404} if "{" in self.path else set[int]()
+        by_body = {408, 413, 415} if self.request is not None else set[int]()
+        return {*COMMON_ERRORS, *by_path, *by_body, *self.errors}
 
 
 TEMPLATE = "ryzanstein.template"
@@ -140,16 +167,19 @@ LAST_EVENT = Parameter(
 )
 GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND)
 """The headers of a request for tokens."""
-MODEL = Parameter(
-    "model",
-    "The model's name; slashes in it may stay as they are.",
-    {"type": "string", "minLength": 1},
-    "path",
-)
-GENERATION = Parameter(
-    "generation",
-    "The id that every chunk and every response of it has.",
-    {"type": "string", "minLength": 1},
-    "path",
-    "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
-)
+_EXAMPLES = {
+    "generation": "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+    "response": "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+    "file": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+    "batch": "batch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+}
+_NAMED = {
+    "model": "The model's name; slashes in it may stay as they are.",
+    "generation": "The id that every chunk and every response of it has.",
+}
+
+
+def _named(name: str) -> Parameter:
+    """What a path names by `name`."""
+    about = _NAMED.get(name, f"The {name}'s id.")
+    return Parameter(name, about, {"type": "string", "minLength": 1}, "path", _EXAMPLES.get(name))
