@@ -36,6 +36,7 @@ from benchmarks.random_model import shape_of, write_servable
 from benchmarks.report import machine, versions
 from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import LocalSettings, read_run_file
+from shared.models import gguf_parts
 
 PATIENCE = 600.0
 LOOK = 0.005
@@ -63,9 +64,13 @@ class StartReport(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     model: str
     model_bytes: int
+    """Of its files of weights."""
+    kv_bytes: int
+    """Of the last stack's ranks, which touch them as they are used."""
     rounds: list[Round]
     memory: dict[str, list[int]]
-    """Proportional and unique bytes (PSS, USS) of each process of the last stack, by its name."""
+    """Proportional and unique bytes (PSS, USS) of each process of the last stack, and the most that it had resident
+    (peak RSS), by its name."""
 
 
 @dataclass
@@ -255,7 +260,7 @@ class Stack:
         return sum(one.user + one.system for one in times)
 
     def memory(self) -> dict[str, list[int]]:
-        """(PSS, USS) of each process, in bytes."""
+        """(PSS, USS, peak RSS) of each process, in bytes."""
         ranks = {line["pid"]: f"rank {line['rank']}" for line in self.log.of("rank_started")}
         found = {}
         for process in self.processes:
@@ -264,7 +269,11 @@ class Stack:
             module = next(
                 (word for word in words if word.startswith("services.")), words[0].rpartition("/")[2]
             )
-            found[ranks.get(process.pid, module.removeprefix("services."))] = [full.pss, full.uss]
+            found[ranks.get(process.pid, module.removeprefix("services."))] = [
+                full.pss,
+                full.uss,
+                _peak(process.pid),
+            ]
         return found
 
     def close(self) -> None:
@@ -313,25 +322,43 @@ def measure_kill(stack: Stack) -> Round:
     return Round("kill", kill_phases(stack.log, killed, answered), answered - killed, 0.0, _load())
 
 
+def _peak(pid: int) -> int:
+    """Bytes (VmHWM of proc(5))."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def weight_bytes(model: Path) -> int:
+    """Of the files of weights of `model`, a directory or a GGUF file."""
+    files = gguf_parts(model) if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)
+
+
 def measure(
     scratch: Path, model: Path, rounds: int, kills: int, options: Sequence[str], ranks: int
-) -> tuple[list[Round], dict[str, list[int]]]:
-    """Of `rounds` rounds, each with a cache of its own: a cold start, a cached one, and so many kills."""
+) -> tuple[list[Round], dict[str, list[int]], int]:
+    """Of `rounds` rounds, each with a cache of its own: a cold start, a cached one, so many kills; the memory of the
+    last stack, of which so many bytes are for KV."""
     found: list[Round] = []
     memory: dict[str, list[int]] = {}
+    kv_bytes = 0
     for number in range(rounds):
         cache = scratch / f"cache-{number}"
         with stack_of(scratch, str(model), cache, options) as stack:
             found.append(measure_start(stack, "cold"))
             stack.wait("cached weights", lambda stack=stack: _is_kept(stack.log, ranks))
+            memory |= {
+                f"{name}, cold": used for name, used in stack.memory().items() if name.startswith("rank")
+            }
         with stack_of(scratch, str(model), cache, options) as stack:
             found.append(measure_start(stack, "cached"))
             found += [measure_kill(stack) for _ in range(kills)]
-            memory = stack.memory()
+            memory |= stack.memory()
+            kv_bytes = sum(int(line["kv_bytes"]) for line in stack.log.of("rank_loaded")[:ranks])
         for file in cache.rglob("*"):
             if file.is_file():
                 file.unlink()
-    return found, memory
+    return found, memory, kv_bytes
 
 
 def _is_kept(log: Log, ranks: int) -> bool:
@@ -354,16 +381,26 @@ def show(report: StartReport, console: Console) -> None:
             if name != "CPU time" or kind != "kill":
                 table.add_row(name, f"{seconds:.2f}", f"{least[name]:.2f}")
         console.print(table)
-    memory = Table("memory, MB", "PSS", "USS")
-    for name, (pss, uss) in report.memory.items():
-        memory.add_row(name, f"{pss / 1e6:.0f}", f"{uss / 1e6:.0f}")
+    memory = Table("memory, MB", "PSS", "USS", "peak RSS")
+    for name, sizes in report.memory.items():
+        memory.add_row(name, *(f"{size / 1e6:.0f}" for size in sizes))
     console.print(memory)
+    held = sum(sizes[0] for name, sizes in report.memory.items() if _is_executors(name))
+    console.print(
+        f"The executor's processes hold {held / 1e6:.0f} MB (PSS): {report.model_bytes / 1e6:.0f} of weights' files "
+        f"and up to {report.kv_bytes / 1e6:.0f} of KV cache among them.",
+        soft_wrap=True,
+    )
     loads = [one.load for one in report.rounds]
     console.print(
         f"Model: {report.model}, {report.model_bytes / 1e6:.0f} MB. Machine: {report.machine}, load average "
         f"{min(loads, default=0):.1f} to {max(loads, default=0):.1f}. {report.date}. Command: {report.command}",
         soft_wrap=True,
     )
+
+
+def _is_executors(name: str) -> bool:
+    return name.startswith(("executor", "rank")) and not name.endswith(", cold")
 
 
 def _default_model() -> Path:
@@ -374,7 +411,7 @@ def _default_model() -> Path:
 
 def main(
     model: Annotated[
-        Path | None, typer.Option(help="A model directory. Default: the built-in model.", file_okay=False)
+        Path | None, typer.Option(help="A model directory or a .gguf file. Default: the built-in model.")
     ] = None,
     random: Annotated[
         str,
@@ -390,7 +427,9 @@ def main(
 ) -> None:
     """Start of a stack, and return of a ring whose rank was killed."""
     if model is not None and random:
-        raise typer.BadParameter("Name a model directory, or a shape with --random, and not both.")
+        raise typer.BadParameter("Name a model, or a shape with --random, and not both.")
+    if model is not None and not model.exists():
+        raise typer.BadParameter(f"There is no {model}.")
     with told_in_a_sentence(), TemporaryDirectory(prefix="ryzanstein-bench-") as scratch:
         directory = model
         if directory is None:
@@ -402,14 +441,17 @@ def main(
                 raise typer.BadParameter(f"--random {error}.") from None
             write_servable(Path(scratch) / "random", shape, directory)
             directory = Path(scratch) / "random"
-        found, memory = measure(Path(scratch), directory.resolve(), rounds, kills, ["--tp", str(tp)], tp)
+        found, memory, kv_bytes = measure(
+            Path(scratch), directory.resolve(), rounds, kills, ["--tp", str(tp)], tp
+        )
         report = StartReport(
             date=datetime.now(UTC).date().isoformat(),
             command=" ".join(["python -m benchmarks.start", *sys.argv[1:]]),
             machine=machine(),
             versions=versions(),
             model=directory.name,
-            model_bytes=sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+            model_bytes=weight_bytes(directory),
+            kv_bytes=kv_bytes,
             rounds=found,
             memory=memory,
         )

@@ -8,24 +8,30 @@
 
 The `q` formats are GGUF's: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h. Where a row is no multiple of 256
 inputs, fewer of them share the float16. Scales are searched for: of several near the one that spans the values, the one
-with the least squared error, large values counting for more.
+with the least squared error, large values counting for more (`native/quantize.c`).
 """
 
-from collections.abc import Callable
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import Codes, compiled, kernels_at, levels
+from shared.errors import ConfigurationError
 
-_TINY = 1e-30
-_SHRINKS = (1.0, 0.95, 0.9, 0.84, 0.78)
-_TRIALS_OF_MINIMUMS = (-6, -2, 2, 6)
-"""In tenths of a code. More of them gain little: each costs as long as rounding."""
-_TRIALS_OF_SIGNED = (-4, 0)
-_AT_ONCE = 1 << 20
-"""Values that are quantized together: they stay in the cache while scales are tried."""
+_SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS = range(4)
+"""As `quantized.h` numbers them."""
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""As `decoder.h` numbers them."""
+_PER_SUPER = 256
+"""Inputs under one float16 of two levels, at most."""
+_WORTH_A_THREAD = 1 << 18
+"""Values"""
+_PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,7 @@ class RowsCodec:
     bits: int
     group: int
     """Inputs that share a scale; 0: the row."""
-    encode: Callable[[Tensor, "RowsCodec"], QuantizedRows]
-    """Of float32 [rows, groups, inputs of a group]"""
+    kind: int
     vocabulary: str
     """Of the codec that embedding and head get: their errors no later layer evens out."""
 
@@ -46,185 +51,77 @@ class RowsCodec:
 
     def empty(self, outputs: int, inputs: int) -> QuantizedRows:
         """Room for a weight, of zeros."""
-        like = self._encoded(torch.zeros(1, inputs))
-        return like.picked(torch.zeros(outputs, dtype=torch.long))
+        codec, group = self._fitting(inputs)
+        groups = inputs // group
+        room: dict[str, Any] = {"codes": torch.zeros(outputs, inputs, dtype=torch.uint8)}
+        room |= {"bits": codec.bits, "group": group}
+        if codec.kind in (_SIGNED, _WITH_MINIMUMS):
+            per = next(per for per in range(min(_PER_SUPER // group, groups), 0, -1) if groups % per == 0)
+            whole = torch.int8 if codec.kind == _SIGNED else torch.uint8
+            small, supers = ((outputs, groups), whole), ((outputs, groups // per), torch.float16)
+            room |= {"per": per, "scales": _zeros(small), "supers": _zeros(supers)}
+            if codec.kind == _SIGNED:
+                return QuantizedRows(offset=1 << (codec.bits - 1), **room)
+            return QuantizedRows(mins=_zeros(small), super_mins=_zeros(supers), **room)
+        of_rows = codec.kind == _SYMMETRIC and groups == 1
+        room["scales"] = _zeros(((outputs, groups), torch.float32 if of_rows else torch.float16))
+        if codec.kind == _SYMMETRIC:
+            return QuantizedRows(offset=128, **room)
+        return QuantizedRows(zeros=_zeros(((outputs, groups), torch.uint8)), **room)
 
     def encode_into(self, room: QuantizedRows, weight: Tensor) -> None:
-        """Fills `room` from `weight` [out, in], a few rows at a time."""
-        step = max(1, _AT_ONCE // weight.shape[1])
-        for first in range(0, len(weight), step):
-            room.rows(first, first + step).copy_from(self._encoded(weight[first : first + step].float()))
+        """Fills `room` from `weight` [out, in], floats on the host, with as many threads as PyTorch has."""
+        if compiled() is None or not levels():
+            raise ConfigurationError(
+                "Weights are quantized by the compiled kernels, which this installation or processor lacks; choose "
+                "unquantized weights."
+            )
+        kernels = kernels_at(levels()[0])
+        codec, group = self._fitting(weight.shape[1])
+        weight = weight if weight.dtype in _TYPES and weight.stride(1) == 1 else weight.float().contiguous()
+        parts = [getattr(room, name) for name in _PARTS]
+        held = [parts[0], parts[1], parts[3] if parts[2] is None else parts[2], parts[4], parts[5]]
+        assert all(part is None or part.stride(1) == 1 for part in held), "rooms are whole rows"
+        into = Codes(
+            *(None if part is None else part.data_ptr() for part in held),
+            room.outputs,
+            *(0 if part is None else part.stride(0) for part in held),
+        )
+        places = (codec.kind, codec.bits, weight.shape[1], group, room.per if room.supers is not None else 0)
+        values = (weight.data_ptr(), _TYPES[weight.dtype], weight.stride(0))
 
-    def _encoded(self, rows: Tensor) -> QuantizedRows:
-        inputs = rows.shape[1]
-        if self.group and inputs % self.group:
-            finer = next((group for group in (64, 32, 16) if inputs % group == 0), 0)
-            if not finer or finer > self.group:
-                return CODECS["int8"]._encoded(rows)  # noqa: SLF001
-            return self.encode(rows.view(len(rows), -1, finer), self)
-        return self.encode(rows.view(len(rows), -1, self.group or inputs), self)
+        def rows(first: int, end: int) -> None:
+            kernels.rz_quantize(ctypes.byref(into), *places, *values, first, end)
 
+        threads = max(1, min(torch.get_num_threads(), weight.numel() // _WORTH_A_THREAD))
+        step = -(-len(weight) // threads)
+        with ThreadPoolExecutor(threads, thread_name_prefix="quantize") as pool:
+            list(
+                pool.map(
+                    lambda first: rows(first, min(first + step, len(weight))), range(0, len(weight), step)
+                )
+            )
 
-def _symmetric(rows: Tensor, codec: RowsCodec) -> QuantizedRows:
-    """Eight bits, a scale per group: the largest value is code 127."""
-    outputs, groups, group = rows.shape
-    dtype = torch.float32 if groups == 1 else torch.float16
-    scales = (rows.abs().amax(2) / 127).to(dtype)
-    codes = _quotient(rows, scales.float()).round_().clamp_(-127, 127) + 128
-    return QuantizedRows(codes.to(torch.uint8).view(outputs, -1), 8, group, scales, offset=128)
-
-
-def _with_zero_points(rows: Tensor, codec: RowsCodec) -> QuantizedRows:
-    """A scale and a zero point per group."""
-    outputs, _, group = rows.shape
-    most = (1 << codec.bits) - 1
-    low, high = rows.amin(2).clamp_(max=0), rows.amax(2).clamp_(min=0)
-    weight = _importance(rows)
-    best = torch.full_like(low, float("inf"))
-    kept = [torch.zeros_like(low), torch.zeros_like(low)]
-    for shrink in _SHRINKS:
-        scale = ((high - low) * (shrink / most)).half().float()
-        zero = (-low * shrink * _inverse(scale)).round_().clamp_(0, most)
-        codes = (_quotient(rows, scale).round_() + zero.unsqueeze(2)).clamp_(0, most)
-        error = (weight * ((codes - zero.unsqueeze(2)) * scale.unsqueeze(2) - rows).square_()).sum(2)
-        better = error < best
-        best = torch.where(better, error, best)
-        kept = [torch.where(better, new, old) for new, old in zip((scale, zero), kept, strict=True)]
-    scale, zero = kept
-    codes = (_quotient(rows, scale).round_() + zero.unsqueeze(2)).clamp_(0, most)
-    return QuantizedRows(
-        codes.to(torch.uint8).view(outputs, -1),
-        codec.bits,
-        group,
-        scale.half(),
-        zeros=zero.to(torch.uint8),
-    )
+    def _fitting(self, inputs: int) -> "tuple[RowsCodec, int]":
+        """(what quantizes rows of `inputs`, in groups of so many)"""
+        if not self.group or inputs % self.group == 0:
+            return self, self.group or inputs
+        finer = next((group for group in (64, 32, 16) if group < self.group and inputs % group == 0), 0)
+        return (self, finer) if finer else (CODECS["int8"], inputs)
 
 
-def _with_minimums(rows: Tensor, codec: RowsCodec) -> QuantizedRows:
-    """Scales and minimums of 6 bits under a float16 each: value = scale * code - minimum."""
-    outputs, groups, group = rows.shape
-    most, steps = (1 << codec.bits) - 1, 63
-    scale, least = _scale_and_minimum(rows, most)
-    per = _per(groups, 256 // group)
-    supers = (_blocks(scale, per).amax(2) / steps).half()
-    super_mins = (_blocks(least, per).amax(2) / steps).half()
-    scales = _quotient(_blocks(scale, per), supers.float()).round_().clamp_(0, steps)
-    mins = _quotient(_blocks(least, per), super_mins.float()).round_().clamp_(0, steps)
-    whole = (scales * supers.float().unsqueeze(2)).view(outputs, groups)
-    lowest = (mins * super_mins.float().unsqueeze(2)).view(outputs, groups)
-    codes = _quotient(rows + lowest.unsqueeze(2), whole).round_().clamp_(0, most)
-    return QuantizedRows(
-        codes.to(torch.uint8).view(outputs, -1),
-        codec.bits,
-        group,
-        scales.to(torch.uint8).view(outputs, groups),
-        mins=mins.to(torch.uint8).view(outputs, groups),
-        supers=supers,
-        super_mins=super_mins,
-        per=per,
-    )
-
-
-def _scale_and_minimum(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """For each group the (scale, minimum), none negative, whose codes are nearest to the values: the codes of several
-    scales, each with the scale and minimum that fit them best (weighted least squares)."""
-    low, high = rows.amin(2).clamp_(max=0), rows.amax(2)
-    weight = _importance(rows)
-    total, sum_x = weight.sum(2), (weight * rows).sum(2)
-    scale, least = (high - low) / most, -low
-    codes = _quotient(rows - low.unsqueeze(2), scale).round_().clamp_(0, most)
-    best = (weight * (codes * scale.unsqueeze(2) - least.unsqueeze(2) - rows).square_()).sum(2)
-    for step in _TRIALS_OF_MINIMUMS:
-        trial = (high - low) / (most + step / 10)
-        codes = _quotient(rows - low.unsqueeze(2), trial).round_().clamp_(0, most)
-        weighted = weight * codes
-        sum_c, sum_cc, sum_cx = weighted.sum(2), (weighted * codes).sum(2), (weighted * rows).sum(2)
-        spread = total * sum_cc - sum_c * sum_c
-        fitted = (total * sum_cx - sum_c * sum_x) / spread.clamp_(min=_TINY)
-        lowest = (sum_c * sum_cx - sum_cc * sum_x) / spread
-        below = lowest < 0
-        fitted = torch.where(below, sum_cx / sum_cc.clamp(min=_TINY), fitted)
-        lowest = lowest.clamp_(min=0)
-        error = (weight * (codes * fitted.unsqueeze(2) - lowest.unsqueeze(2) - rows).square_()).sum(2)
-        better = (error < best) & (fitted > 0)
-        best = torch.where(better, error, best)
-        scale, least = torch.where(better, fitted, scale), torch.where(better, lowest, least)
-    return scale, least
-
-
-def _with_signed_scales(rows: Tensor, codec: RowsCodec) -> QuantizedRows:
-    """Scales of 8 bits, with their sign, under a float16: value = scale * (code - half of the codes)."""
-    outputs, groups, group = rows.shape
-    half = 1 << (codec.bits - 1)
-    scale = _signed_scale(rows, half)
-    per = _per(groups, 256 // group)
-    by_super = _blocks(scale, per)
-    largest = by_super.gather(2, by_super.abs().argmax(2, keepdim=True)).squeeze(2)
-    supers = (largest / -128).half()
-    scales = _quotient(by_super, supers.float()).round_().clamp_(-128, 127)
-    whole = (scales * supers.float().unsqueeze(2)).view(outputs, groups)
-    codes = _quotient(rows, whole).round_().clamp_(-half, half - 1) + half
-    return QuantizedRows(
-        codes.to(torch.uint8).view(outputs, -1),
-        codec.bits,
-        group,
-        scales.to(torch.int8).view(outputs, groups),
-        offset=half,
-        supers=supers,
-        per=per,
-    )
-
-
-def _signed_scale(rows: Tensor, half: int) -> Tensor:
-    """For each group the scale whose codes in [-half, half) are nearest to the values."""
-    largest = rows.gather(2, rows.abs().argmax(2, keepdim=True)).squeeze(2)
-    weight = rows.square()
-    best = torch.full_like(largest, -1.0)
-    scale = torch.zeros_like(largest)
-    for step in _TRIALS_OF_SIGNED:
-        trial = largest / -(half + step / 10)
-        codes = _quotient(rows, trial).round_().clamp_(-half, half - 1)
-        weighted = weight * codes
-        sum_cx, sum_cc = (weighted * rows).sum(2), (weighted * codes).sum(2)
-        gain = sum_cx.square() / sum_cc.clamp(min=_TINY)
-        better = (gain > best) & (sum_cc > 0)
-        best = torch.where(better, gain, best)
-        scale = torch.where(better, sum_cx / sum_cc.clamp(min=_TINY), scale)
-    return scale
-
-
-def _importance(rows: Tensor) -> Tensor:
-    """What an error counts for: more where values are large."""
-    return rows.square().mean(2, keepdim=True).sqrt_() + rows.abs()
-
-
-def _quotient(rows: Tensor, scales: Tensor) -> Tensor:
-    """`rows` [..., n] over `scales` [...]; 0 where a scale is 0."""
-    return rows * _inverse(scales).unsqueeze(-1)
-
-
-def _inverse(scales: Tensor) -> Tensor:
-    return torch.where(scales == 0, 0.0, 1 / scales)
-
-
-def _per(groups: int, most: int) -> int:
-    """Groups that share a float16: at most as many as in the format."""
-    return next(per for per in range(min(most, groups), 0, -1) if groups % per == 0)
-
-
-def _blocks(values: Tensor, per: int) -> Tensor:
-    return values.view(len(values), -1, per)
+def _zeros(spec: tuple[tuple[int, int], torch.dtype]) -> Tensor:
+    return torch.zeros(spec[0], dtype=spec[1])
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        RowsCodec("int8", 8, 0, _symmetric, "int8"),
-        RowsCodec("q8_0", 8, 32, _symmetric, "q8_0"),
-        RowsCodec("q6_k", 6, 16, _with_signed_scales, "q6_k"),
-        RowsCodec("q4_k", 4, 32, _with_minimums, "q6_k"),
-        RowsCodec("int4", 4, 64, _with_zero_points, "q6_k"),
+        RowsCodec("int8", 8, 0, _SYMMETRIC, "int8"),
+        RowsCodec("q8_0", 8, 32, _SYMMETRIC, "q8_0"),
+        RowsCodec("q6_k", 6, 16, _SIGNED, "q6_k"),
+        RowsCodec("q4_k", 4, 32, _WITH_MINIMUMS, "q6_k"),
+        RowsCodec("int4", 4, 64, _WITH_ZEROS, "q6_k"),
     )
 }
 """What `--weight-dtype` names on CPUs."""

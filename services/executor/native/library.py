@@ -161,6 +161,10 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
     "rz_quantized_bytes": (c_size_t, [POINTER(Format), c_long]),
     "rz_quantized_pack": (None, [c_void_p, POINTER(Format), POINTER(Codes), c_long, c_long]),
+    "rz_quantize": (
+        None,
+        [POINTER(Codes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
+    ),
     "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
     "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),

@@ -61,6 +61,20 @@ size_t rz_quantized_bytes(const rz_format *format, long outputs);
 /* Packs the panels [first, end), as many as `weight` has. */
 void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end);
 
+enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS };
+
+/* Quantizes the rows [first, end) of `from`, `columns` values of `type` (floats), `stride` apart, into `to`, whose parts
+ * are written: codes of `bits` bits in groups of `group`, a multiple of 16, at most 512.
+ *
+ *     RZ_SYMMETRIC      a float16 for each group, codes of 8 bits; where one group is the row, a float32, any width
+ *     RZ_SIGNED         8 bits with their sign for each group, a float16 for `per` of them
+ *     RZ_WITH_MINIMUMS  scales and minimums of 6 bits, two float16
+ *     RZ_WITH_ZEROS     a float16 and a zero point for each group
+ *
+ * Scales are searched for: of several near the one that spans the values, that with the least squared error. */
+void rz_quantize(const rz_codes *to, int kind, int bits, long columns, long group, int per, const void *from, int type,
+                 long stride, long first, long end);
+
 /* Output `output` of a packed weight as a row of float32 [columns]; the permutation is not applied. */
 void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output);
 

@@ -299,7 +299,7 @@ class RingMember:
         laps.over("warm_up")
         collectives.barrier()
         laps.over("others")
-        log.info("rank_loaded", cached=share.is_cached, **laps.seconds)
+        log.info("rank_loaded", cached=share.is_cached, kv_bytes=store.nbytes, **laps.seconds)
         engine_spec = EngineSpec(
             settings.block_size,
             blocks.hot,

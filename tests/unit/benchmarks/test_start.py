@@ -1,12 +1,23 @@
 """The phases of a start and of a return after a kill, from lines of a log whose times are known."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from benchmarks.start import Log, Round, StartReport, at, kill_phases, medians, show, start_phases
+from benchmarks.start import (
+    Log,
+    Round,
+    StartReport,
+    at,
+    kill_phases,
+    medians,
+    show,
+    start_phases,
+    weight_bytes,
+)
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
@@ -82,9 +93,29 @@ def test_medians_and_least_are_shown() -> None:
     assert median["told"] == 2.0
     assert least["total"] == 2.0
     console = Console(width=200, record=True)
-    memory = {"rank 0": [300_000_000, 200_000_000]}
-    show(StartReport("today", "a command", "a machine", {}, "m", 269_000_000, rounds, memory), console)
+    memory = {
+        "rank 0, cold": [900_000_000, 900_000_000, 900_000_000],
+        "rank 0": [300_000_000, 200_000_000, 400_000_000],
+        "executor": [40_000_000, 30_000_000, 50_000_000],
+        "gateway": [80_000_000, 70_000_000, 80_000_000],
+    }
+    report = StartReport("today", "a command", "a machine", {}, "m", 269_000_000, 24_000_000, rounds, memory)
+    show(report, console)
     text = console.export_text()
+    assert "executor's processes hold 340 MB (PSS): 269 of weights' files and up to 24 of KV cache" in text
     assert "12.25" in text
     assert "rank 0" in text
     assert "load average 0.1 to 0.3" in text
+
+
+def test_the_files_of_weights_are_counted(tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(bytes(100))
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "model.gguf").symlink_to(gguf)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for number in range(2):
+        (plain / f"model-{number}.safetensors").write_bytes(bytes(40))
+    assert [weight_bytes(path) for path in (gguf, linked, plain)] == [100, 100, 80]

@@ -31,6 +31,7 @@
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
+#define rz_quantize RZ_OF_LEVEL(rz_quantize)
 #define rz_quantized_bytes RZ_OF_LEVEL(rz_quantized_bytes)
 #define rz_quantized_pack RZ_OF_LEVEL(rz_quantized_pack)
 #define rz_quantized_panel RZ_OF_LEVEL(rz_quantized_panel)
@@ -57,6 +58,7 @@
 #include "../gemm.c"
 #include "../largest.c"
 #include "../products.c"
+#include "../quantize.c"
 #include "../quantized.c"
 #include "../quantized_pack.c"
 #include "../workspace.c"

@@ -7,8 +7,11 @@ import torch
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from services.executor.model import quantizing
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
+from services.executor.native import library
+from shared.errors import ConfigurationError
 
 
 def rows(outputs: int = 48, inputs: int = 512) -> Tensor:
@@ -54,7 +57,7 @@ def test_scales_are_searched_for() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("inputs", [24, 48, 96, 576])
+@pytest.mark.parametrize("inputs", [16, 24, 32, 48, 64, 96, 576])
 def test_any_number_of_inputs_is_served(name: str, inputs: int) -> None:
     weight = rows(7, inputs)
     made = quantized(CODECS[name], weight)
@@ -78,3 +81,21 @@ def test_rows_are_quantized_by_themselves(name: str) -> None:
     whole = quantized(CODECS[name], weight)
     part = quantized(CODECS[name], weight[10:20])
     assert torch.equal(whole.rows(10, 20).dequantized(), part.dequantized())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codes_do_not_depend_on_level_threads_or_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = rows(70, 576).to(torch.bfloat16)
+    expected = quantized(CODECS[name], weight.float())
+    monkeypatch.setattr(quantizing, "_WORTH_A_THREAD", 1000)
+    for level in library.levels():
+        monkeypatch.setattr(quantizing, "levels", lambda level=level: (level,))
+        made = quantized(CODECS[name], weight)
+        assert torch.equal(made.codes, expected.codes)
+        assert torch.equal(made.dequantized(), expected.dequantized())
+
+
+def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizing, "levels", lambda: ())
+    with pytest.raises(ConfigurationError, match="compiled kernels"):
+        quantized(CODECS["q4_k"], rows())
