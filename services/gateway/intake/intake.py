@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 import structlog
@@ -37,7 +37,6 @@ log = structlog.get_logger(__name__)
 
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""
-FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
 Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
 
@@ -125,19 +124,29 @@ class Intake:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
             return self.responses.check(body)
+        request = self._decoded(endpoint, body, {})
+        if isinstance(request, embeddings.EmbeddingRequest):
+            embeddings.inputs_of(request)
+            return request
+        self._tell_ignored(extra_fields.ignored_fields(request), {})
+        if isinstance(request, ChatCompletionRequest):
+            rules.check_chat(request)
+        else:
+            rules.check_completion(request)
+        return request
+
+    def _decoded(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, answer_headers: dict[str, str]
+    ) -> Decoded:
+        """Of a chat, fields of messages that are not known are told in `answer_headers`, or refused."""
         if endpoint == "embeddings":
-            wanted = decode(body, self._embedding)
-            embeddings.inputs_of(wanted)
-            return wanted
-        if endpoint == "chat.completions":
-            chat = decode(body, self._chat, None if self._strict else [])
-            self._tell_ignored(extra_fields.ignored_fields(chat), {})
-            rules.check_chat(chat)
-            return chat
-        completion = decode(body, self._completion)
-        self._tell_ignored(extra_fields.ignored_fields(completion), {})
-        rules.check_completion(completion)
-        return completion
+            return decode(body, self._embedding)
+        if endpoint != "chat.completions":
+            return decode(body, self._completion)
+        dropped: list[str] | None = None if self._strict else []
+        chat = decode(body, self._chat, dropped)
+        self._tell_ignored(dropped or (), answer_headers)
+        return chat
 
     async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
@@ -209,17 +218,8 @@ class Intake:
         context = await self._admitted(context)
         if endpoint == "responses":
             return await self.responses.prepare(body, context, always_streamed=always_streamed)
-        if endpoint == "embeddings":
-            return await self._prepare_embedding(body, context, always_streamed)
-        if endpoint == "chat.completions":
-            dropped: list[str] | None = None if self._strict else []
-            chat = decode(body, self._chat, dropped)
-            self._tell_ignored(dropped or (), context.answer_headers)
-            return await self.chat_run(_streamed(chat) if always_streamed else chat, context)
-        completion = decode(body, self._completion)
-        return await self._prepare_completion(
-            _streamed(completion) if always_streamed else completion, context
-        )
+        request = self._decoded(endpoint, body, context.answer_headers)
+        return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
 
     async def _admitted(self, context: Context) -> Context:
         """`context` with what its limits have reserved. Raises `RateLimited`."""
@@ -323,17 +323,6 @@ class Intake:
     def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
         tell_ignored(names, headers, strict=self._strict)
 
-    async def _prepare_embedding(
-        self, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
-    ) -> Run:
-        if always_streamed:
-            raise RouteError(
-                "Embeddings are not streamed; POST them to /v1/embeddings.",
-                status=400,
-                reason="unsupported_parameter",
-            )
-        return await self._embed(decode(body, self._embedding), context)
-
     async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
         card = self._catalog.card(request.model)
@@ -366,8 +355,14 @@ class Intake:
         return self._run(record, request, card, tokenizer, context)
 
 
-def _streamed(request: FieldsT) -> FieldsT:
-    """`request` with `stream` set. Raises `InvalidParameter` when it says no to that."""
+def _streamed(request: Decoded) -> Decoded:
+    """`request` with `stream` set. Raises `RouteError`, and `InvalidParameter` when it says no to that."""
+    if isinstance(request, embeddings.EmbeddingRequest):
+        raise RouteError(
+            "Embeddings are not streamed; POST them to /v1/embeddings.",
+            status=400,
+            reason="unsupported_parameter",
+        )
     rules.check_streamed(request)
     return msgspec.structs.replace(request, stream=True)
 

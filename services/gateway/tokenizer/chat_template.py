@@ -2,6 +2,10 @@
 
 Reference: "Chat templates", transformers documentation. The template comes with the model's files; the
 sandbox keeps it from reaching anything but the values it is given.
+
+Templates do not say what they take: some show tools and some ignore them, most want a call's arguments as an object and
+some as text, some fail on a message without content or on two calls at once. `traits_of` finds out by rendering small
+conversations.
 """
 
 import json
@@ -17,8 +21,27 @@ import jinja2.parser
 import jinja2.sandbox
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.tokenizer.templates import TemplateOptions, Templates, traits_of
+from services.gateway.tokenizer.templates import TemplateOptions, Templates, Traits
+from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
 
+_TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
+LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
+_TEXT = "probe text"
+_USER = {"role": "user", "content": _TEXT}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {_ARGUMENT: {"type": "string", "description": "d"}},
+                "required": [_ARGUMENT],
+            },
+        },
+    }
+]
 _OURS = frozenset(("messages", "tools", "add_generation_prompt"))
 _MOST_OF_REASON = 1000
 _REFUSALS = (
@@ -132,6 +155,76 @@ def compiled(templates: Templates) -> tuple[ChatTemplate, ChatTemplate]:
         return template, ChatTemplate(templates.with_tools, templates.special_tokens)
     except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def traits_of(template: ChatTemplate) -> Traits:
+    """Renders some ten conversations: milliseconds, once per model."""
+    probe = _Probe(template)
+    objects = probe.shows_call({_ARGUMENT: _VALUE}) and not probe.looks_like_python()
+    calls = objects or probe.shows_call(f'{{"{_ARGUMENT}": "{_VALUE}"}}')
+    system = template.tries([{"role": "system", "content": _RESULT}, _USER], None) or ""
+    family = family_of(template.source)
+    return Traits(
+        tools=_TOOL in (template.tries([_USER], _TOOLS) or ""),
+        calls=calls,
+        objects=objects,
+        null_content=probe.content is None,
+        several=calls and probe.takes_two(),
+        any_id=probe.identity == LONG_ID,
+        system=_RESULT in system,
+        family=family,
+        variant=variant_of(family, template.source),
+        reasoning=reasoning_of(template.source),
+        variables=template.variables,
+    )
+
+
+class _Probe:
+    """Shows a call and its result to a template, in the ways that templates want it."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.identity = LONG_ID
+        self.content: str | None = None
+        self._shown = ""
+        self._arguments: Any = None
+
+    def shows_call(self, arguments: Any) -> bool:
+        """Whether there is a content and an id with which the call and its result are shown; they are kept."""
+        for identity in (LONG_ID, SHORT_ID):
+            empty = self._render("", [identity], arguments)
+            null = self._render(None, [identity], arguments)
+            if null and empty and null.count("None") > empty.count("None"):
+                null = None  # it shows Python's word for nothing
+            shown = null or empty
+            if shown and all(word in shown for word in (_TOOL, _ARGUMENT, _VALUE, _RESULT)):
+                self.identity, self.content = identity, None if null else ""
+                self._shown, self._arguments = shown, arguments
+                return True
+        return False
+
+    def looks_like_python(self) -> bool:
+        """Whether the object was shown in Python's notation: the template expects a text there."""
+        return f"'{_ARGUMENT}': " in self._shown
+
+    def takes_two(self) -> bool:
+        identities = [self.identity, self.identity[:-1] + "x"]
+        return bool(self._render(self.content, identities, self._arguments))
+
+    def _render(self, content: str | None, identities: Sequence[str], arguments: Any) -> str | None:
+        calls = [
+            {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
+            for identity in identities
+        ]
+        messages: list[Mapping[str, Any]] = [
+            _USER,
+            {"role": "assistant", "content": content, "tool_calls": calls},
+            *(
+                {"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": _RESULT}
+                for identity in identities
+            ),
+        ]
+        return self._template.tries(messages, _TOOLS)
 
 
 class InProcess:

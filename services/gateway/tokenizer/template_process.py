@@ -237,10 +237,8 @@ class _Renderer:
         return _Reply(text) if len(text.encode()) <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
 
     def _compile(self, templates: Templates) -> _Reply:
-        from services.gateway.tokenizer.chat_template import (
-            compiled,  # jinja2, which the gateway itself does without
-        )
-        from services.gateway.tokenizer.templates import traits_of
+        # jinja2, which the gateway itself does without
+        from services.gateway.tokenizer.chat_template import compiled, traits_of
 
         try:
             self._templates = compiled(templates)

@@ -1,36 +1,11 @@
-"""Chat templates as they lie among a model's files, and what they can do. Pure, and without jinja2.
-
-Templates do not say what they take: some show tools and some ignore them, most want a call's arguments as an object and
-some as text, some fail on a message without content or on two calls at once. `traits_of` finds out by rendering small
-conversations.
-"""
+"""Chat templates as they lie among a model's files, and what they can do. Pure, and without jinja2."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
 from shared.limits import TOKENIZER_INFO
-
-_TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
-LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
-_TEXT = "probe text"
-_USER = {"role": "user", "content": _TEXT}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": _TOOL,
-            "description": "d",
-            "parameters": {
-                "type": "object",
-                "properties": {_ARGUMENT: {"type": "string", "description": "d"}},
-                "required": [_ARGUMENT],
-            },
-        },
-    }
-]
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,92 +32,6 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     variables: frozenset[str] = frozenset()
     """What it looks at beyond messages and tools, such as `enable_thinking`."""
-
-
-class Template(Protocol):
-    """A compiled chat template."""
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def variables(self) -> frozenset[str]: ...
-
-    def tries(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-    ) -> str | None:
-        """The prompt; None when the template refuses."""
-        ...
-
-
-def traits_of(template: Template) -> Traits:
-    """Renders some ten conversations: milliseconds, once per model."""
-    probe = _Probe(template)
-    objects = probe.shows_call({_ARGUMENT: _VALUE}) and not probe.looks_like_python()
-    calls = objects or probe.shows_call(f'{{"{_ARGUMENT}": "{_VALUE}"}}')
-    system = template.tries([{"role": "system", "content": _RESULT}, _USER], None) or ""
-    family = family_of(template.source)
-    return Traits(
-        tools=_TOOL in (template.tries([_USER], _TOOLS) or ""),
-        calls=calls,
-        objects=objects,
-        null_content=probe.content is None,
-        several=calls and probe.takes_two(),
-        any_id=probe.identity == LONG_ID,
-        system=_RESULT in system,
-        family=family,
-        variant=variant_of(family, template.source),
-        reasoning=reasoning_of(template.source),
-        variables=template.variables,
-    )
-
-
-class _Probe:
-    """Shows a call and its result to a template, in the ways that templates want it."""
-
-    def __init__(self, template: Template) -> None:
-        self._template = template
-        self.identity = LONG_ID
-        self.content: str | None = None
-        self._shown = ""
-        self._arguments: Any = None
-
-    def shows_call(self, arguments: Any) -> bool:
-        """Whether there is a content and an id with which the call and its result are shown; they are kept."""
-        for identity in (LONG_ID, SHORT_ID):
-            empty = self._render("", [identity], arguments)
-            null = self._render(None, [identity], arguments)
-            if null and empty and null.count("None") > empty.count("None"):
-                null = None  # it shows Python's word for nothing
-            shown = null or empty
-            if shown and all(word in shown for word in (_TOOL, _ARGUMENT, _VALUE, _RESULT)):
-                self.identity, self.content = identity, None if null else ""
-                self._shown, self._arguments = shown, arguments
-                return True
-        return False
-
-    def looks_like_python(self) -> bool:
-        """Whether the object was shown in Python's notation: the template expects a text there."""
-        return f"'{_ARGUMENT}': " in self._shown
-
-    def takes_two(self) -> bool:
-        identities = [self.identity, self.identity[:-1] + "x"]
-        return bool(self._render(self.content, identities, self._arguments))
-
-    def _render(self, content: str | None, identities: Sequence[str], arguments: Any) -> str | None:
-        calls = [
-            {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
-            for identity in identities
-        ]
-        messages: list[Mapping[str, Any]] = [
-            _USER,
-            {"role": "assistant", "content": content, "tool_calls": calls},
-            *(
-                {"role": "tool", "name": _TOOL, "tool_call_id": identity, "content": _RESULT}
-                for identity in identities
-            ),
-        ]
-        return self._template.tries(messages, _TOOLS)
 
 
 _AROUND = 8

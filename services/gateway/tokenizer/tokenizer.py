@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import tokenizers
@@ -47,73 +47,6 @@ class Rendered(NamedTuple):
         return "".join(self.pieces)
 
 
-class Tokenizer(Protocol):
-    """What the endpoints need of a model's tokenizer."""
-
-    @property
-    def traits(self) -> Traits:
-        """What the chat template can do."""
-        ...
-
-    @property
-    def info(self) -> bytes:
-        """Its configuration, as a JSON object."""
-        ...
-
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: TemplateOptions | None = None,
-    ) -> Rendered:
-        """The conversation as the text of a prompt. Raises `InvalidParameter`, `QueueFull`."""
-        ...
-
-    async def encode_rendered(self, rendered: Rendered) -> list[int]:
-        """The tokens of a rendered conversation. Raises `QueueFull`."""
-        ...
-
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """A plain text as a prompt, with the special tokens that the model wants around it where `special`. Raises
-        `QueueFull`."""
-        ...
-
-    async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """As `encode`, each of them."""
-        ...
-
-    def fewest_tokens(self, text: str) -> int:
-        """How many tokens `text` has at least, by its size; 0: that is not known."""
-        ...
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of `tokens`, all at once: no more of them than a context has."""
-        ...
-
-    async def decode_many(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of `tokens`, however many. Raises `QueueFull`."""
-        ...
-
-    def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
-        ...
-
-    def detokenizer(
-        self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
-    ) -> Detokenizer:
-        """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
-        shown in any case."""
-        ...
-
-    def specials(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of `texts` that are special tokens, with their ids."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes that `token` stands for; part of a character, perhaps."""
-        ...
-
-
 class ModelTokenizer:
     """A tokenizer of the `tokenizers` library with a chat template."""
 
@@ -133,6 +66,7 @@ class ModelTokenizer:
             file = msgspec.json.decode(files["tokenizer.json"], type=TokenizerJson)
             self._renderer = renderer or _in_process(files)
             self.info = tokenizer_info(files)
+            """Its configuration, as a JSON object."""
         except KeyError:
             raise InternalError("The tokenizer bundle of the model lacks tokenizer.json.") from None
         except ValueError as error:
@@ -152,6 +86,7 @@ class ModelTokenizer:
 
     @property
     def traits(self) -> Traits:
+        """What the chat template can do."""
         return self._renderer.traits if self._renderer else Traits()
 
     async def render_chat(
@@ -160,6 +95,7 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions | None = None,
     ) -> Rendered:
+        """The conversation as the text of a prompt. Raises `InvalidParameter`, `QueueFull`."""
         if self._renderer is None:
             raise InvalidParameter(
                 "This model has no chat template: it completes texts, and cannot hold conversations. Send a prompt to "
@@ -176,13 +112,17 @@ class ModelTokenizer:
         return Rendered(pieces(text, marked.mark))
 
     async def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """The tokens of a rendered conversation. Raises `QueueFull`."""
         found = await self.encode_all(rendered.pieces, special=False)
         return found[0] if len(found) == 1 else [token for piece in found for token in piece]
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """A plain text as a prompt, with the special tokens that the model wants around it where `special`. Raises
+        `QueueFull`."""
         return (await self.encode_all([text], special=special))[0]
 
     async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """As `encode`, each of them."""
         size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
         return await self._encoding.run(size, lambda: self._encode(texts, special))
 
@@ -192,23 +132,30 @@ class ModelTokenizer:
         return [encoding.ids for encoding in found]
 
     def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, by its size; 0: that is not known."""
         return self._bound.fewest_tokens(text)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, all at once: no more of them than a context has."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     async def decode_many(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`, however many. Raises `QueueFull`."""
+
         def work() -> str:  # in a batch, as `_encode`
             return self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
 
         return await self._encoding.run(len(tokens), work)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def detokenizer(
         self, prompt: Sequence[int], *, skip_special_tokens: bool, keep: frozenset[str] = frozenset()
     ) -> Detokenizer:
+        """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
+        shown in any case."""
         if skip_special_tokens and keep & self._special.keys():
             hidden = frozenset(token for text, token in self._special.items() if text not in keep)
             return FilteredDetokenizer(self.detokenizer([], skip_special_tokens=False), hidden)
@@ -218,9 +165,11 @@ class ModelTokenizer:
         return StreamDetokenizer(self._tokenizer, context, skip_special_tokens)
 
     def specials(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of `texts` that are special tokens, with their ids."""
         return {text: self._special[text] for text in texts if text in self._special}
 
     def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; part of a character, perhaps."""
         return self._bytes.of(token)
 
 
@@ -282,6 +231,10 @@ class StubTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return chr(token & 0xFF).encode()
+
+
+Tokenizer = ModelTokenizer | StubTokenizer
+"""A model's."""
 
 
 class _StubDetokenizer:

@@ -7,8 +7,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.chat import ChatPlan, plan_of
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.tokenizer.chat_template import ChatTemplate
-from services.gateway.tokenizer.templates import traits_of
+from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parser import Parser
 from shared.messages import ModelCard
