@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from platformdirs import user_cache_path
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
@@ -342,22 +342,11 @@ class ExecutorSettings(CommonSettings):
             )
         return self
 
-    @field_validator("speculation")
+    @field_validator("speculation", "slow_step", "kv_dtype_layers")
     @classmethod
-    def _check_speculation(cls, text: str) -> str:
-        most_drafts(text)
-        return text
-
-    @field_validator("slow_step")
-    @classmethod
-    def _check_slow_step(cls, text: str) -> str:
-        SlowSteps.of(text)
-        return text
-
-    @field_validator("kv_dtype_layers")
-    @classmethod
-    def _check_layers(cls, text: str) -> str:
-        parse_layers(text)
+    def _check_text(cls, text: str, field: ValidationInfo) -> str:
+        parsers = {"speculation": most_drafts, "slow_step": SlowSteps.of, "kv_dtype_layers": parse_layers}
+        parsers[str(field.field_name)](text)
         return text
 
 

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from services.executor.core.progress import DeviceProgress, Marks, Progress
 from services.executor.core.step_plan import StepPlan
@@ -117,13 +117,6 @@ class _Rank(ctypes.Structure):
 _RankWords = ctypes.c_int64 * (ctypes.sizeof(_Rank) // 8)
 
 
-class Communicating(Protocol):
-    """The collectives, for what they say of their time."""
-
-    @property
-    def busy_seconds(self) -> float: ...
-
-
 class RankTime(NamedTuple):
     """Over the traced steps so far. Times in nanoseconds."""
 
@@ -163,8 +156,8 @@ class RankBoard:
         self.progress: Progress = Progress(row.progress)
         """Counts the layers computed; on a GPU, the marks that it has passed."""
         self._device: DeviceProgress | None = None
-        self.collectives: Communicating | None = None
-        """Whose time counts as communication; None: the rank has none, as a stub."""
+        self.communicated: Callable[[], float] = float
+        """Seconds that the collectives have taken so far; a stub has none."""
         row.pid = os.getpid()
 
     def begin(self, step: int) -> None:
@@ -207,17 +200,14 @@ class RankBoard:
         """What `step` returns; its time is counted where `plan` is traced."""
         if not plan.traced:
             return step()
-        before = self._communicated()
+        before = self.communicated()
         began = time.perf_counter_ns()
         try:
             return step()
         finally:
             self._row.traced_ns += time.perf_counter_ns() - began
-            self._row.communicating_ns += round((self._communicated() - before) * 1e9)
+            self._row.communicating_ns += round((self.communicated() - before) * 1e9)
             self._row.traced_steps += 1
-
-    def _communicated(self) -> float:
-        return 0.0 if self.collectives is None else self.collectives.busy_seconds
 
 
 class RingBoard:

@@ -18,14 +18,12 @@ import struct
 import time
 
 from services.executor.core.step_plan import StepPlan, decode_plan, encode_plan
-from services.executor.ipc.proofs import MAC_SIZE, MessageMac, is_proof, proof
+from services.executor.ipc.proofs import MAC_SIZE, MessageMac, challenge, read_exactly, respond
 from shared.errors import RingLost
 
 _LENGTH = struct.Struct("<I")
 _GREETING_TIMEOUT = 5.0
 """Seconds for the greeting. Ranks that come meanwhile wait in the listener's queue."""
-_NONCE = 16
-_PROOF = 32
 
 
 class PlanListener:
@@ -64,23 +62,12 @@ class PlanListener:
 
     def _greet(self, connection: socket.socket) -> MessageMac | None:
         """For what it will be told; None: it does not know the secret."""
-        key, mine, by = (
-            self.secret.encode(),
-            secrets.token_bytes(_NONCE),
-            time.monotonic() + _GREETING_TIMEOUT,
-        )
+        key = self.secret.encode()
         try:
-            connection.sendall(mine)
-            answer = _read(connection, _NONCE + _PROOF, by)
-            if answer is None:
-                return None
-            nonces = mine + bytes(answer[:_NONCE])
-            if not is_proof(answer[_NONCE:], key, "rank", nonces):
-                return None
-            connection.sendall(proof(key, "leader", nonces))
+            nonces = challenge(connection, key, "leader", "rank", time.monotonic() + _GREETING_TIMEOUT)
         except OSError:
             return None
-        return MessageMac(key, "leader", nonces)
+        return None if nonces is None else MessageMac(key, "leader", nonces)
 
 
 class PlanSender:
@@ -113,30 +100,25 @@ class PlanReceiver:
     def __init__(self, host: str, port: int, secret: str, timeout: float) -> None:
         """Raises `RingLost` where whoever listens there does not know the secret."""
         self._socket = socket.create_connection((host, port), timeout=timeout)
-        self._mac = self._greet(secret.encode(), time.monotonic() + timeout)
+        key = secret.encode()
+        try:
+            nonces = respond(self._socket, key, "rank", "leader", time.monotonic() + timeout)
+        except OSError:
+            nonces = None
+        if nonces is None:
+            self._socket.close()
+            raise RingLost("What listens at the leader's address does not know the ring's secret.")
+        self._mac = MessageMac(key, "leader", nonces)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(None)
-
-    def _greet(self, key: bytes, by: float) -> MessageMac:
-        theirs, mine = _read(self._socket, _NONCE, by), secrets.token_bytes(_NONCE)
-        if theirs is not None:
-            nonces = bytes(theirs) + mine
-            self._socket.sendall(mine + proof(key, "rank", nonces))
-            answer = _read(self._socket, _PROOF, by)
-            if answer is not None and is_proof(answer, key, "leader", nonces):
-                return MessageMac(key, "leader", nonces)
-        self._socket.close()
-        raise RingLost("What listens at the leader's address does not know the ring's secret.")
 
     def receive(self) -> StepPlan | None:
         """The next plan; None when the leader has closed the ring. Raises `RingLost` for a message that was
         changed on its way."""
-        header = _read(self._socket, _LENGTH.size)
-        if header is None:
-            return None
-        payload = _read(self._socket, _LENGTH.unpack(header)[0])
-        shown = _read(self._socket, MAC_SIZE)
-        if payload is None or shown is None:
+        try:
+            (length,) = _LENGTH.unpack(read_exactly(self._socket, _LENGTH.size))
+            payload, shown = read_exactly(self._socket, length), read_exactly(self._socket, MAC_SIZE)
+        except OSError:
             return None
         if not self._mac.accepts(shown, payload):
             raise RingLost("A step plan was changed on its way from the leader.")
@@ -148,20 +130,3 @@ class PlanReceiver:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _read(connection: socket.socket, count: int, by: float | None = None) -> bytearray | None:
-    """`count` bytes; None where the connection ends before, or where they have not come `by` then."""
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        try:
-            if by is not None:
-                connection.settimeout(max(1e-3, by - time.monotonic()))
-            received = connection.recv_into(view)
-        except OSError:
-            return None
-        if received == 0:
-            return None
-        view = view[received:]
-    return buffer

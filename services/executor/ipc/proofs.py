@@ -8,10 +8,15 @@ unseen. What is said is not encrypted.
 
 import hashlib
 import hmac
+import secrets
+import socket
 import struct
+import time
 
 MAC_SIZE = 16
 """Bytes of a message's MAC."""
+NONCE_SIZE = 16
+PROOF_SIZE = 32
 _COUNT = struct.Struct("<Q")
 
 
@@ -22,6 +27,45 @@ def proof(key: bytes, side: str, nonces: bytes) -> bytes:
 
 def is_proof(shown: bytes | bytearray, key: bytes, side: str, nonces: bytes) -> bool:
     return hmac.compare_digest(bytes(shown), proof(key, side, nonces))
+
+
+def challenge(connection: socket.socket, key: bytes, side: str, other: str, by: float) -> bytes | None:
+    """The greeting of `side`, which speaks first, until `by` (monotonic seconds).
+
+    Returns the nonces of both ends, or None where the `other` does not know `key`: it is told nothing then. Raises
+    OSError where the connection ends or does not answer in time.
+    """
+    mine = secrets.token_bytes(NONCE_SIZE)
+    connection.sendall(mine)
+    shown = read_exactly(connection, NONCE_SIZE + PROOF_SIZE, by)
+    nonces = mine + shown[:NONCE_SIZE]
+    if not is_proof(shown[NONCE_SIZE:], key, other, nonces):
+        return None
+    connection.sendall(proof(key, side, nonces))
+    return nonces
+
+
+def respond(connection: socket.socket, key: bytes, side: str, other: str, by: float) -> bytes | None:
+    """The greeting of the other end; as `challenge`."""
+    theirs, mine = read_exactly(connection, NONCE_SIZE, by), secrets.token_bytes(NONCE_SIZE)
+    nonces = bytes(theirs) + mine
+    connection.sendall(mine + proof(key, side, nonces))
+    return nonces if is_proof(read_exactly(connection, PROOF_SIZE, by), key, other, nonces) else None
+
+
+def read_exactly(connection: socket.socket, count: int, by: float | None = None) -> bytearray:
+    """`count` bytes. Raises OSError: where the connection ends before, and TimeoutError `by` then (monotonic
+    seconds)."""
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        if by is not None:
+            connection.settimeout(max(1e-3, by - time.monotonic()))
+        received = connection.recv_into(view)
+        if not received:
+            raise ConnectionError("the other side has closed the connection")
+        view = view[received:]
+    return buffer
 
 
 class MessageMac:

@@ -26,6 +26,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
@@ -217,15 +218,6 @@ def _arrived(content: bytes | Arriving) -> bytes:
     return content if isinstance(content, bytes) else content.wait()
 
 
-class Sum(Protocol):
-    """What is needed of the ring's collectives."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-
 class Endpoint(Protocol):
     """What is needed of the rank's side of hand-overs (`services/executor/kv_transfer`)."""
 
@@ -237,7 +229,7 @@ class Endpoint(Protocol):
 class BlockCopier:
     """Between a rank's store and its spilled bytes. All ranks of a ring run the same plans in order."""
 
-    def __init__(self, store: KvStore, spill: Spill | None, collectives: Sum) -> None:
+    def __init__(self, store: KvStore, spill: Spill | None, collectives: Collectives) -> None:
         self._store = store
         self._spill = spill
         self._collectives = collectives

@@ -21,7 +21,6 @@ against damage, not against an enemy. Who could change bytes on the way is kept 
 
 import contextlib
 import functools
-import secrets
 import socket
 import struct
 import threading
@@ -32,7 +31,7 @@ from typing import Protocol
 
 import structlog
 
-from services.executor.ipc.proofs import is_proof, proof
+from services.executor.ipc.proofs import challenge, read_exactly, respond
 from services.executor.kv_transfer.board import (
     Command,
     RankReport,
@@ -54,8 +53,6 @@ GREETING_TIMEOUT = 2.0
 MOST_DAMAGED = 16
 """Damaged blocks of one batch, after which it is given up: the line is of no use."""
 RETRY_PAUSE = 0.05
-_NONCE = 16
-_PROOF = 32
 _COUNT = struct.Struct("<I")
 _FRAME = struct.Struct("<III")
 _ANSWER = struct.Struct("<BI")
@@ -113,18 +110,15 @@ class BatchSender:
         with socket.create_connection(self._address, timeout=IDLE_TIMEOUT) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.connections += 1
-            self._greet(connection)
-            self._advance(*_COUNT.unpack(_read(connection, _COUNT.size)))
+            connection.sendall(MAGIC)
+            if (
+                challenge(connection, self._key, "sender", "receiver", time.monotonic() + IDLE_TIMEOUT)
+                is None
+            ):
+                raise HandoverBroken("the peer at that address does not have the batch's key")
+            connection.settimeout(IDLE_TIMEOUT)
+            self._advance(*_COUNT.unpack(read_exactly(connection, _COUNT.size)))
             self._send_all(connection)
-
-    def _greet(self, connection: socket.socket) -> None:
-        mine = secrets.token_bytes(_NONCE)
-        connection.sendall(MAGIC + mine)
-        answer = _read(connection, _NONCE + _PROOF)
-        nonces = mine + answer[:_NONCE]
-        if not is_proof(answer[_NONCE:], self._key, "receiver", nonces):
-            raise HandoverBroken("the peer at that address does not have the batch's key")
-        connection.sendall(proof(self._key, "sender", nonces))
 
     def _send_all(self, connection: socket.socket) -> None:
         at = self.done
@@ -137,7 +131,7 @@ class BatchSender:
                 connection.sendall(content)
                 at += 1
             else:
-                kind, number = _ANSWER.unpack(_read(connection, _ANSWER.size))
+                kind, number = _ANSWER.unpack(read_exactly(connection, _ANSWER.size))
                 self._advance(number)
                 if kind == _AGAIN:
                     at = number
@@ -183,70 +177,42 @@ class BatchReceiver:
         return self._blocks.pop(index)
 
     def serve(self, connection: socket.socket) -> None:
-        """A sender that was greeted, one after the other: returns when the batch is complete or the connection ends.
-        Raises `HandoverBroken` or OSError for what is no block of this batch, or is too slow."""
+        """A sender that was greeted, one after the other: returns when the batch is complete. Raises
+        `HandoverBroken` for what is no block of this batch, OSError where the connection ends or is too slow."""
         connection.settimeout(IDLE_TIMEOUT)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._serving:
             connection.sendall(_COUNT.pack(self._next))
             while self._next < self._count and not self._stopped():
-                if not self._frame(connection):
-                    return
+                self._frame(connection)
 
     def greet(self, connection: socket.socket) -> None:
         """From any thread. Raises `HandoverBroken` or OSError for what is not a sender of this batch, or is too
         slow."""
         by = time.monotonic() + GREETING_TIMEOUT
-        greeting = _read(connection, len(MAGIC) + _NONCE, by=by)
-        if greeting[: len(MAGIC)] != MAGIC:
+        if read_exactly(connection, len(MAGIC), by) != MAGIC:
             raise HandoverBroken("not a sender of blocks")
-        mine = secrets.token_bytes(_NONCE)
-        nonces = bytes(greeting[len(MAGIC) :]) + mine
-        connection.sendall(mine + proof(self._key, "receiver", nonces))
-        if not is_proof(_read(connection, _PROOF, by=by), self._key, "sender", nonces):
+        if respond(connection, self._key, "receiver", "sender", by) is None:
             raise HandoverBroken("the sender does not have the batch's key")
 
-    def _frame(self, connection: socket.socket) -> bool:
-        """Takes one block; False at the end of the connection."""
-        header = _read(connection, _FRAME.size, may_end=True)
-        if not header:
-            return False
-        index, expected, length = _FRAME.unpack(header)
+    def _frame(self, connection: socket.socket) -> None:
+        """Takes one block."""
+        index, expected, length = _FRAME.unpack(read_exactly(connection, _FRAME.size))
         if length != self._block_bytes or index >= self._count:
             raise HandoverBroken(f"block {index} of {length} bytes is none of this batch")
-        content = _read(connection, length)
+        content = read_exactly(connection, length)
         if index != self._next:  # what was on its way when its predecessor came damaged
-            return True
+            return
         if checksum(index, content) == expected:
             self._blocks[index] = content
             self._next += 1
             self._landed(self._next)
             connection.sendall(_ANSWER.pack(_ACK, self._next))
-            return True
+            return
         self._damaged += 1
         if self._damaged > MOST_DAMAGED:
             raise HandoverBroken(f"{self._damaged} blocks came damaged")
         connection.sendall(_ANSWER.pack(_AGAIN, self._next))
-        return True
-
-
-def _read(
-    connection: socket.socket, count: int, *, may_end: bool = False, by: float | None = None
-) -> bytearray:
-    """`count` bytes; with `may_end` none where the connection ends before the first. Raises OSError, and
-    TimeoutError `by` then: a stranger must not hold up whoever comes after."""
-    buffer = bytearray(count)
-    view = memoryview(buffer)
-    while view:
-        if by is not None:
-            connection.settimeout(max(1e-3, by - time.monotonic()))
-        received = connection.recv_into(view)
-        if not received:
-            if may_end and len(view) == count:
-                return bytearray()
-            raise ConnectionError("the other side has closed the connection")
-        view = view[received:]
-    return buffer
 
 
 ACCEPT_TURN = 0.2
@@ -276,8 +242,9 @@ class RankEndpoint:
         self._rank = rank
         self._address = (host, base_port + rank if base_port else 0)
         self._listener: _Listener | None = None
-        self._receiving: _Job | None = None
-        self._sending: _Job | None = None
+        self._receiving = threading.Event()
+        """Set: the batch is over, for what the threads do for it."""
+        self._sending = threading.Event()
         self._receiver: BatchReceiver | None = None
 
     def obey(self, payload: bytes) -> None:
@@ -291,8 +258,7 @@ class RankEndpoint:
             case StopReceiving():
                 self._stop_receiving()
             case StopSending():
-                if self._sending is not None:
-                    self._sending.stop()
+                self._sending.set()
 
     def take(self, slot: int) -> bytearray:
         """What has landed in `slot` of the batch that is being received; once."""
@@ -302,53 +268,45 @@ class RankEndpoint:
     # --- receiving -------------------------------------------------------------------------------
 
     def _receive(self, command: Receive) -> None:
-        if self._receiving is not None:
-            self._receiving.stop()
-        job = self._receiving = _Job()
+        self._receiving.set()
+        self._receiving = threading.Event()
         self._receiver = BatchReceiver(
             command.key,
             command.count,
             self._block_bytes,
             lambda count: self._report.write("landed", command.batch, count),
-            job.stopped,
+            self._receiving.is_set,
         )
         try:
-            port = self._listen()
+            if self._listener is None:
+                self._listener = _Listener(self._address, lambda: self._receiver)
         except OSError as error:
             log.warning("handover_port_not_open", address=self._address, error=str(error))
             self._report.write("listening", command.batch, 0)
             return
-        self._report.write("listening", command.batch, port)
+        self._report.write("listening", command.batch, self._listener.port)
 
     def _stop_receiving(self) -> None:
-        if self._receiving is not None:
-            self._receiving.stop()
+        self._receiving.set()
         self._receiver = None
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
-    def _listen(self) -> int:
-        """The port; whoever comes there is for the batch of that moment. Raises OSError."""
-        if self._listener is None:
-            self._listener = _Listener(self._address, lambda: self._receiver)
-        return self._listener.port
-
     # --- sending ---------------------------------------------------------------------------------
 
     def _send(self, command: Send) -> None:
-        if self._sending is not None:
-            self._sending.stop()
-        job = self._sending = _Job()
+        self._sending.set()
+        self._sending = threading.Event()
         sender = BatchSender(
             command.addresses[self._rank],
             command.key,
             len(command.blocks),
             lambda index: self._blocks.save(command.blocks[index]),
             lambda count: self._report.write("sent", command.batch, count),
-            job.stopped,
+            self._sending.is_set,
         )
-        job.start(lambda: self._run(sender, command))
+        _in_thread(functools.partial(self._run, sender, command))
 
     def _run(self, sender: BatchSender, command: Send) -> None:
         try:
@@ -365,20 +323,6 @@ class RankEndpoint:
 
 def _in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="handover", daemon=True).start()
-
-
-class _Job:
-    """A thread that looks now and then whether it should end."""
-
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self.stopped: Callable[[], bool] = self._stop.is_set
-
-    def start(self, work: Callable[[], None]) -> None:
-        _in_thread(work)
-
-    def stop(self) -> None:
-        self._stop.set()
 
 
 class _Listener:

@@ -164,7 +164,7 @@ class Leader:
                 max_drafts=self._settings.max_drafts,
             ),
             self._model,
-            figures=self._board,
+            board=self._board,
         )
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)

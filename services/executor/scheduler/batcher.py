@@ -28,6 +28,7 @@ import msgspec
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler import admission, steps
@@ -42,7 +43,7 @@ from services.executor.scheduler.overlap import (
     step_ahead,
 )
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
-from services.executor.scheduler.stats import BatcherView, Figures, Stages, load_of, view_of
+from services.executor.scheduler.stats import BatcherView, Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
 from services.executor.structured_output import GrammarState
@@ -68,9 +69,9 @@ class ContinuousBatcher:
         settings: BatchSettings,
         namespace: str = "",
         drafter: Drafter | None = None,
-        figures: Figures | None = None,
+        board: RingBoard | None = None,
     ) -> None:
-        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `figures`: who is
+        """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `board`: is
         told how long the stages of requests take."""
         settings.validate()
         self._spec = spec
@@ -88,7 +89,7 @@ class ContinuousBatcher:
         self._owed: Entries = {}
         self._arrivals = 0
         self._now = 0.0
-        self._stages = Stages(figures)
+        self._stages = Stages(board)
         self.step = 0
         """The last step that was scheduled; the first is 1."""
 

@@ -9,10 +9,10 @@ No clock: the time (seconds, monotonic) comes in.
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.executor.core.engine import EngineSpec
-from services.executor.ipc.board import Kind
+from services.executor.ipc.board import Kind, RingBoard
 from services.executor.kv_cache.block_pool import Census
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import Sequence
@@ -56,41 +56,31 @@ def load_of(
     )
 
 
-class Figures(Protocol):
-    """Where it is written down."""
-
-    def observe(self, kind: Kind, value: float) -> None: ...
-
-    def count_queried(self, tokens: int) -> None: ...
-
-
-class _Nowhere:
-    def observe(self, kind: Kind, value: float) -> None:
-        return
-
-    def count_queried(self, tokens: int) -> None:
-        return
-
-
 class Stages:
     """Observes each stage once per attempt, when it is over."""
 
-    def __init__(self, figures: Figures | None = None) -> None:
-        self._figures = figures or _Nowhere()
+    def __init__(self, board: RingBoard | None = None) -> None:
+        """`board`: where it is written down."""
+        self._board = board
 
     def admitted(self, sequences: Iterable[Sequence], now: float) -> None:
         """These have a place in the batch now; one that had to give it up and has it again changes nothing."""
         for sequence in sequences:
             if not sequence.times.admitted:
                 sequence.times.admitted = now
-                self._figures.observe(Kind.QUEUE, max(0.0, now - sequence.times.accepted))
-                self._figures.count_queried(sequence.prompt_tokens)
+                self._observe(Kind.QUEUE, now - sequence.times.accepted)
+                if self._board is not None:
+                    self._board.count_queried(sequence.prompt_tokens)
 
     def drawn(self, sequence: Sequence, now: float, *, finished: bool) -> None:
         """`sequence` has its first token (or its vector), or its last, or both."""
         times = sequence.times
         if not times.first_token:
             times.first_token = now
-            self._figures.observe(Kind.PREFILL, max(0.0, now - times.admitted))
+            self._observe(Kind.PREFILL, now - times.admitted)
         elif finished:
-            self._figures.observe(Kind.DECODE, max(0.0, now - times.first_token))
+            self._observe(Kind.DECODE, now - times.first_token)
+
+    def _observe(self, kind: Kind, seconds: float) -> None:
+        if self._board is not None:
+            self._board.observe(kind, max(0.0, seconds))

@@ -84,15 +84,7 @@ class LoadWatch(_Watch):
 
 
 _OWN_SIGNALS = frozenset(
-    (
-        signal.SIGSEGV,
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGTRAP,
-        signal.SIGSYS,
-    )
+    getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "BUS", "FPE", "ILL", "TRAP", "SYS")
 )
 _AT_ONCE = 2
 """Steps that may be under way at a time."""
@@ -121,24 +113,18 @@ def death_of(epoch: int, cause: str, plans: Sequence[PlanDump]) -> RingDeath:
 def oom_kills() -> int:
     """Processes that the kernel has killed so far for want of memory: in this process's container where it has a
     control group of its own, else on this host."""
-    for path, word in ((_memory_events(), "oom_kill"), (Path("/proc/vmstat"), "oom_kill")):
-        try:
-            lines = path.read_text(encoding="ascii").splitlines() if path is not None else []
-        except OSError:
-            continue
-        for line in lines:
+    groups = (line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::"))
+    files = [Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events" for group in groups]
+    for path in (*files, Path("/proc/vmstat")):
+        for line in _lines(path):
             name, _, count = line.partition(" ")
-            if name == word:
+            if name == "oom_kill":
                 return int(count)
     return 0
 
 
-def _memory_events() -> Path | None:
+def _lines(path: Path) -> list[str]:
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    for line in lines:
-        if line.startswith("0::"):
-            return Path("/sys/fs/cgroup") / line[3:].lstrip("/") / "memory.events"
-    return None
+        return []

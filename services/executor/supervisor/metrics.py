@@ -3,7 +3,7 @@ says. So they cost the ring nothing, and are there when the leader is hung.
 """
 
 import uuid as uuids
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from prometheus_client.core import (
@@ -127,54 +127,48 @@ class RingCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         labels, board = self._labels(), self._board()
-        yield _counter(
-            "ring_restarts", "Rings that were lost and started again.", labels, sum(self._deaths.values())
+        restarts = (labels, sum(self._deaths.values()))
+        yield _metric(
+            CounterMetricFamily, "ring_restarts", "Rings that were lost and started again.", _LABELS, restarts
         )
+        deaths = [((*labels, cause), count) for cause, count in self._deaths.items()]
         names = (*_LABELS, "cause")
-        deaths = CounterMetricFamily(
-            f"{_PREFIX}_ring_deaths", "Rings that were lost, by cause.", labels=names
-        )
-        for cause, count in self._deaths.items():
-            deaths.add_metric((*labels, cause), count)
-        yield deaths
+        yield _metric(CounterMetricFamily, "ring_deaths", "Rings that were lost, by cause.", names, *deaths)
         if board is None:
             return
         if kernels := self._kernels():
-            info = GaugeMetricFamily(
-                f"{_PREFIX}_kernels_info", "1, labelled with what computes.", labels=(*_LABELS, "kernels")
-            )
-            info.add_metric((*labels, kernels), 1)
-            yield info
-        yield from _gauges(board, labels)
-        yield from _counters(board, labels)
+            info, names = ((*labels, kernels), 1), (*_LABELS, "kernels")
+            yield _metric(GaugeMetricFamily, "kernels_info", "1, labelled with what computes.", names, info)
+        for name, (text, value) in _gauges(board).items():
+            yield _metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
+        for name, (text, value) in _counters(board).items():
+            yield _metric(CounterMetricFamily, name, text, _LABELS, (labels, value))
         for kind, (name, text) in _HISTOGRAMS.items():
-            buckets, total = board.histogram(kind)
-            histogram = HistogramMetricFamily(f"{_PREFIX}_{name}", text, labels=_LABELS)
-            histogram.add_metric(labels, buckets, total)
-            yield histogram
+            yield _metric(HistogramMetricFamily, name, text, _LABELS, (labels, *board.histogram(kind)))
         yield from self._gpu_use(board, labels)
 
     def _gpu_use(self, board: RingBoard, labels: Labels) -> Iterable[Metric]:
         """A sample per rank with a GPU of which the driver knows the figure."""
-        names = (*_LABELS, "rank")
-        utilization, used, total = (
-            GaugeMetricFamily(f"{_PREFIX}_gpu_{name}", text, labels=names)
-            for name, text in (
-                ("utilization_ratio", "Share of time in which the rank's GPU was busy, 0 to 1."),
-                ("memory_used_bytes", "Memory in use on the rank's GPU, other processes' included."),
-                ("memory_bytes", "Memory of the rank's GPU."),
-            )
-        )
-        for rank, uuid in board.gpus.items():
-            use = self._gpus.read(uuid)
-            for family, value in (
-                (utilization, use.utilization),
-                (used, use.memory_used),
-                (total, use.memory_total),
-            ):
-                if value is not None:
-                    family.add_metric((*labels, str(rank)), value)
-        yield from (utilization, used, total)
+        uses = [((*labels, str(rank)), self._gpus.read(uuid)) for rank, uuid in board.gpus.items()]
+        for name, field, text in (
+            ("utilization_ratio", "utilization", "Share of time in which the rank's GPU was busy, 0 to 1."),
+            (
+                "memory_used_bytes",
+                "memory_used",
+                "Memory in use on the rank's GPU, other processes' included.",
+            ),
+            ("memory_bytes", "memory_total", "Memory of the rank's GPU."),
+        ):
+            known = [(of, value) for of, use in uses if (value := getattr(use, field)) is not None]
+            yield _metric(GaugeMetricFamily, f"gpu_{name}", text, (*_LABELS, "rank"), *known)
+
+
+def _metric(kind: Any, name: str, text: str, labels: Sequence[str], *samples: tuple[Any, ...]) -> Metric:
+    """A family of this `kind`; `samples`: the labels' values, and what the family takes beside them."""
+    family: Metric = kind(f"{_PREFIX}_{name}", text, labels=labels)
+    for values in samples:
+        family.add_metric(*values)  # type: ignore[attr-defined]
+    return family
 
 
 def vllm_aliases(collector: RingCollector) -> Aliases:
@@ -194,10 +188,11 @@ def vllm_aliases(collector: RingCollector) -> Aliases:
     return Aliases(Alias(f"vllm:{name}", collector, f"{_PREFIX}_{of}", MODEL) for name, of in ours.items())
 
 
-def _gauges(board: RingBoard, labels: Labels) -> Iterable[Metric]:
+def _gauges(board: RingBoard) -> dict[str, tuple[str, float]]:
+    """(help, value) by name."""
     load = board.load
     used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-    gauges = {
+    return {
         "running_sequences": ("Sequences in the batch.", load.running),
         "waiting_sequences": ("Accepted sequences that are not in the batch yet.", load.waiting),
         "waiting_tokens": ("Prompt tokens not computed yet.", load.waiting_tokens),
@@ -206,15 +201,11 @@ def _gauges(board: RingBoard, labels: Labels) -> Iterable[Metric]:
         "kv_used_ratio": ("Share of the KV blocks that are in use, 0 to 1.", used),
         "slots": ("Largest number of sequences in the batch.", load.slots),
     }
-    for name, (text, value) in gauges.items():
-        gauge = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=_LABELS)
-        gauge.add_metric(labels, value)
-        yield gauge
 
 
-def _counters(board: RingBoard, labels: Labels) -> Iterable[Metric]:
+def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
     totals = board.totals
-    counters = {
+    return {
         "steps": ("Steps computed.", totals.steps),
         "step_seconds": ("Time spent computing steps.", totals.step_seconds),
         "communication_seconds": (
@@ -223,23 +214,12 @@ def _counters(board: RingBoard, labels: Labels) -> Iterable[Metric]:
         ),
         "prompt_tokens": ("Prompt tokens computed.", totals.prompt_tokens),
         "output_tokens": ("Tokens generated.", totals.output_tokens),
-        "prefix_queried_tokens": (
-            "Prompt tokens looked up in the KV cache.",
-            totals.queried_tokens,
-        ),
+        "prefix_queried_tokens": ("Prompt tokens looked up in the KV cache.", totals.queried_tokens),
         "cached_tokens": ("Prompt tokens found in the KV cache.", totals.cached_tokens),
         "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
         "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),
         "accepted_tokens": ("Draft tokens that were accepted.", totals.accepted_tokens),
     }
-    for name, (text, value) in counters.items():
-        yield _counter(name, text, labels, value)
-
-
-def _counter(name: str, text: str, labels: Labels, value: float) -> Metric:
-    counter = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=_LABELS)
-    counter.add_metric(labels, value)
-    return counter
 
 
 class HandoverCollector(Collector):
@@ -254,18 +234,8 @@ class HandoverCollector(Collector):
         if board is None:
             return
         totals, labels = board.totals, self._labels()
-        blocks = CounterMetricFamily(
-            "ryzanstein_executor_handover_blocks",
-            "KV blocks of sessions sent to another ring, received from one, or failed on their way.",
-            labels=["direction", *Labels._fields],
-        )
-        for direction in ("sent", "received", "failed"):
-            blocks.add_metric([direction, *labels], getattr(totals, direction))
-        yield blocks
-        seconds = SummaryMetricFamily(
-            "ryzanstein_executor_handover_seconds",
-            "Time of KV hand-overs, sent and received.",
-            labels=Labels._fields,
-        )
-        seconds.add_metric(labels, totals.count, totals.seconds)
-        yield seconds
+        sent = [((way, *labels), getattr(totals, way)) for way in ("sent", "received", "failed")]
+        text = "KV blocks of sessions sent to another ring, received from one, or failed on their way."
+        yield _metric(CounterMetricFamily, "handover_blocks", text, ("direction", *_LABELS), *sent)
+        text, took = "Time of KV hand-overs, sent and received.", (labels, totals.count, totals.seconds)
+        yield _metric(SummaryMetricFamily, "handover_seconds", text, _LABELS, took)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -216,18 +215,7 @@ NCCL_DEFAULTS = {
 """torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp names them. What the operator has set goes first."""
 
 
-class _Process(Protocol):
-    """What has been started: by us, or by the fork server."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    async def wait(self) -> int: ...
+_Process = ForkedRank | asyncio.subprocess.Process
 
 
 class LocalRank:
@@ -293,10 +281,8 @@ class LocalRank:
 
     def kill(self) -> None:
         if self._process.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            except ProcessLookupError:
-                return
 
     async def wait(self) -> int:
         return await self._process.wait()

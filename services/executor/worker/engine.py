@@ -90,7 +90,7 @@ class RingEngine:
             self._settings, self._spec, self._board, self._directory, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
-        self._board.collectives = collectives
+        self._board.communicated = lambda: collectives.busy_seconds
         if self._member.engine_spec.overlaps:
             self._launches = Launches(self._execute, self._begin)
         return self._member.engine_spec
@@ -198,7 +198,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
     member.share.keep(member.runner)
-    mine.collectives = collectives
+    mine.communicated = lambda: collectives.busy_seconds
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
         mine.begin(plan.step)

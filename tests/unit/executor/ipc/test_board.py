@@ -153,7 +153,7 @@ class Observed:
     def __init__(self, ring: Ring) -> None:
         self.values: list[tuple[Kind, float]] = []
         self.queried = 0
-        ring.batcher._stages._figures = self
+        ring.batcher._stages._board = self
 
     def observe(self, kind: Kind, value: float) -> None:
         self.values.append((kind, value))
