@@ -40,8 +40,9 @@ from services.gateway.tokenizer.store import TokenizerStore
 from shared.errors import BrokerUnavailable
 from shared.nats.bus import Bus
 from shared.nats.tenants import Quota
+from shared.tasks import cancel_all
 
-Spawn = Callable[[Coroutine[Any, Any, Any], str], object]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 ERROR_FLUSH_TIMEOUT_S = 2.0
 """Seconds that streams get to write their error when the time to drain is over."""
@@ -64,6 +65,8 @@ class Work:
         self._backend = backend
         self._spawn = spawn
         self._opened = False
+        self._loops: list[asyncio.Task[None]] = []
+        """That end before what they look after does."""
         keys = self._idempotency = IdempotencyKeys(bus, settings.idempotency_ttl)
         tokenizers = self._tokenizers = TokenizerStore(
             bus, special_tokens_in_messages=settings.special_tokens_in_messages
@@ -120,12 +123,14 @@ class Work:
     async def start(self) -> None:
         """Raises `BrokerUnavailable`, `ConfigurationError`."""
         await self.generations.start()
-        self._spawn(self._api_keys.run(), "keys")
-        self._spawn(self.catalog.watch_models(), "models")
-        self._spawn(self.catalog.watch_groups(self.generations), "groups")
         self._spawn(self.generations.tokens.run(), "journal")
-        self._spawn(self.generations.run(), "timeouts")
-        self._spawn(self.generations.suspects.run(), "suspects")
+        self._loops += (
+            self._spawn(self._api_keys.run(), "keys"),
+            self._spawn(self.catalog.watch_models(), "models"),
+            self._spawn(self.catalog.watch_groups(self.generations), "groups"),
+            self._spawn(self.generations.run(), "timeouts"),
+            self._spawn(self.generations.suspects.run(), "suspects"),
+        )
         try:
             async with asyncio.timeout(self._settings.nats_connect_timeout):
                 await self.catalog.wait()
@@ -146,13 +151,15 @@ class Work:
         await self.answers.owners.start()
         await self.limiter.start()
         self._opened = True
-        self._spawn(self.answers.run(), "answers")
-        self._spawn(self.answers.owners.run(), "owners")
-        self._spawn(self.answers.owners.watch(), "claims")
-        self._spawn(self.heirs.run(), "unfinished")
-        self._spawn(self.heirs.watch(), "heirs")
-        self._spawn(self.limiter.run(), "in use")
-        self._spawn(self.limiter.windows.run(), "limits")
+        self._loops += (
+            self._spawn(self.answers.run(), "answers"),
+            self._spawn(self.answers.owners.run(), "owners"),
+            self._spawn(self.answers.owners.watch(), "claims"),
+            self._spawn(self.heirs.run(), "unfinished"),
+            self._spawn(self.heirs.watch(), "heirs"),
+            self._spawn(self.limiter.run(), "in use"),
+            self._spawn(self.limiter.windows.run(), "limits"),
+        )
         await self._open_batches()
         self._backend.open(self._parts)
 
@@ -173,17 +180,15 @@ class Work:
             await self._runners.stop()  # its batches are left to other gateways, what is done of them stored
             await self._results.stop()
             await self._end_streams()
-        self.catalog.stop()
-        self._api_keys.stop()
+        await cancel_all(self._loops)
         if self._opened:
             await self.answers.stop()
-            self.heirs.stop()
             await self.heirs.write_list()
         await self.generations.stop()
         await self._grammars.stop()
         await self._tokenizers.stop()
         if self._opened:
-            await self.limiter.stop()
+            await self.limiter.windows.stop()
 
     async def _end_streams(self) -> None:
         if not await self._backend.idle(self._settings.drain_timeout):

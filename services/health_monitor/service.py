@@ -56,7 +56,6 @@ class HealthMonitorService(Service):
         self._clocks = Clocks()
         self._registry: Registry | None = None
         self._dirty = asyncio.Event()
-        self._stopping = False
 
     async def start(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -81,13 +80,7 @@ class HealthMonitorService(Service):
         self.spawn(self._write(registry), "registry")
 
     async def stop(self) -> None:
-        """Ends in order: the buckets keep what is known, another monitor goes on from there.
-
-        A cancellation alone can be lost: before Python 3.12 `wait_for`, which nats-py uses, swallows one
-        that meets its result.
-        """
-        self._stopping = True
-        self._dirty.set()
+        """Nothing is lost: the buckets keep what is known, another monitor goes on from there."""
 
     async def _on_beat(self, beat: Heartbeat) -> None:
         assert self._registry is not None, "the registry is opened before beats arrive"
@@ -117,7 +110,7 @@ class HealthMonitorService(Service):
 
     async def _write(self, registry: Registry) -> None:
         """Writes whenever something may have changed; beats that arrive meanwhile are written together."""
-        while not self._stopping:
+        while True:
             await self._dirty.wait()
             self._dirty.clear()
             services, groups = self._detector.services(), self._detector.groups()

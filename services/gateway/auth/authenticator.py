@@ -143,14 +143,11 @@ class KeyWatch:
         self._bus = bus
         self._authenticator = authenticator
         self._caught_up = asyncio.Event()
-        self._stopping = False
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         keys = await Bucket.open(self._bus, subjects.KEYS_BUCKET, KeyRecord)
         async for update in keys.watch():
-            if self._stopping:
-                return
             if update is None:
                 self._authenticator.complete()
                 self._caught_up.set()
@@ -160,7 +157,3 @@ class KeyWatch:
     async def wait(self) -> None:
         """Until every key that there is has been read once."""
         await self._caught_up.wait()
-
-    def stop(self) -> None:
-        """Lets `run` end with the next change, should nats-py swallow its cancellation."""
-        self._stopping = True

@@ -50,7 +50,6 @@ class Catalog:
         self.changed = asyncio.Event()
         """Set when other models may be listed than before."""
         self._caught_up = (asyncio.Event(), asyncio.Event())
-        self._stopping = False
 
     def card(self, model: str) -> ModelCard:
         """The card of a model, whether it has a group now or not. Raises `UnknownModel`."""
@@ -105,20 +104,10 @@ class Catalog:
         for event in self._caught_up:
             await event.wait()
 
-    def stop(self) -> None:
-        """Lets the watchers end with the next change.
-
-        Before Python 3.12 `asyncio.wait_for`, which nats-py uses, swallows a cancellation that meets its
-        result; without this such a watcher would never end.
-        """
-        self._stopping = True
-
     async def watch_models(self) -> None:
         """Runs until it is cancelled."""
         cards = await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)
         async for update in cards.watch():
-            if self._stopping:
-                return
             if update is None:
                 self._caught_up[0].set()
                 continue
@@ -138,8 +127,6 @@ class Catalog:
         """Runs until it is cancelled."""
         groups = await Bucket.open(self._bus, subjects.GROUPS_BUCKET, GroupRecord)
         async for update in groups.watch():
-            if self._stopping:
-                return
             if update is None:
                 self._caught_up[1].set()
                 continue

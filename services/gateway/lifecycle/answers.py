@@ -109,14 +109,13 @@ class Answers:
 
     async def run(self) -> None:
         """Gives up what nobody listens to. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await asyncio.sleep(SWEEP_INTERVAL)
             self._sweep(time.monotonic())
 
     async def stop(self) -> None:
         """Leaves what others can go on with, cancels the rest, and waits until the records are stored."""
         self._stopping = True
-        self.owners.stop()
         for answer in self.all():
             if answer.owned and not answer.ended and not answer.resumable:
                 self.cancel(answer, by_owner=True)

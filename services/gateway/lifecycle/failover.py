@@ -67,17 +67,12 @@ class Heirs:
         self.buckets = self._unfinished, self._inheritances, self._services
         self._listed = False
         self._began = time.time()
-        self._stopping = False
-
-    def stop(self) -> None:
-        """Lets `run` and `watch` end with their next turn."""
-        self._stopping = True
 
     # --- what this gateway would leave -----------------------------------------------------------
 
     async def run(self) -> None:
         """Keeps the list. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await asyncio.sleep(LIST_INTERVAL)
             await self.write_list()
 
@@ -103,8 +98,6 @@ class Heirs:
         """Looks after the losses of other gateways, and of earlier lives of this one. Runs until cancelled."""
         await self._try_to_inherit(self._consumer, self._began)
         async for update in self._services.watch():
-            if self._stopping:
-                return
             record = update[1] if update is not None else None
             if record is None or record.name != "gateway" or record.instance == self._consumer:
                 continue

@@ -73,7 +73,6 @@ class Generations:
         self._losses = Losses()
         self._rings = rings
         self._stall_replay_at = float("-inf")
-        self._stopping = False
         self.journal = JournalEnd(bus)
         self.claims = Claims(bus, consumer, settings.journal_max_age)
         self.cancellations = Cancellations(bus, self.claims)
@@ -103,14 +102,12 @@ class Generations:
 
     async def run(self) -> None:
         """Looks after time-outs. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await asyncio.sleep(SWEEP_INTERVAL)
             self._sweep(time.monotonic())
 
     async def stop(self) -> None:
         """Waits until what was begun in the background is done."""
-        self._stopping = True
-        self.suspects.stop()
         for reading in self._readings:
             reading.cancel()
         await self._background.finished()

@@ -77,16 +77,11 @@ class Owners:
         self._due: dict[str, dict[str, Answer]] = {}
         """Answers to ask about at once, by owner."""
         self._wake = asyncio.Event()
-        self._stopping = False
 
     async def start(self) -> None:
         """From now on other gateways are answered."""
         await self._claims.bucket.ensure()
         await self._bus.subscribe(subjects.gateway(self._consumer), Listen, self._on_listen)
-
-    def stop(self) -> None:
-        """Lets `run` and `watch` end with their next turn."""
-        self._stopping = True
 
     async def of(self, identity: str) -> Ownership | None:
         """Who has claimed it; None: nobody had to. Raises `BrokerUnavailable`."""
@@ -109,7 +104,7 @@ class Owners:
         """Tells owners what is read here. Runs until it is cancelled."""
         following = asyncio.create_task(self._remind())
         try:
-            while not self._stopping:
+            while True:
                 await self._wake.wait()
                 self._wake.clear()
                 due, self._due = self._due, {}
@@ -119,7 +114,7 @@ class Owners:
             following.cancel()
 
     async def _remind(self) -> None:
-        while not self._stopping:
+        while True:
             await asyncio.sleep(LISTEN_INTERVAL)
             for answer in self._answers.all():
                 if not answer.owned and not answer.ended and answer.readers:
@@ -128,8 +123,6 @@ class Owners:
     async def watch(self) -> None:
         """Gives up what others have claimed. Runs until it is cancelled."""
         async for identity, ownership in self._claims.watch():
-            if self._stopping:
-                return
             answer = self._answers.known(identity)
             if answer is not None and ownership.owner != self._consumer:
                 self._yield(answer, ownership)

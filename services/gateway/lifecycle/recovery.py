@@ -54,7 +54,6 @@ class Suspects:
         self._recover = recover
         self._wanted = asyncio.Event()
         self._suspects: dict[str, Generation] = {}
-        self._stopping = False
 
     def add(self, generations: Iterable[Generation]) -> None:
         """These may have been in a ring that was lost just now."""
@@ -62,13 +61,9 @@ class Suspects:
         if self._suspects:
             self._wanted.set()
 
-    def stop(self) -> None:
-        """Lets `run` end even where nats-py swallows its cancellation."""
-        self._stopping = True
-
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await self._wanted.wait()
             self._wanted.clear()
             await asyncio.sleep(SUSPICION)

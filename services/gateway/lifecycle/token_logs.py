@@ -14,7 +14,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus, Subscribed
 from shared.nats.errors import BROKER_ERRORS, reason_of
 from shared.nats.journal import Begin, JournalReader, earliest
-from shared.tasks import TaskSet
+from shared.tasks import TaskSet, cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +63,6 @@ class TokenConsumer:
         self._waiting: list[asyncio.Future[None]] = []
         self._late: list[_Late] = []
         self._subscription: Subscribed | None = None
-        self._stopping = False
         self.replays = 0
 
     async def start(self) -> None:
@@ -78,8 +77,7 @@ class TokenConsumer:
         await self._bus.flush()
 
     async def stop(self) -> None:
-        """Unsubscribes; `run` ends even where nats-py swallows its cancellation."""
-        self._stopping = True
+        """Unsubscribes."""
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
@@ -108,7 +106,7 @@ class TokenConsumer:
 
     async def run(self) -> None:
         """Reads the journal whenever that is asked for. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await self._wanted.wait()
             self._wanted.clear()
             waiting, self._waiting = self._waiting, []
@@ -227,6 +225,6 @@ class Sources:
 
 
 async def _close(source: _Source) -> None:
-    source.task.cancel()
-    await asyncio.gather(source.started, source.task, return_exceptions=True)
+    await cancel_all([source.task])
+    await asyncio.gather(source.started, return_exceptions=True)
     await source.consumer.stop()

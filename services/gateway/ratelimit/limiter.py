@@ -64,7 +64,6 @@ class Limiter:
         self._unlimited = self._default == self._tenant == NO_LIMITS
         self.windows = SharedWindows(bus)
         self.counts = Counts(gateway)
-        self._stopping = False
 
     async def start(self) -> None:
         await self.windows.bucket.ensure()
@@ -72,16 +71,12 @@ class Limiter:
 
     async def run(self) -> None:
         """Tells the other gateways what is in use here. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await asyncio.sleep(TELL)
             news = self.counts.news(time.monotonic())
             if news is not None:
                 with contextlib.suppress(RyzansteinError):  # it is told again
                     await self._bus.publish(subjects.IN_USE, news)
-
-    async def stop(self) -> None:
-        self._stopping = True
-        await self.windows.stop()
 
     def admission(self, principal: Principal, lane: Lane, headers: dict[str, str]) -> "Admission | None":
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""

@@ -38,7 +38,6 @@ class SharedWindows:
     def __init__(self, bus: Bus) -> None:
         self.bucket = Bucket(bus, subjects.LIMITS_BUCKET, Spent, ttl=TTL)
         self._shared: dict[str, _Shared] = {}
-        self._stopping = False
 
     def account(self, name: str, limit: int) -> Account:
         """What this gateway knows of it."""
@@ -62,13 +61,12 @@ class SharedWindows:
 
     async def run(self) -> None:
         """Tells the others what was given back, and forgets what is not used. Runs until it is cancelled."""
-        while not self._stopping:
+        while True:
             await asyncio.sleep(SWEEP)
             await self._sweep(time.time())
 
     async def stop(self) -> None:
         """Gives back what was not spent."""
-        self._stopping = True
         await self._sweep(float("inf"))
 
     # --- inside ----------------------------------------------------------------------------------
