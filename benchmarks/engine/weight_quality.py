@@ -1,13 +1,14 @@
 """What quantized weights cost in quality: `python -m benchmarks.engine.weight_quality --help`.
 
-The weights of all linear layers but a head that is not the embedding are quantised by the executor's own codecs and
-widened again: the format's own cost. With activations, what goes into such a layer is rounded too: to int8 in groups of
-32 as the CPU's kernels have it (their integer sums are exact, so this is their cost beside the format's), or row by row
-as `torch._scaled_mm` on GPUs. Everything else is computed in `--dtype`.
+The weights of all linear layers but a head that is not the embedding are quantised by the executor's own codecs, or as
+`models convert` writes them to a GGUF file, and widened again: the format's own cost. With activations, what goes into
+such a layer is rounded too: to int8 in groups of 32 as the CPU's kernels have it (their integer sums are exact, so this
+is their cost beside the format's), or row by row as `torch._scaled_mm` on GPUs. Everything else is computed in
+`--dtype`.
 
-Perplexity is over every token of a window but its first, right is the share of them that are the most likely ones,
-top-1 the share of positions whose most likely next token is the same as without quantizing, and KL the mean divergence
-of the next token's distribution there, in nats.
+Perplexity is over every token of a window but its first (`--skip` more), right is the share of them that are the most
+likely ones, top-1 the share of positions whose most likely next token is the same as without quantizing, and KL the
+mean divergence of the next token's distribution there, in nats.
 """
 
 import math
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from gguf.constants import GGMLQuantizationType as Type
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -32,6 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.engine.kv_quality import Tokens, cut
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.conversion import gguf_header
+from services.executor.model.conversion.gguf_types import DTYPES, GgufDtype, encoded, type_of
+from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.model.weight_formats import WeightCodec, quantize
@@ -42,7 +47,7 @@ class Way:
     """How linear layers are computed."""
 
     name: str
-    codec: WeightCodec | None = None
+    codec: WeightCodec | GgufDtype | None = None
     activations: Callable[[Tensor], Tensor] | None = None
     """What rounds the rows that go into a layer"""
 
@@ -62,12 +67,20 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 _GROUP = 32
+_SERVED = ", as served on CPUs"
 WAYS = (
     Way("plain"),
+    Way(f"as it is{_SERVED}", activations=rounded),
     *(
         Way(f"{name}{also}", codec, activations)
         for name, codec in CODECS.items()
-        for also, activations in (("", None), (", as served on CPUs", rounded))
+        for also, activations in (("", None), (_SERVED, rounded))
+    ),
+    *(
+        Way(f"GGUF {name}{also}", dtype, activations)
+        for name, dtype in DTYPES.items()
+        if name != "f32"
+        for also, activations in (("", None), (_SERVED, rounded))
     ),
     Way("fp8, few rows", FP8),
     Way("fp8, many rows", FP8, partial(widened, codec=FP8)),
@@ -82,15 +95,18 @@ class Reading:
     """What one way made of the text."""
 
     loss: float
-    """Sum of -log p over all tokens but the windows' first."""
+    """Sum of -log p over all tokens but the windows' first, and those that were skipped."""
     best: Tokens
     """Most likely next token at each position [windows, context]."""
     divergence: float = 0.0
     """Mean over all positions, in nats"""
 
 
-def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec]]:
+def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec | Type]]:
     """What is quantised, and by what: on CPUs embedding and head too."""
+    if isinstance(way.codec, GgufDtype):
+        yield from _in_gguf(model, way.codec)
+        return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for module in model.modules():
         if way.codec is None or not isinstance(module, nn.Linear | nn.Embedding):
@@ -99,6 +115,17 @@ def linears_of(model: Any, way: Way) -> Iterator[tuple[nn.Module, WeightCodec]]:
             yield module, way.codec
         elif isinstance(way.codec, RowsCodec) and not (module is head and head.weight is embedding.weight):
             yield module, way.codec.for_vocabulary()
+
+
+def _in_gguf(model: Any, dtype: GgufDtype) -> Iterator[tuple[nn.Module, Type]]:
+    """Each matrix, and the type that it has in such a file."""
+    config = model.config.to_dict()
+    listed = [name for name, _ in model.named_parameters()]
+    names = gguf_header.names_of(listed, gguf_header.architecture_of(config), config)
+    for name, weight in model.named_parameters():
+        kind = type_of(names[name], tuple(weight.shape), dtype, config["num_hidden_layers"])
+        if kind is not Type.F32:
+            yield model.get_submodule(name.rpartition(".")[0]), kind
 
 
 @contextmanager
@@ -115,7 +142,7 @@ def computing(model: Any, way: Way) -> Iterator[None]:
         change = way.activations
         head = model.get_output_embeddings()
         for module in model.modules():
-            if isinstance(module, nn.Linear) and (module is not head or isinstance(way.codec, RowsCodec)):
+            if isinstance(module, nn.Linear) and (module is not head or change is rounded):
                 hooks.append(module.register_forward_pre_hook(lambda _, given: (change(given[0]),)))
     try:
         yield
@@ -126,7 +153,10 @@ def computing(model: Any, way: Way) -> Iterator[None]:
             parameter.data = data
 
 
-def _requantized(weight: Tensor, codec: WeightCodec) -> Tensor:
+def _requantized(weight: Tensor, codec: WeightCodec | Type) -> Tensor:
+    if isinstance(codec, Type):
+        raw = torch.from_numpy(np.ascontiguousarray(encoded(weight, codec)).view(np.uint8))
+        return values(raw.view(len(weight), -1), codec).view(weight.shape).to(weight.dtype)
     stored = quantize(weight, codec)
     if isinstance(stored, QuantizedRows):
         return stored.dequantized().to(weight.dtype)
@@ -135,7 +165,9 @@ def _requantized(weight: Tensor, codec: WeightCodec) -> Tensor:
 
 
 @torch.inference_mode()
-def read_text(model: Any, windows: Tokens, batch: int, plain: "Logits | None" = None) -> Reading:
+def read_text(
+    model: Any, windows: Tokens, batch: int, plain: "Logits | None" = None, skip: int = 0
+) -> Reading:
     """Reads `windows` [n, context], `batch` of them side by side. `plain` is filled where it is empty, and
     compared with where it is not."""
     loss, divergence, best = 0.0, 0.0, np.empty_like(windows)
@@ -143,8 +175,8 @@ def read_text(model: Any, windows: Tokens, batch: int, plain: "Logits | None" = 
         some = torch.from_numpy(windows[start : start + batch])
         logits = model(input_ids=some, use_cache=False).logits.float()
         best[start : start + batch] = logits.argmax(-1).numpy()
-        known = logits[:, :-1].flatten(0, 1)
-        loss += float(nn.functional.cross_entropy(known, some[:, 1:].flatten(), reduction="sum"))
+        known = logits[:, skip:-1].flatten(0, 1)
+        loss += float(nn.functional.cross_entropy(known, some[:, skip + 1 :].flatten(), reduction="sum"))
         if plain is not None:
             divergence += plain.compared(logits, start)
     return Reading(loss, best, divergence / windows.size)
@@ -172,6 +204,58 @@ class Logits:
         return total
 
 
+@torch.no_grad()
+def shuffle(model: Any, seed: int = 0) -> None:
+    """Puts hidden and inner values, and those within a head, in another order: the model computes the same, and the
+    blocks in which it may have been quantized before are torn apart.
+
+    Raises BadParameter for models whose layers are not Llama's.
+    """
+    config, random = model.config, torch.Generator().manual_seed(seed)
+    if config.model_type not in ("llama", "mistral", "qwen2"):
+        raise typer.BadParameter(
+            f"--shuffle knows the layers of llama, mistral and qwen2, not {config.model_type}."
+        )
+    hidden = torch.randperm(config.hidden_size, generator=random)
+    for layer in model.model.layers:
+        _shuffle_layer(layer, config, hidden, random)
+    model.model.norm.weight.data = model.model.norm.weight.data[hidden]
+    tables = {id(module.weight): module.weight for module in (model.model.embed_tokens, model.lm_head)}
+    for table in tables.values():
+        table.data = table.data[:, hidden]
+
+
+def _shuffle_layer(layer: Any, config: Any, hidden: Tensor, random: torch.Generator) -> None:
+    attention, mlp, kv_heads = layer.self_attn, layer.mlp, config.num_key_value_heads
+    inner = torch.randperm(config.intermediate_size, generator=random)
+    within = torch.stack([torch.randperm(attention.head_dim, generator=random) for _ in range(kv_heads)])
+    read = within.repeat_interleave(config.num_attention_heads // kv_heads, dim=0)
+    for linear in (
+        attention.q_proj,
+        attention.k_proj,
+    ):  # their rows are in the order of the positions' rotations
+        _reorder(linear, slice(None), hidden)
+    _reorder(attention.v_proj, _flat(within), hidden)
+    _reorder(attention.o_proj, hidden, _flat(read))
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        _reorder(linear, inner, hidden)
+    _reorder(mlp.down_proj, hidden, inner)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        norm.weight.data = norm.weight.data[hidden]
+
+
+def _reorder(linear: nn.Linear, rows: Tensor | slice, columns: Tensor) -> None:
+    linear.weight.data = linear.weight.data[rows][:, columns]
+    if linear.bias is not None:
+        linear.bias.data = linear.bias.data[rows]
+
+
+def _flat(within: Tensor) -> Tensor:
+    """Indices within heads [heads, size] as indices of all."""
+    heads, size = within.shape
+    return (within + size * torch.arange(heads).view(-1, 1)).flatten()
+
+
 def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
     """(the model, the directory that has its tokenizer) of a model directory or a .gguf file, which is unpacked."""
     if model.is_file():
@@ -193,10 +277,27 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 512,
     batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
     ways: Annotated[str, typer.Option(help="Their names' beginnings, with commas between; empty: all.")] = "",
+    skip: Annotated[
+        int,
+        typer.Option(
+            help="Tokens after each window's first that are read and not counted; llama-perplexity: half a window.",
+            min=0,
+        ),
+    ] = 0,
+    shuffled: Annotated[
+        bool,
+        typer.Option(
+            "--shuffle",
+            help="Put the weights in another order, in which the model computes the same, before anything else: else "
+            "weights that were quantized before lose too little.",
+        ),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32, of everything else.")] = "fp32",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
 ) -> None:
     """Perplexity and agreement of each way to compute linear layers."""
+    if skip >= context - 1:
+        raise typer.BadParameter(f"--skip {skip} leaves nothing of windows of {context}.")
     torch.set_num_threads(threads)
     whole = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
     name = text.name if text else f"the language reference of Python {platform.python_version()}"
@@ -204,24 +305,26 @@ def main(
     chosen = [way for way in WAYS[1:] if way.name.startswith(tuple(ways.split(",")))]
     with tempfile.TemporaryDirectory() as scratch:
         loaded, directory = opened(model, torch.float32 if dtype == "fp32" else torch.bfloat16, Path(scratch))
+        if shuffled:
+            shuffle(loaded)
         windows = cut(whole, directory, tokens, context)
         console.print(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
         plain = Logits(Path(scratch), windows, loaded.config.vocab_size)
         readings = {}
         for way in (WAYS[0], *chosen):
             with computing(loaded, way):
-                readings[way.name] = read_text(loaded, windows, batch, plain)
-    console.print(table_of(readings, windows))
+                readings[way.name] = read_text(loaded, windows, batch, plain, skip)
+    console.print(table_of(readings, windows, skip))
 
 
-def table_of(readings: Mapping[str, Reading], windows: Tokens) -> Table:
+def table_of(readings: Mapping[str, Reading], windows: Tokens, skip: int) -> Table:
     """A line for each way, the first of which the others are compared with."""
     table = Table("weights", "perplexity", "change", "right", "change", "top-1", "KL")
     first = next(iter(readings.values()))
-    predicted = windows.size - len(windows)
+    predicted = windows.size - len(windows) * (1 + skip)
 
     def right(reading: Reading) -> float:
-        return float((reading.best[:, :-1] == windows[:, 1:]).mean())
+        return float((reading.best[:, skip:-1] == windows[:, skip + 1 :]).mean())
 
     for name, reading in readings.items():
         table.add_row(

@@ -15,12 +15,14 @@ from benchmarks.engine.weight_quality import (
     linears_of,
     read_text,
     rounded,
+    shuffle,
     widened,
 )
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.model.quantizing import CODECS
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
+TRIED = [way for way in WAYS if not way.name.startswith("GGUF") or way.name.startswith("GGUF q4_k_m")]
 TEXTS = np.random.default_rng(5).integers(0, 131, (3, 40))
 
 
@@ -36,17 +38,17 @@ def test_each_way_changes_what_it_says_and_no_more(tmp_path: Path) -> None:
     assert len(list(linears_of(model, Way("", CODECS["q4_k"])))) == 3 * 7 + 1
     losses, divergences = [], []
     plain = Logits(tmp_path, TEXTS, 131)
-    for way in (*WAYS, WAYS[0]):
+    for way in (*TRIED, WAYS[0]):
         with computing(model, way):
             reading = read_text(model, TEXTS, 2, plain)
         losses.append(reading.loss)
         divergences.append(reading.divergence)
     assert losses[0] == losses[-1] == pytest.approx(float(loss), rel=1e-5)
-    assert len(set(losses)) == len(WAYS)
+    assert len(set(losses)) == len(TRIED)
     assert all(abs(other / losses[0] - 1) < 0.05 for other in losses)
     assert divergences[0] == 0 <= divergences[-1] < 1e-4
     assert all(divergences[-1] < other < 1 for other in divergences[1:-1])
-    coarse, fine = (divergences[[way.name for way in WAYS].index(name)] for name in ("q4_k", "q8_0"))
+    coarse, fine = (divergences[[way.name for way in TRIED].index(name)] for name in ("q4_k", "q8_0"))
     assert coarse > 10 * fine
 
 
@@ -60,3 +62,27 @@ def test_a_rounded_row_is_near(tmp_path: Path) -> None:
     assert bool(
         ((rounded(rows) - rows)[:, :32].abs() <= rows[:, :32].abs().amax(1, keepdim=True) / 253).all()
     )
+
+
+def test_in_another_order_the_model_computes_the_same(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        str(make_model(tmp_path, "llama")), dtype=torch.float32
+    ).eval()
+    before = read_text(model, TEXTS, 3, plain := Logits(tmp_path, TEXTS, 131))
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    shuffle(model)
+    assert not any(
+        torch.equal(weight, weights[name]) for name, weight in model.named_parameters() if weight.dim() > 1
+    )
+    after = read_text(model, TEXTS, 3, plain)
+    assert after.loss == pytest.approx(before.loss, rel=1e-6)
+    assert after.divergence < 1e-6
+
+
+def test_what_is_skipped_is_read_and_not_counted(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        str(make_model(tmp_path, "llama")), dtype=torch.float32
+    ).eval()
+    whole, late = read_text(model, TEXTS, 3), read_text(model, TEXTS, 3, skip=20)
+    early = read_text(model, TEXTS[:, :21], 3)
+    assert late.loss == pytest.approx(whole.loss - early.loss, rel=1e-5)
