@@ -1,5 +1,6 @@
 """Fixtures that all tests share: a real NATS server."""
 
+import gc
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,6 +26,16 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_collection_finish() -> None:
+    """What is there for good, PyTorch and thousands of tests, the garbage collector need not walk again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

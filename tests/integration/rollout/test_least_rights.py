@@ -88,6 +88,7 @@ async def submit_a_batch(settings: CommonSettings, directory: Path) -> None:
     assert {json.loads(line)["custom_id"] for line in text.splitlines()} == {"a", "b"}
 
 
+@pytest.mark.slow
 async def test_everything_works_with_the_least_rights(server: LocalNats, tmp_path: Path) -> None:
     operator = settings_of(server, "operator")
     bus = await Bus.connect(operator, "test")

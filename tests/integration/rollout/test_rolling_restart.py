@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.rollout.house import House, Load, long_answer
@@ -15,6 +17,7 @@ async def restart_both(house: House, service: str, load: Load) -> None:
         await load.more(8)
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_of_everything_fails_no_request(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
