@@ -9,7 +9,7 @@ already is not written again, and a monitor that was stopped cannot bring back w
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import structlog
@@ -80,29 +80,26 @@ def _content(record: GroupRecord | ServiceRecord) -> GroupRecord | ServiceRecord
     return msgspec.structs.replace(record, updated_at=0.0, heard_at=0.0)
 
 
-Said = TypeVar("Said", GroupRecord, ServiceRecord, contravariant=True)
-
 log = structlog.get_logger(__name__)
-
-
-class Others(Protocol[Said]):
-    """What other monitors do to a bucket."""
-
-    def wrote(self, record: Said, /) -> None: ...
-
-    def deleted(self, key: str, /) -> None: ...
 
 
 class SharedRecords(Generic[Record]):
     """One bucket that several monitors write."""
 
     def __init__(
-        self, bucket: Bucket[Record], load_interval: float, metrics: HealthMetrics, others: Others[Record]
+        self,
+        bucket: Bucket[Record],
+        load_interval: float,
+        metrics: HealthMetrics,
+        wrote: Callable[[Record], object],
+        deleted: Callable[[str], object],
     ) -> None:
+        """`wrote` and `deleted` are told of what other monitors do to the bucket."""
         self._bucket: Bucket[Record] = bucket
         self._changes: Changes[Record] = Changes(load_interval)
         self._metrics = metrics
-        self._others: Others[Record] = others
+        self._wrote: Callable[[Record], object] = wrote
+        self._deleted = deleted
         self._revisions: dict[str, int] = {}
 
     async def load(self, now: float) -> list[Record]:
@@ -155,11 +152,11 @@ class SharedRecords(Generic[Record]):
         if record is None:
             self._revisions.pop(key, None)
             self._changes.deleted(key)
-            self._others.deleted(key)
+            self._deleted(key)
         elif revision > self._revisions.get(key, 0):
             self._revisions[key] = revision
             self._changes.written(key, record, now)
-            self._others.wrote(record)
+            self._wrote(record)
 
 
 class Registry:
@@ -168,32 +165,14 @@ class Registry:
     def __init__(
         self,
         bus: Bus,
+        metrics: HealthMetrics,
         groups: SharedRecords[GroupRecord],
         services: SharedRecords[ServiceRecord],
-        metrics: HealthMetrics,
     ) -> None:
         self._bus = bus
+        self._metrics = metrics
         self.groups = groups
         self.services = services
-        self._metrics = metrics
-
-    @classmethod
-    async def open(
-        cls,
-        bus: Bus,
-        metrics: HealthMetrics,
-        load_interval: float,
-        other_groups: Others[GroupRecord],
-        other_services: Others[ServiceRecord],
-    ) -> "Registry":
-        groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
-        services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
-        return cls(
-            bus,
-            SharedRecords(groups, load_interval, metrics, other_groups),
-            SharedRecords(services, load_interval, metrics, other_services),
-            metrics,
-        )
 
     async def announce(self, events: list[GroupEvent]) -> None:
         """Publishes group events; everybody reads them."""

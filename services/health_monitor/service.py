@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -11,10 +10,11 @@ from pydantic import Field
 
 from services.health_monitor.detector import Clocks, ConnectionEvent, Detector
 from services.health_monitor.metrics import HealthMetrics, StreamWatch
-from services.health_monitor.registry import Registry
+from services.health_monitor.registry import Registry, SharedRecords
 from shared.config import CommonSettings
 from shared.messages import GroupRecord, Heartbeat, ServiceRecord
 from shared.nats import subjects
+from shared.nats.kv import Bucket
 from shared.service.lifecycle import Service
 
 
@@ -59,16 +59,20 @@ class HealthMonitorService(Service):
 
     async def start(self) -> None:
         clock = asyncio.get_running_loop().time
-        registry = self._registry = await Registry.open(
-            self.bus,
-            self._metrics,
-            self._settings.load_interval,
-            _OtherGroups(self._detector, self._dirty),
-            _OtherServices(self._detector, self._dirty),
+        bus, metrics, detector = self.bus, self._metrics, self._detector
+        interval = self._settings.load_interval
+        groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+        services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
+        registry = self._registry = Registry(
+            bus,
+            metrics,
+            SharedRecords(groups, interval, metrics, self._on_group, lambda key: detector.drop(group=key)),
+            SharedRecords(
+                services, interval, metrics, self._on_service, lambda key: detector.drop(instance=key)
+            ),
         )
         now = clock()
-        services, groups = await registry.services.load(now), await registry.groups.load(now)
-        self._detector.restore(services, groups, now)
+        detector.restore(await registry.services.load(now), await registry.groups.load(now), now)
         self.bus.on_reconnect(lambda: self._detector.restart_timeouts(clock()))
         await self.bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         await self.bus.client.subscribe(subjects.CONNECTION_OPENED, cb=self._on_opened)
@@ -88,6 +92,16 @@ class HealthMonitorService(Service):
         self._clocks.observe(beat.instance, beat.sent_at, time.time())
         events = self._detector.observe(beat, asyncio.get_running_loop().time(), time.time())
         await self._registry.announce(events)
+        self._dirty.set()
+
+    def _on_group(self, record: GroupRecord) -> None:
+        """Another monitor has written it."""
+        self._detector.merge(record, asyncio.get_running_loop().time(), time.time())
+        self._dirty.set()
+
+    def _on_service(self, record: ServiceRecord) -> None:
+        """Another monitor has written it."""
+        self._detector.merge_service(record, asyncio.get_running_loop().time(), time.time())
         self._dirty.set()
 
     async def _on_opened(self, message: Msg) -> None:
@@ -138,36 +152,6 @@ class HealthMonitorService(Service):
             self._metrics.clock_ahead.labels(instance).set(seconds)
         for service in detector.services():
             self._metrics.instances.labels(service.name, service.state).inc()
-
-
-@dataclass(frozen=True)
-class _OtherGroups:
-    """What other monitors write of groups goes to the detector."""
-
-    detector: Detector
-    dirty: asyncio.Event
-
-    def wrote(self, record: GroupRecord) -> None:
-        self.detector.merge(record, asyncio.get_running_loop().time(), time.time())
-        self.dirty.set()
-
-    def deleted(self, key: str) -> None:
-        self.detector.drop(group=key)
-
-
-@dataclass(frozen=True)
-class _OtherServices:
-    """The same of service instances."""
-
-    detector: Detector
-    dirty: asyncio.Event
-
-    def wrote(self, record: ServiceRecord) -> None:
-        self.detector.merge_service(record, asyncio.get_running_loop().time(), time.time())
-        self.dirty.set()
-
-    def deleted(self, key: str) -> None:
-        self.detector.drop(instance=key)
 
 
 _decoder = msgspec.json.Decoder(ConnectionEvent)

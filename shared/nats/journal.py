@@ -10,10 +10,8 @@ from datetime import UTC, datetime
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
-import nats.errors
 import structlog
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
@@ -21,12 +19,11 @@ from shared.messages import TokenFrame
 from shared.messages.records import GenerationRecord, GenerationRecords
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.errors import BROKER_ERRORS
+from shared.nats.streams import read_stream
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
-BATCH = 256
 CLOCK_MARGIN = 5.0
 """Seconds that two machines' clocks may differ by, where a time is all that is known."""
 
@@ -108,35 +105,9 @@ async def recorded_in(bus: Bus, writer: str, slot: str) -> AsyncGenerator[Genera
             log.warning("undecodable_record", subject=subject, sequence=number, error=str(error))
 
 
-async def read_messages(bus: Bus, subject: str, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
-    """The journal's messages of `subject` from where `config` begins to the newest, without a gap.
-
-    Raises one of `BROKER_ERRORS` when the broker does not answer, or the connection is cut meanwhile.
-    """
-    subscription = await bus.jetstream().pull_subscribe(
-        subject, stream=subjects.JOURNAL_STREAM, config=config
-    )
-    try:
-        pending = (await subscription.consumer_info()).num_pending or 0
-        delivered = 0
-        while pending > 0:
-            messages = await subscription.fetch(min(pending, BATCH), timeout=5)
-            for message in messages:
-                delivered += 1
-                if message.metadata.sequence.consumer != delivered:
-                    raise nats.errors.Error("the connection was cut within a reading of the journal")
-                yield message
-            pending = (messages[-1].metadata.num_pending if messages else 0) or 0
-    finally:
-        with contextlib.suppress(*BROKER_ERRORS):
-            await subscription.unsubscribe()
-            await _delete_consumer(bus, subscription)
-
-
-async def _delete_consumer(bus: Bus, subscription: JetStreamContext.PullSubscription) -> None:
-    """Nobody waits for it: where it does not come through, the broker removes an inactive consumer by itself."""
-    name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
-    await bus.client.publish(f"$JS.API.CONSUMER.DELETE.{subjects.JOURNAL_STREAM}.{name}")
+def read_messages(bus: Bus, subject: str, config: ConsumerConfig) -> AsyncGenerator[Msg, None]:
+    """The journal's messages of `subject` from where `config` begins to the newest; see `read_stream`."""
+    return read_stream(bus, subjects.JOURNAL_STREAM, subject, config, timeout=5)
 
 
 def from_moment(since: float) -> ConsumerConfig:

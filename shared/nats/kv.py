@@ -8,16 +8,15 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import structlog
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 
-from shared.errors import BrokerFull, BrokerUnavailable
+from shared.errors import BrokerFull
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
 from shared.nats.errors import BROKER_ERRORS, broker_error, reason_of, translated
-from shared.nats.streams import create_replicated, ensure_stream, when_led
+from shared.nats.streams import create_replicated, ensure_stream, read_stream, when_led
 from shared.nats.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -26,8 +25,6 @@ log = structlog.get_logger(__name__)
 
 READ_TIMEOUT = 10.0
 """Seconds to read a whole bucket: nats-py waits for ever for a part that is lost."""
-PAGE = 256
-"""Entries that are asked for at a time where a bucket is read in pages; each page has its own READ_TIMEOUT."""
 SCAN_KEPT = 5.0
 """Seconds after which the broker forgets a reading in pages that nobody goes on with."""
 READINGS = 10
@@ -217,31 +214,13 @@ class Bucket(Generic[T]):
             mem_storage=True,
             headers_only=headers_only or None,
         )
-        subject, prefix = f"$KV.{self._name}.{keys}", len(f"$KV.{self._name}.")
+        prefix = f"$KV.{self._name}."
+        reading = read_stream(self._bus, f"KV_{self._name}", prefix + keys, config, timeout=READ_TIMEOUT)
         with translated(f"read the bucket {self._name}"):
-            subscription = await self._bus.jetstream().pull_subscribe(
-                subject, stream=f"KV_{self._name}", config=config
-            )
-        try:
-            delivered = 0
-            while True:
-                with translated(f"read the bucket {self._name}"):
-                    messages = await _page(subscription)
-                for message in messages:
-                    delivered += 1
-                    if message.metadata.sequence.consumer != delivered:
-                        raise BrokerUnavailable(
-                            f"The connection to NATS was cut while the bucket {self._name} was read; try again."
-                        )
+            async with contextlib.aclosing(reading) as messages:
+                async for message in messages:
                     if _OPERATION not in (message.headers or {}):
-                        yield self._key(message.subject[prefix:]), message
-                if not messages or not messages[-1].metadata.num_pending:
-                    return
-        finally:
-            with contextlib.suppress(*BROKER_ERRORS):
-                await subscription.unsubscribe()
-                name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
-                await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.KV_{self._name}.{name}")
+                        yield self._key(message.subject.removeprefix(prefix)), message
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
@@ -319,19 +298,6 @@ class Bucket(Generic[T]):
         except msgspec.DecodeError as error:
             log.warning("undecodable_value", bucket=self._name, key=key, error=str(error))
             return None
-
-
-async def _page(subscription: JetStreamContext.PullSubscription) -> list[Msg]:
-    """The next messages of a reading; none: it is at its end."""
-    pending = (await subscription.consumer_info()).num_pending or 0
-    if not pending:
-        return []
-    try:
-        return await subscription.fetch(min(pending, PAGE), timeout=READ_TIMEOUT)
-    except TimeoutError:
-        if (await subscription.consumer_info()).num_pending:
-            raise
-        return []  # the last ones have been removed meanwhile
 
 
 async def _fit(bus: Bus, config: StreamConfig) -> None:

@@ -1,10 +1,13 @@
-"""Streams as they must be: created, or brought up to date, also while a cluster has no leader yet."""
+"""Streams as they must be: created, or brought up to date, also while a cluster has no leader yet; and read."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
-from nats.js.api import RetentionPolicy, StorageType, StreamConfig
+import nats.errors
+from nats.aio.msg import Msg
+from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from shared.errors import ConfigurationError
@@ -138,3 +141,40 @@ def _other_stream(bus: Bus, config: StreamConfig, error: APIError) -> Configurat
         f"NATS at {bus.where} cannot have the stream {config.name} as it must be "
         f"({error.description}); delete the stream that is in its way, or use another server."
     )
+
+
+PAGE = 256
+"""Messages of a stream that are asked for at a time."""
+
+
+async def read_stream(
+    bus: Bus, stream: str, subject: str, config: ConsumerConfig, *, timeout: float
+) -> AsyncGenerator[Msg, None]:
+    """The messages of `subject` from where `config` begins to the newest, without a gap, page by page: each page has
+    `timeout` seconds of its own, so that many messages take long and do not fail.
+
+    Raises one of `BROKER_ERRORS` when the broker does not answer, or the connection is cut meanwhile.
+    """
+    subscription = await bus.jetstream().pull_subscribe(subject, stream=stream, config=config)
+    try:
+        pending, delivered = (await subscription.consumer_info()).num_pending or 0, 0
+        while pending > 0:
+            try:
+                messages = await subscription.fetch(min(pending, PAGE), timeout=timeout)
+            except TimeoutError:
+                if (await subscription.consumer_info()).num_pending:
+                    raise
+                return  # the last ones have been removed meanwhile
+            for message in messages:
+                delivered += 1
+                if message.metadata.sequence.consumer != delivered:
+                    raise nats.errors.Error(f"the connection was cut within a reading of the stream {stream}")
+                yield message
+            pending = (messages[-1].metadata.num_pending if messages else 0) or 0
+    finally:
+        with contextlib.suppress(*BROKER_ERRORS):
+            await subscription.unsubscribe()
+            name = subscription._consumer  # noqa: SLF001  # asking the broker for it would be one more question
+            await bus.client.publish(
+                f"$JS.API.CONSUMER.DELETE.{stream}.{name}"
+            )  # else it goes by itself, later

@@ -4,7 +4,8 @@ import asyncio
 
 from shared.messages.batches import FileRecord
 from shared.nats.bus import Bus
-from shared.nats.kv import PAGE, Bucket
+from shared.nats.kv import Bucket
+from shared.nats.streams import PAGE
 from shared.nats.tenants import SLACK, Quota, TenantBucket, Trimmed
 
 NAME = "test"
