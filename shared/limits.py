@@ -27,7 +27,7 @@ class Limit(msgspec.Struct, frozen=True):
     unit: Unit
     bounds: str
     """What may be no more, as a phrase."""
-    holder: Holder
+    holder: Holder = "request"
     setting: str = ""
     """The environment variable that changes it; empty: none does."""
 
@@ -49,120 +49,89 @@ class Limit(msgspec.Struct, frozen=True):
 
 # --- fields of requests for text, at gateways and in executors -------------------------------------
 
-CHOICES = Limit("choices", 128, "entries", "choices of all prompts together", "request")
-LOGPROBS = Limit("logprobs", 20, "entries", "most likely tokens returned at each position", "request")
+CHOICES = Limit("choices", 128, "entries", "choices of all prompts together")
+LOGPROBS = Limit("logprobs", 20, "entries", "most likely tokens returned at each position")
 PROMPT_LOGPROBS = Limit(
     "prompt_logprobs",
     1 << 16,
     "entries",
     "log probabilities returned for one prompt, counting those of the most likely tokens",
-    "request",
 )
 REQUEST_PROMPT_LOGPROBS = Limit(
-    "request_prompt_logprobs",
-    1 << 17,
-    "entries",
-    "log probabilities returned for all prompts and choices",
-    "request",
+    "request_prompt_logprobs", 1 << 17, "entries", "log probabilities returned for all prompts and choices"
 )
 PROMPT_TOKEN_IDS = Limit(
-    "prompt_token_ids",
-    1 << 20,
-    "entries",
-    "prompt token ids returned for all choices (`return_token_ids`)",
-    "request",
+    "prompt_token_ids", 1 << 20, "entries", "prompt token ids returned for all choices (`return_token_ids`)"
 )
-STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings", "request")
-STOP_CHARACTERS = Limit("stop_characters", 1024, "characters", "a stop string", "request")
-STOP_TOKENS = Limit("stop_tokens", 128, "entries", "stop token ids", "request")
-LOGIT_BIASES = Limit("logit_biases", 1024, "entries", "tokens with a bias", "request")
-ALLOWED_TOKENS = Limit("allowed_tokens", 4096, "entries", "allowed token ids", "request")
-BAD_WORDS = Limit("bad_words", 128, "entries", "bad words", "request")
-BAD_WORD_CHARACTERS = Limit("bad_word_characters", 64, "characters", "a bad word", "request")
-BAD_WORD_TOKENS = Limit("bad_word_tokens", 256, "tokens", "a bad word", "request")
-PREDICTION = Limit("prediction", 0, "tokens", "a prediction: the model's context", "request")
+STOP_STRINGS = Limit("stop_strings", 16, "entries", "stop strings")
+STOP_CHARACTERS = Limit("stop_characters", 1024, "characters", "a stop string")
+STOP_TOKENS = Limit("stop_tokens", 128, "entries", "stop token ids")
+LOGIT_BIASES = Limit("logit_biases", 1024, "entries", "tokens with a bias")
+ALLOWED_TOKENS = Limit("allowed_tokens", 4096, "entries", "allowed token ids")
+BAD_WORDS = Limit("bad_words", 128, "entries", "bad words")
+BAD_WORD_CHARACTERS = Limit("bad_word_characters", 64, "characters", "a bad word")
+BAD_WORD_TOKENS = Limit("bad_word_tokens", 256, "tokens", "a bad word")
+PREDICTION = Limit("prediction", 0, "tokens", "a prediction: the model's context")
 RING_STOP_TOKENS = Limit(
-    "ring_stop_tokens", 256, "entries", "a generation's stop token ids with the model's own", "request"
+    "ring_stop_tokens", 256, "entries", "a generation's stop token ids with the model's own"
 )
 RING_BAD_WORDS = Limit(
-    "ring_bad_words", 256, "entries", "a generation's bad words, each in up to two spellings", "request"
+    "ring_bad_words", 256, "entries", "a generation's bad words, each in up to two spellings"
 )
 RING_TEXT = Limit(
-    "ring_text",
-    1024,
-    "characters",
-    "each name, id and header that a generation sends to its group",
-    "request",
+    "ring_text", 1024, "characters", "each name, id and header that a generation sends to its group"
 )
 USER_CHARACTERS = Limit(
-    "user_characters", 128, "characters", "`user` and `safety_identifier`; logs show 64 of them", "request"
+    "user_characters", 128, "characters", "`user` and `safety_identifier`; logs show 64 of them"
 )
-CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`", "request")
-METADATA_ENTRIES = Limit("metadata_entries", 16, "entries", "entries of `metadata`", "request")
-METADATA_KEY = Limit("metadata_key", 64, "characters", "a key of `metadata`", "request")
-METADATA_VALUE = Limit("metadata_value", 512, "characters", "a value of `metadata`", "request")
-TOOLS = Limit("tools", 128, "entries", "tools", "request")
-FUNCTION_NAME = Limit("function_name", 64, "characters", "the name of a function", "request")
-SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's schema", "request")
-GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one", "request")
-GRAMMAR_BYTES = Limit(
-    "grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8", "request"
-)
-NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other", "request")
-EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings", "request")
+CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`")
+METADATA_ENTRIES = Limit("metadata_entries", 16, "entries", "entries of `metadata`")
+METADATA_KEY = Limit("metadata_key", 64, "characters", "a key of `metadata`")
+METADATA_VALUE = Limit("metadata_value", 512, "characters", "a value of `metadata`")
+TOOLS = Limit("tools", 128, "entries", "tools")
+FUNCTION_NAME = Limit("function_name", 64, "characters", "the name of a function")
+SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's schema")
+GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one")
+GRAMMAR_BYTES = Limit("grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8")
+NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other")
+EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings")
 
 # --- conversations and bodies ----------------------------------------------------------------------
 
-MESSAGES = Limit("messages", 4096, "entries", "messages of a conversation", "request")
-PARTS = Limit("parts", 4096, "entries", "parts of all messages together", "request")
-CALLS = Limit("calls", 4096, "entries", "tool calls of all messages together", "request")
-ITEMS = Limit("items", 4096, "entries", "items of a response's input", "request")
+MESSAGES = Limit("messages", 4096, "entries", "messages of a conversation")
+PARTS = Limit("parts", 4096, "entries", "parts of all messages together")
+CALLS = Limit("calls", 4096, "entries", "tool calls of all messages together")
+ITEMS = Limit("items", 4096, "entries", "items of a response's input")
 GENERATION_BYTES = Limit(
     "generation_bytes",
     16 << 20,
     "bytes",
     "what all generations of a request put into the queue",
-    "request",
-    "RYZANSTEIN_GENERATION_BYTES",
+    setting="RYZANSTEIN_GENERATION_BYTES",
 )
-BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", "request", "RYZANSTEIN_BODY_LIMIT")
+BODY = Limit("body", 4 << 20, "bytes", "the body, or a WebSocket message", setting="RYZANSTEIN_BODY_LIMIT")
 PROMPT_TOKENS = Limit(
-    "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", "request", "RYZANSTEIN_PROMPT_LIMIT"
+    "prompt_tokens", 0, "tokens", "a prompt; 0: the model's context", setting="RYZANSTEIN_PROMPT_LIMIT"
 )
-TEMPLATE_SECONDS = Limit(
-    "template_seconds", 2, "seconds", "CPU time of a chat template for a conversation", "request"
-)
+TEMPLATE_SECONDS = Limit("template_seconds", 2, "seconds", "CPU time of a chat template for a conversation")
 TEMPLATE_MEMORY = Limit(
-    "template_memory",
-    512 << 20,
-    "bytes",
-    "address space of the process that renders chat templates",
-    "request",
+    "template_memory", 512 << 20, "bytes", "address space of the process that renders chat templates"
 )
-TEMPLATE_TEXT = Limit(
-    "template_text", 64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8", "request"
-)
-RESPONSE_CHAIN = Limit(
-    "response_chain", 1000, "entries", "responses behind `previous_response_id`", "request"
-)
+TEMPLATE_TEXT = Limit("template_text", 64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8")
+RESPONSE_CHAIN = Limit("response_chain", 1000, "entries", "responses behind `previous_response_id`")
 RESPONSE_HISTORY = Limit(
     "response_history",
     64,
     "bytes",
     "items behind `previous_response_id`, for each token of the model's context (64 KiB at least); with "
     "`truncation` auto the newest so many",
-    "request",
 )
-RESPONSE_BYTES = Limit(
-    "response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed", "request"
-)
-UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form", "request")
-UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file", "request")
-UPLOAD_FIELD_NAME = Limit(
-    "upload_field_name", 256, "characters", "the name of a field of an upload's form", "request"
-)
-UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file", "request")
-UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", "request", "RYZANSTEIN_FILE_LIMIT")
+RESPONSE_BYTES = Limit("response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed")
+UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form")
+UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")
+UPLOAD_FIELD_NAME = Limit("upload_field_name", 256, "characters", "the name of a field of an upload's form")
+UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file")
+UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
 
 # --- connections -----------------------------------------------------------------------------------
 
@@ -196,14 +165,13 @@ GRPC_PUBLIC_CALLS = Limit(
     "grpc_public_calls", 16, "entries", "gRPC calls at a time that need no key", "connection"
 )
 GRPC_PUBLIC_MESSAGE = Limit(
-    "grpc_public_message", 4 << 10, "bytes", "the message of a gRPC call that needs no key", "request"
+    "grpc_public_message", 4 << 10, "bytes", "the message of a gRPC call that needs no key"
 )
 GRPC_METADATA = Limit(
     "grpc_metadata",
     16 << 10,
     "bytes",
     "the metadata of a gRPC call, 32 for each entry; beyond four times that the connection ends",
-    "request",
 )
 GRPC_UNTAKEN = Limit(
     "grpc_untaken",
