@@ -131,13 +131,7 @@ class GatewayService(Service):
             watch = self._certificates.run(self.settings.tls_check_interval, expiry.refresh)
             self.spawn(watch, "certificates")
         self._work = Work(
-            self.bus,
-            self.instance,
-            self.settings,
-            self.registry,
-            self._metrics,
-            self._backend,
-            self.spawn,
+            self.bus, self.instance, self.settings, self.registry, self._metrics, self._backend, self.spawn
         )
         await self._work.start()
         self.spawn(self._tell_models(), "models told")

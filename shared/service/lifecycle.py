@@ -31,13 +31,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
 from shared.process import freeze_gc_after_startup, pid_namespace
-from shared.service.endpoints import (
-    Health,
-    OpsApp,
-    SpanCollector,
-    StateCollector,
-    new_registry,
-)
+from shared.service.endpoints import Health, OpsApp, SpanCollector, StateCollector, new_registry
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
 from shared.service.logs import LEVELS, Change, configure_logging, level, set_level

@@ -187,10 +187,7 @@ class _Connection(Session[ClientMessage]):
         if not tracing.on():
             yield
             return
-        with (
-            begin_message(message, self._handshake, self._context.request_id) as span,
-            tracing.active(span),
-        ):
+        with begin_message(message, self._handshake, self._context.request_id) as span, tracing.active(span):
             yield
 
     def count(self, turn: Turn[ClientMessage], error: Exception | None) -> None:

@@ -18,11 +18,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import (
-    InvalidParameter,
-    asks_for_nothing,
-    unsupported,
-)
+from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
 from services.gateway.intake import sampling
 from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import (

@@ -94,11 +94,7 @@ class Intake:
         return await make(context)
 
     async def prepare_decoded(
-        self,
-        endpoint: str,
-        request: Decoded,
-        context: Context,
-        print_: str = "",
+        self, endpoint: str, request: Decoded, context: Context, print_: str = ""
     ) -> Run:
         """As `prepare`, for a request that came in another form than JSON. Idempotency keys belong to
         `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
@@ -381,9 +377,6 @@ async def _prompt_ids(
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
     """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
     return [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": rules.text_of(message),
-        }
+        {"role": "system" if message.role == "developer" else message.role, "content": rules.text_of(message)}
         for message in request.messages
     ]

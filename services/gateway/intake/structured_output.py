@@ -276,10 +276,7 @@ class GrammarTurns(Generic[Job]):
     def add(self, tenant: str, job: Job, now: float) -> None:
         """`now`: seconds of any steady clock. Raises `QueueFull` where too many wait, `RateLimited` where the
         tenant's have taken too long."""
-        for limit, count in (
-            (GRAMMARS_WAITING, self.waiting),
-            (TENANT_GRAMMARS, self._turns.of(tenant)),
-        ):
+        for limit, count in ((GRAMMARS_WAITING, self.waiting), (TENANT_GRAMMARS, self._turns.of(tenant))):
             if count >= limit.value:
                 raise QueueFull(
                     f"{count} new schemas and grammars wait to be compiled; try again in a moment ({limit.cited()}).",

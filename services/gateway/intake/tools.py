@@ -255,9 +255,7 @@ def _check_call(path: str, call: ToolCall) -> None:
 def _wrong_value(path: str, value: str, supported: Sequence[Any]) -> InvalidParameter:
     words = ", ".join(f"'{word}'" for word in supported)
     return InvalidParameter(
-        f"Invalid value: '{value[:64]}'. Supported values are: {words}.",
-        param=path,
-        reason="invalid_value",
+        f"Invalid value: '{value[:64]}'. Supported values are: {words}.", param=path, reason="invalid_value"
     )
 
 

@@ -44,13 +44,7 @@ def not_found(public_id: str) -> RouteError:
 class ResponseLookup:
     """The same for all routes, and for requests that go on with a response. Methods raise `BrokerUnavailable`."""
 
-    def __init__(
-        self,
-        store: ResponseStore,
-        keeper: Keeper,
-        answers: Answers,
-        runs: Runs,
-    ) -> None:
+    def __init__(self, store: ResponseStore, keeper: Keeper, answers: Answers, runs: Runs) -> None:
         self._store = store
         self._keeper = keeper
         self._answers = answers

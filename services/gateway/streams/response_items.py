@@ -18,12 +18,7 @@ Item = dict[str, Any]
 """As it is listed: JSON."""
 
 
-ABBREVIATIONS = {
-    "message": "msg",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "reasoning": "rs",
-}
+ABBREVIATIONS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

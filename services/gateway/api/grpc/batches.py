@@ -136,9 +136,7 @@ def shown(job: BatchJob) -> pb.Batch:
     """A batch for the client."""
     ended = job.completed_at or job.failed_at or job.expired_at or job.cancelled_at
     usage = pb.Usage(
-        prompt_tokens=job.usage.input,
-        completion_tokens=job.usage.output,
-        cached_tokens=job.usage.cached,
+        prompt_tokens=job.usage.input, completion_tokens=job.usage.output, cached_tokens=job.usage.cached
     )
     return pb.Batch(
         id=job.id,

@@ -93,9 +93,7 @@ RULES: dict[str, Schema] = {
             for kind, way in zip(_PARTS, _one_of(_PARTS), strict=True)
         ]
     },
-    "StreamOptions": {
-        "allOf": [given_needs("continuous_usage_stats", TRUE, {"include_usage": TRUE})],
-    },
+    "StreamOptions": {"allOf": [given_needs("continuous_usage_stats", TRUE, {"include_usage": TRUE})]},
     "TokenizeRequest": {
         "oneOf": _one_of({"prompt": {"type": "string"}, "messages": {"type": "array"}}),
         "allOf": [_ONE_MESSAGE],
