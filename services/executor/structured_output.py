@@ -98,7 +98,6 @@ class GrammarState:
         """Whether the text matches the grammar and nothing can follow."""
 
     def advance(self, *tokens: int) -> None:
-        """`tokens` have been put out."""
         self._settle()
         self._allowed = None
         if not self.matcher.consume_tokens(list(tokens)):

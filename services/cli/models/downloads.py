@@ -154,7 +154,7 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
 
     Raises `ModelLoadError`, and `OSError` when there is no room for it.
     """
-    module = ["services.executor.model.convert", str(gguf), str(directory)]
+    module = ["services.executor.model.conversion", "directory", str(gguf), str(directory)]
     try:
         run_module(module, progress, f"The GGUF file {gguf} could not be converted")
     except ModelLoadError as error:

@@ -92,8 +92,6 @@ class InRankOrder(Wrapped):
 
 
 class SingleRank:
-    """The ring of one rank: nothing to say."""
-
     rank = 0
     world_size = 1
     busy_seconds = 0.0

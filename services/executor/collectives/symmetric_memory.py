@@ -56,8 +56,6 @@ OPERATORS = ("one_shot_all_reduce_out", "two_shot_all_reduce_", "multimem_all_re
 
 
 class Way(Enum):
-    """How a sum is computed."""
-
     NOTHING = "nothing"
     ONE_SHOT = "one shot"
     TWO_SHOT = "two shot"
@@ -90,8 +88,6 @@ def one_shot_limit(ranks: int) -> int:
 
 
 class Circumstances(NamedTuple):
-    """What symmetric memory depends on."""
-
     ranks: int
     one_host: bool
     operators: bool

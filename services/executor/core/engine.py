@@ -62,7 +62,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     @property
     def total_blocks(self) -> int:
-        """KV blocks in all, hot and cold."""
         return self.num_blocks + self.num_cold
 
     @property
@@ -115,8 +114,6 @@ class RestoreFailed(InternalError):
 
 
 class Launched(Protocol):
-    """A step that the engine has been given."""
-
     def result(self) -> list[SampledToken]:
         """Waits for it; what `Engine.execute` gives, and raises. To be called once for every step, in the order in
         which they were launched."""

@@ -15,8 +15,6 @@ EXTERNAL, OUT_OF_MEMORY, CRASHED, HUNG = RING_CAUSES
 
 
 class Fault(NamedTuple):
-    """A kind of error."""
-
     code: int
     """Of `cudaError_t`."""
     pattern: str

@@ -80,7 +80,6 @@ class Scores(NamedTuple):
 
 
 def no_scores(top: int = 0) -> Scores:
-    """Of no rows."""
     shape = (0, top)
     nothing = np.zeros(0, np.float32), np.zeros(0, np.int32)
     return Scores(*nothing, np.zeros(shape, np.int32), np.zeros(shape, np.float32))

@@ -106,8 +106,6 @@ class TokenCounts:
 
 
 class CountsAhead(NamedTuple):
-    """What `TokenCounts` would hold after some more tokens."""
-
     ids: Int64Array
     counts: Int64Array
 
@@ -132,9 +130,7 @@ class Grammar(Protocol):
     complete: bool
     """Whether the text matches and nothing can follow."""
 
-    def advance(self, *tokens: int) -> None:
-        """`tokens` have been put out."""
-        ...
+    def advance(self, *tokens: int) -> None: ...
 
     def allowed(self) -> Mask:
         """bool [vocabulary]: which tokens may follow. Raises `InvalidGrammar` when it leads nowhere."""
@@ -321,13 +317,11 @@ class TokenBans:
         return np.union1d(stops, np.array(words, np.int64)) if words else stops
 
     def advance(self, token: int) -> None:
-        """`token` has been put out."""
         self._position += 1
         if self._memory:
             self._tail = [*self._tail, token][-self._memory :]
 
     def ahead(self, tokens: Sequence[int]) -> "TokenBans":
-        """As if `tokens` were put out too."""
         later = object.__new__(TokenBans)
         later.__dict__.update(self.__dict__)
         for token in tokens:

@@ -14,9 +14,7 @@ class Watcher(Protocol):
 
     def before_step(self, step: int) -> None: ...
 
-    def idle(self) -> None:
-        """No step is under way."""
-        ...
+    def idle(self) -> None: ...
 
 
 _nothing: AbstractContextManager[object] = contextlib.nullcontext()
@@ -32,7 +30,6 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 def before_step(step: int) -> None:
-    """`step` is about to be computed, by this thread."""
     if _watcher is not None:
         _watcher.before_step(step)
 
@@ -44,7 +41,6 @@ def idle() -> None:
 
 
 def watched() -> bool:
-    """Whether somebody wants to be told of steps."""
     return _watcher is not None
 
 

@@ -80,7 +80,6 @@ _decoder = msgspec.msgpack.Decoder(StepPlan)
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """The plan as MessagePack."""
     return _encoder.encode(plan)
 
 

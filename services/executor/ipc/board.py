@@ -38,8 +38,6 @@ class RingState(IntEnum):
 
 
 class Kind(IntEnum):
-    """The histograms."""
-
     QUEUE = 0
     PREFILL = 1
     DECODE = 2
@@ -126,7 +124,6 @@ class RankTime(NamedTuple):
     """Waiting for the other ranks counts. On GPUs an estimate: one operation in some is timed."""
 
     def since(self, before: "RankTime") -> "RankTime":
-        """What has come since `before`."""
         return RankTime(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -141,8 +138,6 @@ class Loading(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """As Prometheus has it."""
-
     buckets: list[tuple[str, float]]
     sum: float
 
@@ -211,8 +206,6 @@ class RankBoard:
 
 
 class RingBoard:
-    """The whole board."""
-
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
         self._header, self._rows = map_tables(path, _Header, _Rank * ranks, create=create)
         self.totals: Totals = self._header.totals
@@ -225,7 +218,6 @@ class RingBoard:
         self._recorder = recorder
 
     def begun(self, rank: int) -> int:
-        """The last step that a rank has begun."""
         return int(self._rows[rank].started)
 
     # --- written by the leader -------------------------------------------------------------------
@@ -242,7 +234,6 @@ class RingBoard:
         self._header.loop_beats += 1
 
     def add_step(self, nanoseconds: int, prompt_tokens: int, output_tokens: int, sequences: int = 0) -> None:
-        """A step with so many sequences has been computed."""
         seconds, totals = nanoseconds / 1e9, self.totals
         self.observe(Kind.STEP, seconds)
         self.observe(Kind.BATCH, sequences)
@@ -262,13 +253,11 @@ class RingBoard:
         self.totals.queried_tokens += tokens
 
     def rank(self, rank: int) -> RankBoard:
-        """The row of `rank`, for the process that is this rank."""
         return RankBoard(self._rows[rank], self._recorder or RankRecorder.unread())
 
     # --- of ranks on other hosts: their row is copied ------------------------------------------------
 
     def row(self, rank: int) -> list[int]:
-        """What `rank` has written."""
         return list(_RankWords.from_buffer(self._rows[rank]))
 
     def put_row(self, rank: int, row: Sequence[int]) -> None:
@@ -279,12 +268,10 @@ class RingBoard:
     # --- written by the supervisor ---------------------------------------------------------------
 
     def set_log_level(self, change: Change) -> None:
-        """What the ranks log from now on."""
         self._header.log_until = round(change.until)
         self._header.log_level = change.number
 
     def log_level(self) -> Change:
-        """Read by the ranks."""
         return Change(self._header.log_level, float(self._header.log_until))
 
     # --- read by the supervisor ------------------------------------------------------------------
@@ -324,7 +311,6 @@ class RingBoard:
         return found
 
     def times(self) -> list[RankTime]:
-        """What each rank has spent on traced steps."""
         return [RankTime(row.traced_steps, row.traced_ns, row.communicating_ns) for row in self._rows]
 
     def histogram(self, kind: Kind) -> Histogram:

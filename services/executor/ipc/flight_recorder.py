@@ -86,6 +86,15 @@ class StepTimes(ctypes.Structure):
     waited_ns: int
     """Of that, for other ranks."""
 
+    @property
+    def stages(self) -> tuple[int, int, int]:
+        """Nanoseconds until the plan was sent, then until the logits were there, then until the tokens were; 0 for what
+        is not known (yet)."""
+        sent = self.sent or self.began
+        compute = max(0, self.computed - sent) if self.computed else 0
+        sample = max(0, self.ended - self.computed) if self.computed and self.ended else 0
+        return sent - self.began, compute, sample
+
 
 @table
 class _Line(ctypes.Structure):
@@ -115,7 +124,6 @@ class RankRecord(ctypes.Structure):
         return [StepTimes.from_buffer_copy(self.times[number % STEPS]) for number in last]
 
     def step(self, step: int) -> StepTimes | None:
-        """That step, where it is among the last ones."""
         return next((times for times in reversed(self.steps()) if times.step == step), None)
 
     def lines(self) -> list[str]:
@@ -156,7 +164,6 @@ class RankRecorder:
         self._at.sent = time.monotonic_ns()
 
     def computed(self) -> None:
-        """The logits are there."""
         self._at.computed = time.monotonic_ns()
 
     def end_step(self, step: int) -> None:
@@ -191,7 +198,6 @@ class RankRecorder:
     # --- rarely ----------------------------------------------------------------------------------
 
     def line(self, text: str) -> None:
-        """Keeps a line of the log."""
         data = text.encode(errors="replace")[:LINE_BYTES]
         line = self._row.log[self._row.lines_written % LINES]
         ctypes.memmove(line.text, data, len(data))
@@ -231,17 +237,7 @@ class _Plan(ctypes.Structure):
     names: Annotated[Any, ctypes.c_uint8 * _NAME_BYTES]
 
 
-_SIZES = (
-    "tokens",
-    "decodes",
-    "sampled",
-    "saves",
-    "compressions",
-    "restores",
-    "pools",
-    "sequence_count",
-    "blocks",
-)
+_SIZES = [name for name in _Plan.__annotations__ if name in PlanDump.__struct_fields__ and name != "step"]
 
 
 class PlanLog:
@@ -306,8 +302,6 @@ def _dumped(plan: _Plan, now: int) -> PlanDump:
 
 
 class FlightRecorder:
-    """The whole recorder of a ring."""
-
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
         """Without the file (a rank that no supervisor has started) nobody reads what is written."""
         there = path if create or path.exists() else None
@@ -320,7 +314,6 @@ class FlightRecorder:
         return cls(board.with_name("recorder"), ranks, create=create)
 
     def rank(self, rank: int) -> RankRecorder:
-        """The row of `rank`, for the process that is this rank."""
         return RankRecorder(self._rows[rank])
 
     def read(self, rank: int) -> RankRecord:

@@ -71,8 +71,6 @@ class PlanListener:
 
 
 class PlanSender:
-    """The leader's side: sends each plan to every other rank."""
-
     def __init__(self, channels: list[tuple[socket.socket, MessageMac]]) -> None:
         self._channels = channels
 

@@ -79,15 +79,11 @@ PREFIX = b"debug "
 
 
 class StateQuestion(msgspec.Struct, frozen=True, tag="state"):
-    """How are you?"""
-
     path: str
     """Where the answer goes, a `StateAnswer`."""
 
 
 class ProfileQuestion(msgspec.Struct, frozen=True, tag="profile"):
-    """Profile your next steps."""
-
     path: str
     """Where the answer goes, a `ProfileSummary`, once the trace is written beside it."""
     trace: str
@@ -113,7 +109,6 @@ _questions = msgspec.json.Decoder(Question)
 
 
 def ask(question: Question) -> bytes:
-    """The line that asks it."""
     return PREFIX + msgspec.json.encode(question) + b"\n"
 
 
@@ -128,7 +123,6 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 def stack_file(directory: Path, rank: int) -> Path:
-    """Where a rank writes its stacks."""
     return directory / f"stacks-{rank}"
 
 
@@ -146,8 +140,6 @@ def write_answer(path: Path, answer: msgspec.Struct) -> None:
 
 
 class DebugResponder(Protocol):
-    """Who answers what is asked about this rank."""
-
     def answer(self, line: bytes) -> None: ...
 
     def on_state(self, leader: Callable[[], LeaderDump | None]) -> None: ...

@@ -102,15 +102,6 @@ class BlockAllocator:
         """Blocks for full ones that can be had at once: cold ones; the writable ones where there are none."""
         return self._kept.available
 
-    @property
-    def used(self) -> int:
-        """Blocks that some sequence holds."""
-        return self.num_blocks - self.available
-
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens need."""
-        return -(-tokens // self.block_size)
-
     def room_after(self, found: Sequence[int]) -> tuple[int, int]:
         """(blocks for full ones, hot blocks) that can still be had once the cached ones of `found` have been taken."""
         unused = sum(1 for block in found if block >= 0 and self._references[block] == 0)
@@ -313,16 +304,10 @@ class BlockAllocator:
         self._pins.sort()
 
     def take_copies(self) -> Copies:
-        """The copies that the plan about to be sent must carry."""
         for slot in self._unlock:
             self._tiers.unlock(slot)
         self._unlock = []
         return self._copies.take()
-
-    @property
-    def restores(self) -> int:
-        """Restores that the next plan carries so far."""
-        return self._copies.restores
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -370,7 +355,6 @@ class BlockAllocator:
     # --- checks ----------------------------------------------------------------------------------
 
     def census(self) -> Census:
-        """How many blocks are in which state."""
         used = [block for block, references in enumerate(self._references) if references]
         hot = sum(1 for block in used if block < self.num_hot)
         return Census(

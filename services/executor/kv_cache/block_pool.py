@@ -46,34 +46,28 @@ class SessionPins:
 
     def add(self, block: int, session: str, now: float) -> None:
         """`block` is kept for `session`, which is used `now`."""
-        entry = self._sessions.get(session)
-        if entry is None:
-            entry = self._sessions[session] = _Session()
-        entry.last_used = now
-        entry.blocks[block] = None
+        self._add(block, session).last_used = now
         self._sessions.move_to_end(session)
-        self._owners[block] = session
 
     def add_older(self, block: int, session: str, last_used: float) -> None:
         """As `add`, for what was used at `last_used` in another ring. `sort` must follow."""
-        entry = self._sessions.get(session)
-        if entry is None:
-            entry = self._sessions[session] = _Session()
-            entry.last_used = last_used
+        entry = self._add(block, session)
         entry.last_used = max(entry.last_used, last_used)
+
+    def _add(self, block: int, session: str) -> _Session:
+        entry = self._sessions.setdefault(session, _Session())
         entry.blocks[block] = None
         self._owners[block] = session
+        return entry
 
     def sort(self) -> None:
         """The longest unused sessions come first again."""
         self._sessions = OrderedDict(sorted(self._sessions.items(), key=lambda item: item[1].last_used))
 
     def newest_first(self) -> list[tuple[str, float]]:
-        """Every session, and when it was last used."""
         return [(session, entry.last_used) for session, entry in reversed(self._sessions.items())]
 
     def blocks(self, session: str) -> list[int]:
-        """What is kept for `session`."""
         entry = self._sessions.get(session)
         return [] if entry is None else list(entry.blocks)
 
@@ -102,7 +96,6 @@ class SessionPins:
         return blocks
 
     def blocks_by_session(self) -> dict[str, int]:
-        """How many blocks are kept for each session."""
         return {session: len(entry.blocks) for session, entry in self._sessions.items()}
 
     def __contains__(self, block: int) -> bool:
@@ -140,7 +133,6 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had at once."""
         return len(self._empty) + len(self._cached) + len(self._pinned)
 
     def take(self) -> tuple[int, bool]:
@@ -236,8 +228,6 @@ class Copies(NamedTuple):
 
 
 class PendingCopies:
-    """What the next plan will carry."""
-
     def __init__(self) -> None:
         self._saves: dict[int, int] = {}
         self._restores: Pairs = []
@@ -246,10 +236,6 @@ class PendingCopies:
     def saves(self) -> KeysView[int]:
         """The slots that are going to be written, oldest first."""
         return self._saves.keys()
-
-    @property
-    def restores(self) -> int:
-        return len(self._restores)
 
     def save(self, block: int, slot: int) -> None:
         """A slot that was to be written already has been given away since: the later save counts."""
@@ -263,7 +249,6 @@ class PendingCopies:
         self._restores.append((slot, block))
 
     def take(self) -> Copies:
-        """All of them, once."""
         saves = [(block, slot) for slot, block in self._saves.items()]
         copies = Copies(saves, self._restores)
         self._saves, self._restores = {}, []

@@ -147,7 +147,6 @@ class StoreShape:
 
     @property
     def compresses(self) -> bool:
-        """Whether any layer does."""
         return any(codec is not None for codec in self.codecs)
 
     def codec(self, layer: int) -> Codec | None:
@@ -375,7 +374,6 @@ def _my_blocks(
     device: torch.device,
     widths: StepWidths | None,
 ) -> BlockCounts:
-    """What this rank can hold."""
     if settings.kv_memory:
         budget, cap = settings.kv_memory, None
     else:

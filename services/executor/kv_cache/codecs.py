@@ -24,8 +24,6 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to compress."""
-
     name: BlockDType
     dtype: torch.dtype
     """Of the codes."""

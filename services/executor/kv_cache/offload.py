@@ -44,8 +44,6 @@ class Arriving(Protocol):
 
 
 class Spill(Protocol):
-    """What a rank keeps evicted blocks in."""
-
     @property
     def loses(self) -> bool:
         """Whether a block that was saved may not come back."""

@@ -96,7 +96,6 @@ class SpillTier:
 
     @property
     def locks(self) -> Mapping[int, int]:
-        """Locks by slot."""
         return self._locks
 
     def check(self) -> None:
@@ -112,8 +111,6 @@ class SpillTier:
 
 
 class SpillTiers:
-    """Host memory before disk, as one."""
-
     def __init__(self, num_host: int, num_disk: int) -> None:
         self._num_host = num_host
         self._host = SpillTier(0, num_host)
@@ -122,7 +119,6 @@ class SpillTiers:
 
     @property
     def count(self) -> int:
-        """Tiers that have any slot."""
         return len(self._tiers)
 
     def find(self, key: BlockKey) -> int | None:

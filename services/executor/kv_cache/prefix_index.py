@@ -44,8 +44,6 @@ def block_digest(parent: bytes, tokens: bytes) -> bytes:
 
 
 class BlockKey(NamedTuple):
-    """What a full block holds."""
-
     digest: bytes
     parent: bytes
     tokens: bytes
@@ -102,7 +100,6 @@ class PrefixIndex:
         return digest in self._blocks
 
     def key(self, block: int) -> BlockKey:
-        """What `block` holds, which is in the index."""
         return self._keys[block]
 
     def chains(self, blocks: Iterable[int], root: bytes) -> list[int]:

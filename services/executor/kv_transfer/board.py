@@ -59,8 +59,6 @@ class RankReport:
 
 
 class HandoverBoard:
-    """The whole board."""
-
     def __init__(self, path: Path, ranks: int, *, create: bool = False) -> None:
         self.totals: HandoverTotals
         self.totals, self._rows = map_tables(path, HandoverTotals, _Rank * ranks, create=create)

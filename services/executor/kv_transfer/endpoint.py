@@ -196,7 +196,6 @@ class BatchReceiver:
             raise HandoverBroken("the sender does not have the batch's key")
 
     def _frame(self, connection: socket.socket) -> None:
-        """Takes one block."""
         index, expected, length = _FRAME.unpack(read_exactly(connection, _FRAME.size))
         if length != self._block_bytes or index >= self._count:
             raise HandoverBroken(f"block {index} of {length} bytes is none of this batch")
@@ -223,8 +222,6 @@ ENDED, FAILED = 1, 2
 
 
 class Blocks(Protocol):
-    """What is needed of the rank's store."""
-
     def save(self, block: int) -> bytes: ...
 
 

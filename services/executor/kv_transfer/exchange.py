@@ -82,8 +82,6 @@ class Exchange:
 
 
 class Offered(NamedTuple):
-    """A block that another ring has."""
-
     parent: bytes
     """Digest of the block before it, or the root of its chain."""
     tokens: bytes

@@ -47,8 +47,6 @@ SERVING = ("ready", "busy")
 
 
 class Peer:
-    """A group that may take sessions over."""
-
     def __init__(self, record: GroupRecord) -> None:
         self.group = record.group
         self.epoch = record.epoch

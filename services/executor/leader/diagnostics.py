@@ -31,8 +31,6 @@ RANKS_END = 0.1
 
 
 class LeaderDebug:
-    """Beside a leader's step loop."""
-
     def __init__(
         self, spec: RankSpec, batcher: ContinuousBatcher, engine: EngineSpec, slow_step: str
     ) -> None:
@@ -49,7 +47,6 @@ class LeaderDebug:
     # --- steps -----------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        """The step is about to be executed."""
         ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
         self._plans.add(plan, ids, self._block_size)
 
@@ -78,7 +75,6 @@ class LeaderDebug:
         log.warning("slow_step", **fields, **self._parts(plan, rows, computed))
 
     def _parts(self, plan: StepPlan, rows: list[Row], computed: int) -> dict[str, object]:
-        """What the step was made of."""
         times = [rank.step(plan.step) for rank in self._ranks]
         return {
             "prefill_tokens": computed,
@@ -137,12 +133,8 @@ def _stages(times: StepTimes) -> dict[str, float]:
     """The leader's stages. An engine that knows none has only the whole."""
     if not times.computed:
         return {}
-    sent = times.sent or times.began
-    return {
-        "send_ms": _ms((sent - times.began) / 1e9),
-        "compute_ms": _ms((times.computed - sent) / 1e9),
-        "sample_ms": _ms(max(0, times.ended - times.computed) / 1e9),
-    }
+    spent = (_ms(nanoseconds / 1e9) for nanoseconds in times.stages)
+    return dict(zip(("send_ms", "compute_ms", "sample_ms"), spent, strict=True))
 
 
 def _of_rank(rank: int, times: StepTimes, leader: StepTimes | None) -> dict[str, object]:

@@ -17,6 +17,8 @@ the gap before those, and their gateways have what is missing computed again.
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
+
 from services.executor.scheduler.batcher import Entries
 from shared import limits
 from shared.messages import GenerationRequest, TokenEntry, TokenFrame
@@ -86,22 +88,8 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         first.logprobs.extend(then.logprobs)
     if not then.finish:
         return first
-    return TokenEntry(
-        first.generation_id,
-        first.attempt,
-        first.position,
-        first.tokens,
-        then.finish,
-        first.logprobs,
-        first.cached_tokens,
-        then.error_code,
-        then.error,
-        then.retryable,
-        then.vector,
-        first.prompt_scores,
-        first.suspected,
-        first.fingerprint,
-    )
+    ending = {name: getattr(then, name) for name in ("finish", "error_code", "error", "retryable", "vector")}
+    return msgspec.structs.replace(first, **ending)
 
 
 def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:

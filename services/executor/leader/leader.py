@@ -116,8 +116,6 @@ LOOP_BEAT_INTERVAL = 0.5
 
 
 class Leader:
-    """Rank 0's event loop."""
-
     def __init__(
         self,
         settings: ExecutorSettings,

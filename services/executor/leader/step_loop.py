@@ -114,8 +114,6 @@ OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
 
 
 class _Flight:
-    """A step under way."""
-
     def __init__(self, plan: StepPlan, rows: list[Row], traces: AttemptTraces | None) -> None:
         self.plan, self.rows, self.traces = plan, rows, traces
         self.began = time.perf_counter_ns()

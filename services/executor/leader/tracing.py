@@ -30,8 +30,6 @@ MOST_CHUNKS = 64
 
 
 class _Attempt:
-    """One attempt at one generation."""
-
     def __init__(self, request: GenerationRequest, span: Span, times: list[RankTime]) -> None:
         self.attempt = request.attempt
         self.span = span
@@ -141,8 +139,6 @@ class _Attempt:
 
 
 class _TracedStep(NamedTuple):
-    """A step under way."""
-
     chunks: list[tuple[Chunk, bool]]
     """Of traced attempts, and whether they give a token."""
     began: int
@@ -167,12 +163,10 @@ class AttemptTraces:
         return bool(self._live)
 
     def ids(self, generation_id: str) -> dict[str, str]:
-        """For log lines about it."""
         attempt = self._live.get(generation_id)
         return {} if attempt is None else tracing.ids_of(attempt.span)
 
     def begin(self, request: GenerationRequest) -> None:
-        """The ring has accepted `request`."""
         known = self._live.get(request.generation_id)
         if known is not None and known.attempt >= request.attempt:
             return
@@ -235,8 +229,6 @@ def ids_of(rows: Sequence[Row], which: Sequence[int] | None = None) -> list[str]
 
 
 class Attempts:
-    """Of one ring."""
-
     def __init__(self, group: str, epoch: int, times: Callable[[], list[RankTime]]) -> None:
         self.traces = AttemptTraces(group, epoch, times)
         self._request_ids: dict[str, str] = {}

@@ -29,9 +29,7 @@ class Decoder(Protocol):
     """Holds a lowered model's weights and the rank's KV store, and runs step plans that compute some tokens."""
 
     @property
-    def label(self) -> str:
-        """What its share of a step is called in traces."""
-        ...
+    def label(self) -> str: ...
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Computes one step; `progress` counts the layers.

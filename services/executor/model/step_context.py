@@ -37,8 +37,6 @@ KeyBias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a layer's scores become weights."""
-
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None

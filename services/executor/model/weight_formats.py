@@ -26,8 +26,6 @@ _AT_ONCE = 1 << 24
 
 
 class Quantized(NamedTuple):
-    """A weight as it is kept."""
-
     codes: Tensor
     """[out, in], int8 or e4m3"""
     scales: Tensor
@@ -51,7 +49,6 @@ WeightCodec = Codec | RowsCodec
 
 
 def empty(shape: Sequence[int], codec: WeightCodec, device: torch.device) -> Quantized | QuantizedRows:
-    """Room for a weight of `shape` [out, in]."""
     if isinstance(codec, RowsCodec):
         return codec.empty(*shape)
     codes = torch.empty(tuple(shape), dtype=codec.dtype, device=device)

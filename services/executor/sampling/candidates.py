@@ -61,6 +61,24 @@ class RowTable:
     totals: Tensor | None = None
     """float64 [n, 1]: the weight of the whole vocabulary (see `WANT`); None: the scores are all that counts."""
 
+    def take(self, chosen: list[int]) -> "RowTable":
+        """A copy of the rows at these indices, in float32."""
+        where = torch.tensor(chosen, device=self.scores.device)
+        rows = [self.rows[at] for at in chosen]
+        ids = None if self.ids is None else self.ids[chosen]
+        totals = None if self.totals is None else self.totals[chosen]
+        return RowTable(rows, self.scores.index_select(0, where).float(), ids, totals)
+
+    def token(self, at: int, column: int) -> int:
+        return column if self.ids is None else int(self.ids[at, column])
+
+    def columns(self, at: int, tokens: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
+        """Where `tokens` are in row `at`, and which of them are there at all."""
+        if self.ids is None:
+            return tokens, np.ones(len(tokens), np.bool_)
+        columns = np.searchsorted(self.ids[at], tokens).clip(max=self.ids.shape[1] - 1)
+        return columns, self.ids[at, columns] == tokens
+
 
 @dataclass(frozen=True)
 class RowLogits:
@@ -158,7 +176,6 @@ def collect_largest(
 
 
 def _row_logits(summaries: Floats, tables: list[RowTable]) -> RowLogits:
-    """From the `summaries` of all ranks."""
     largest = summaries[:, :, 0]
     ranks, rows = largest.argmax(axis=0), np.arange(largest.shape[1])  # NaN is the largest; the first of ties
     with np.errstate(invalid="ignore"):  # rows of infinities, which the sampler refuses

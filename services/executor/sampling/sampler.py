@@ -96,9 +96,6 @@ def _keep_at_least(probs: Tensor, rows: Tensor, threshold: Tensor) -> None:
     probs[rows] = kept.masked_fill_(kept < threshold, 0.0)
 
 
-Int64Array = NDArray[np.int64]
-
-
 def wants_of(states: Sequence[SamplingState], vocab_size: int) -> Wants:
     """What `collect` is to bring for each row: [R] of `WANT`."""
     wants = np.zeros(len(states), WANT)
@@ -138,39 +135,14 @@ class Sampler:
         masks = masks_of(states)
         tokens: list[int] = logits.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
-        for table in map(_Table, logits.tables):
+        for table in logits.tables:
             _sample_table(table, states, masks, tokens)
             logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 
-class _Table:
-    """A `RowTable` with its tokens."""
-
-    def __init__(self, table: RowTable) -> None:
-        self.rows, self.scores, self.ids, self.totals = table.rows, table.scores, table.ids, table.totals
-
-    def take(self, chosen: list[int]) -> "_Table":
-        """A copy of the rows at these indices, in float32."""
-        where = torch.tensor(chosen, device=self.scores.device)
-        rows = [self.rows[at] for at in chosen]
-        ids = None if self.ids is None else self.ids[chosen]
-        totals = None if self.totals is None else self.totals[chosen]
-        return _Table(RowTable(rows, self.scores.index_select(0, where).float(), ids, totals))
-
-    def token(self, at: int, column: int) -> int:
-        return column if self.ids is None else int(self.ids[at, column])
-
-    def columns(self, at: int, tokens: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
-        """Where `tokens` are in row `at`, and which of them are there at all."""
-        if self.ids is None:
-            return tokens, np.ones(len(tokens), np.bool_)
-        columns = np.searchsorted(self.ids[at], tokens).clip(max=self.ids.shape[1] - 1)
-        return columns, self.ids[at, columns] == tokens
-
-
 def _sample_table(
-    table: _Table, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int]
+    table: RowTable, states: Sequence[SamplingState], masks: Mapping[int, Mask], tokens: list[int]
 ) -> None:
     """Puts the tokens of the rows that are drawn, or whose logits are edited or masked, into `tokens`."""
     special = [
@@ -191,8 +163,7 @@ def _sample_table(
         tokens[row] = edited.token(at, column)
 
 
-def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
-    """The column of each row's token."""
+def _choose(table: RowTable, states: list[SamplingState]) -> list[int]:
     drawn = [at for at, state in enumerate(states) if not state.greedy]
     if len(drawn) == len(states):
         return _draw(table, states)
@@ -204,7 +175,7 @@ def _choose(table: _Table, states: list[SamplingState]) -> list[int]:
     return columns
 
 
-def _apply_masks(table: _Table, masks: Mapping[int, Mask]) -> None:
+def _apply_masks(table: RowTable, masks: Mapping[int, Mask]) -> None:
     """Minus infinity for tokens that cannot follow: nothing below raises it, or chooses it."""
     masked = [at for at, row in enumerate(table.rows) if row in masks]
     if not masked:
@@ -215,7 +186,7 @@ def _apply_masks(table: _Table, masks: Mapping[int, Mask]) -> None:
         table.scores[at].masked_fill_(out, -torch.inf)
 
 
-def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:
+def _apply_penalties(table: RowTable, states: list[SamplingState]) -> None:
     """Repetition penalty r (CTRL, arXiv:1909.05858): a positive logit is divided by r, a negative
     one multiplied, for tokens of prompt and output. Then presence and frequency penalties (OpenAI's
     API): minus presence for tokens of the output, minus frequency times their count."""
@@ -239,7 +210,7 @@ def _apply_penalties(table: _Table, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] = torch.where(values > 0, values / factor, values * factor) - offset
 
 
-def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
+def _apply_biases(table: RowTable, states: list[SamplingState]) -> None:
     rows, columns, amounts = [], [], []
     for at, state in enumerate(states):
         if state.biases is None:
@@ -255,7 +226,7 @@ def _apply_biases(table: _Table, states: list[SamplingState]) -> None:
     scores[places[0], places[1]] += torch.from_numpy(np.concatenate(amounts)).to(scores.device)
 
 
-def _apply_bans(table: _Table, states: list[SamplingState]) -> None:
+def _apply_bans(table: RowTable, states: list[SamplingState]) -> None:
     """Tokens that may not be drawn get a logit of minus infinity."""
     scores = table.scores
     for at, state in enumerate(states):
@@ -270,7 +241,7 @@ def _apply_bans(table: _Table, states: list[SamplingState]) -> None:
         scores[at, torch.from_numpy(columns[there]).to(scores.device)] = float("-inf")
 
 
-def _draw(table: _Table, states: list[SamplingState]) -> list[int]:
+def _draw(table: RowTable, states: list[SamplingState]) -> list[int]:
     """One column per row, by the inverse of its distribution."""
     scores, device = table.scores, table.scores.device
     temperature = torch.tensor([[state.params.temperature] for state in states], device=device)
@@ -290,7 +261,7 @@ def _draw(table: _Table, states: list[SamplingState]) -> list[int]:
 
 
 def _logprobs(
-    table: _Table, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
+    table: RowTable, of_all: NDArray[np.float32], tokens: list[int], states: Sequence[SamplingState]
 ) -> dict[int, TokenLogprobs]:
     """By row, for the rows that ask: the chosen token's log probability and the most likely ones."""
     asking = [at for at, row in enumerate(table.rows) if states[row].params.logprobs >= 0]

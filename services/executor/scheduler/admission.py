@@ -32,11 +32,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
     """Tokens that one sequence's step checks ahead at most (`speculation.py`); 0: none."""
 
     def validate(self) -> None:
-        """Raises `ConfigurationError` naming the setting that is out of range."""
-        if self.max_sequences < 1:
-            raise ConfigurationError(f"max_sequences is {self.max_sequences}; set 1 or more.")
-        if self.max_waiting < 0:
-            raise ConfigurationError(f"max_waiting is {self.max_waiting}; set 0 or more.")
+        """Raises `ConfigurationError` where they do not go together."""
         if self.max_batch_tokens < self.max_sequences:
             raise ConfigurationError(
                 f"max_batch_tokens is {self.max_batch_tokens}, fewer than max_sequences "
@@ -163,5 +159,4 @@ def queue_full(waiting: int) -> RyzansteinError:
 
 
 def refusal(request: GenerationRequest, error: RyzansteinError) -> Refusal:
-    """`error` as the answer to a dispatch."""
     return Refusal(request.generation_id, error.code, error.message, error.retryable)

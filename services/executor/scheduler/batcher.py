@@ -307,7 +307,6 @@ class ContinuousBatcher:
 
     @property
     def exchange(self) -> Exchange:
-        """What this ring gives to others, and takes from them."""
         return self._tables.exchange
 
     @property
@@ -322,16 +321,13 @@ class ContinuousBatcher:
 
     @property
     def preemptions(self) -> int:
-        """Sequences that have had to give up their blocks."""
         return self._planner.preemptions
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the cache."""
         return self._tables.cached_tokens
 
     def load(self) -> GroupLoad:
-        """How full the ring is."""
         return load_of(self._planner, self._tables, self._held.values(), self._spec)
 
     def sequences_under_way(self) -> list[Sequence]:

@@ -284,11 +284,9 @@ class BlockTables:
 
     @property
     def restoring(self) -> bool:
-        """Whether the step under way restores anything."""
         return bool(self._restores)
 
     def take_copies(self) -> Copies:
-        """The copies that the plan must carry."""
         return self._allocator.take_copies()
 
     def close(self, failed: Collection[int] = ()) -> list[Sequence]:

@@ -109,7 +109,6 @@ class Lookahead:
 
 
 def step_ahead(successors: Seq[Successor]) -> Step:
-    """The step that goes on with them."""
     chunks = [AheadChunk(one.sequence, 1) for one in successors]
     return Step(
         chunks, chunks, [Row(one.sequence, one.sequence.sampling.later()) for one in successors], ahead=True
@@ -162,12 +161,10 @@ class StepsUnderWay:
 
     @property
     def newest(self) -> Step:
-        """The one that was scheduled last."""
         return self.oldest if self.later is NO_STEP else self.later
 
     @property
     def alone(self) -> bool:
-        """Whether there is exactly one."""
         return self.oldest is not NO_STEP and self.later is NO_STEP
 
     def begin(self, step: Step) -> None:

@@ -151,7 +151,6 @@ class Sequence:
 
     @property
     def blocks(self) -> int:
-        """KV blocks that it holds."""
         return len(self.table) + len(self.cold)
 
     @property
@@ -168,7 +167,6 @@ class Sequence:
         return finish_reason(self.request, self._stops, self.output_tokens, last, context_length)
 
     def append(self, token: int) -> None:
-        """`token` is the next output token."""
         self.tokens.append(token)
         self.sampling.advance(token)
 

@@ -135,7 +135,6 @@ class Guesser:
         return chances
 
     def drafts(self, count: int) -> list[int]:
-        """The first `count` guesses."""
         return self._guess[:count]
 
     def learn(self, drawn: Iterable[int]) -> None:

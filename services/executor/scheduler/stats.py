@@ -21,8 +21,6 @@ from shared.messages import GroupLoad
 
 
 class BatcherView(NamedTuple):
-    """A batcher, looked into."""
-
     sequences: list[Sequence]
     spec: EngineSpec
     blocks: Census
@@ -45,7 +43,6 @@ def view_of(
 def load_of(
     planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
 ) -> GroupLoad:
-    """How full the ring is."""
     unfinished = sum(s.remaining for s in planner.running if s.remaining > 1)
     return GroupLoad(
         running=len(planner.running),

@@ -32,8 +32,6 @@ _BATCH = (LANES.index("batch"),)
 
 
 class _Step:
-    """A step that is being planned."""
-
     def __init__(self, budget: int, scorable: int) -> None:
         self.chunks: list[Chunk] = []
         self.budget = budget
@@ -132,7 +130,6 @@ class StepPlanner:
         return admitted
 
     def wait(self, sequence: Sequence) -> None:
-        """A new sequence waits for its place."""
         self.isolates = self.isolates or sequence.alone
         insort(self.waiting, sequence, key=URGENCY)
 

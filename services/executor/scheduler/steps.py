@@ -74,7 +74,6 @@ class Pool:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """First and end."""
         assert self.positions is not None
         first, end = self.positions
         shift = self._first_row - self.start
@@ -82,8 +81,6 @@ class Pool:
 
 
 class ScoredRows(NamedTuple):
-    """Part of a chunk."""
-
     sequence: Sequence
     first: int
     """Row of the flat batch."""
@@ -93,8 +90,6 @@ class ScoredRows(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of the step that is sampled."""
-
     sequence: Sequence
     sampling: SamplingState
     """As if the drafts before the row were the sequence's tokens."""
@@ -107,8 +102,6 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step under way."""
-
     batch: Seq[Chunk]
     sampled: Seq[Chunk]
     """Those that give tokens, in the order of their rows."""
@@ -281,7 +274,6 @@ def rows_of_pools(pools: Seq[Pool]) -> bytes:
 
 
 def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:
-    """What a step scores."""
     if not [chunk for chunk in batch if chunk.sequence.scores is not None]:  # nearly always
         return []
     found, row = [], 0
@@ -296,7 +288,6 @@ def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:
 
 
 def with_scored(plan: StepPlan, scored: Seq[ScoredRows]) -> StepPlan:
-    """`plan`, which scores them."""
     rows = np.concatenate([np.arange(part.end - part.start) + part.first for part in scored])
     targets = np.concatenate([part.sequence.tokens[part.start + 1 : part.end + 1] for part in scored])
     tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]

@@ -19,8 +19,6 @@ process of several is not forked. What the operator has set goes first."""
 
 
 class Started(NamedTuple):
-    """A fork server that is importing."""
-
     process: "subprocess.Popen[bytes]"
     line: socket.socket
 

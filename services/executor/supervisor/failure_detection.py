@@ -113,14 +113,17 @@ def death_of(epoch: int, cause: str, plans: Sequence[PlanDump]) -> RingDeath:
 def oom_kills() -> int:
     """Processes that the kernel has killed so far for want of memory: in this process's container where it has a
     control group of its own, else on this host."""
-    groups = (line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::"))
-    files = [Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events" for group in groups]
-    for path in (*files, Path("/proc/vmstat")):
+    for path in (*_memory_events(), Path("/proc/vmstat")):
         for line in _lines(path):
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)
     return 0
+
+
+def _memory_events() -> list[Path]:
+    groups = (line[3:] for line in _lines(Path("/proc/self/cgroup")) if line.startswith("0::"))
+    return [Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events" for group in groups]
 
 
 def _lines(path: Path) -> list[str]:

@@ -54,8 +54,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
-    """A rank has been started."""
-
     pid: int
 
 

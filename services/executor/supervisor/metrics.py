@@ -98,8 +98,6 @@ _HISTOGRAMS = {
 
 
 class Labels(NamedTuple):
-    """On every metric of a group."""
-
     group: str
     model: str
 
@@ -223,8 +221,6 @@ def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
 
 
 class HandoverCollector(Collector):
-    """Collects from the board of the ring that is up at the time."""
-
     def __init__(self, board: Callable[[], HandoverBoard | None], labels: Callable[[], Labels]) -> None:
         self._board = board
         self._labels = labels

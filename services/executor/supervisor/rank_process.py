@@ -219,8 +219,6 @@ _Process = ForkedRank | asyncio.subprocess.Process
 
 
 class LocalRank:
-    """A child of this process."""
-
     def __init__(
         self,
         process: _Process,
@@ -319,7 +317,6 @@ def variables(threads: int, settings: ExecutorSettings) -> dict[str, str]:
 
 
 def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
-    """Of a rank."""
     return {**variables(threads, settings), **os.environ}
 
 

@@ -41,8 +41,6 @@ _event_decoder = msgspec.json.Decoder(RankEvent)
 
 
 class RingEnd(msgspec.Struct, frozen=True):
-    """How a ring ended."""
-
     kind: Literal["drained", "failed", "died"]
     reason: str
     code: str = ""
@@ -131,7 +129,7 @@ class Ring:
 
     def drain(self) -> None:
         """Has the leader finish what runs; the ring ends by itself then."""
-        self._tell(0, b"drain\n")
+        self._processes[0].tell(b"drain\n")
 
     async def kill(self) -> None:
         """Ends every process and frees what the ring held. Safe to call twice.
@@ -184,9 +182,6 @@ class Ring:
             settings=settings,
         )
 
-    def _tell(self, rank: int, line: bytes) -> None:
-        self._processes[rank].tell(line)
-
     async def _follow_events(self, rank: int, process: LocalRank | RemoteRank) -> None:
         try:
             async for line in process.events:
@@ -198,8 +193,8 @@ class Ring:
         match event:
             case Rendezvous():
                 self._rendezvous = msgspec.json.encode(event) + b"\n"
-                for follower in range(1, len(self._processes)):
-                    self._tell(follower, self._rendezvous)
+                for follower in self._processes[1:]:
+                    follower.tell(self._rendezvous)
             case Ready(model, kv_bytes, imports, kernels):
                 self.model, self.imports, self.kernels = model, imports, kernels
                 self.kv_bytes = kv_bytes * self._settings.tp

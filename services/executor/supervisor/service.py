@@ -41,8 +41,6 @@ MOST_DEATHS = 5
 
 
 class ExecutorService(Service):
-    """Supervises the ring of one group."""
-
     name: ClassVar[ServiceName] = "executor"
 
     def __init__(self, settings: ExecutorSettings) -> None:

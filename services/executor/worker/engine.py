@@ -108,7 +108,6 @@ class RingEngine:
         return self._launches.launch(plan, samples)
 
     def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
-        """Computes a step, and samples its rows on the host."""
         runner = self._loaded.runner
         try:
             plan = self._sent(plan, samples, on_device=False)
@@ -176,8 +175,6 @@ class RingEngine:
 
 
 class _BegunStep:
-    """A step that the devices have been given."""
-
     def __init__(self, step: int, pending: "Pending", end: Callable[[int], None]) -> None:
         self._step, self._pending, self._end = step, pending, end
 
@@ -213,22 +210,17 @@ def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
 
 
 class LoadTimings:
-    """What the parts of a load have taken, for the log."""
-
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def over(self, part: str) -> None:
-        """`part` has been done since the one before."""
         now = time.perf_counter()
         self.seconds[part] = round(now - self._last, 3)
         self._last = now
 
 
 class RingMember:
-    """One rank's share of model and cache."""
-
     def __init__(
         self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec, share: Share
     ) -> None:

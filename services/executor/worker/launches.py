@@ -37,8 +37,6 @@ def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
 
 
 class Begun(Protocol):
-    """A step that the device has been given."""
-
     def wait(self) -> list[SampledToken]:
         """Its tokens, once they are there. Raises as `Engine.execute` does."""
         ...

@@ -91,8 +91,6 @@ OPERATORS = 40
 
 
 class Profiler:
-    """One profile of one rank."""
-
     def __init__(self, rank: int, recorder: RankRecorder, question: ProfileQuestion) -> None:
         self._rank = rank
         self._recorder = recorder

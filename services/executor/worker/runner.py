@@ -123,7 +123,6 @@ class ModelRunner:
         """What the last step's `plan.score_rows` gave, on rank 0."""
 
     def connect(self, endpoint: Endpoint) -> None:
-        """From now on plans may hand blocks over."""
         self._copier.endpoint = endpoint
 
     def close(self) -> None:
@@ -137,7 +136,6 @@ class ModelRunner:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native kernels for CPUs compute."""
         return isinstance(self._decoder, NativeDecoder)
 
     @property

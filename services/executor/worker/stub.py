@@ -147,16 +147,6 @@ class StubSettings(msgspec.Struct, frozen=True):
     fault: str = ""
     """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
 
-    def validate(self) -> None:
-        """Raises `ConfigurationError` naming the setting that is out of range."""
-        for name in ("step_ms", "us_per_token"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 0 or more.")
-        for name in ("block_size", "num_blocks", "context_length"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"The stub engine's {name} is {getattr(self, name)}; set 1 or more.")
-        stub_token(0, 0, self.vocab_size - self.first_token)
-
 
 class StubEngine:
     """`services.executor.core.engine.Engine` without a model."""
@@ -167,8 +157,9 @@ class StubEngine:
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time."""
-        settings.validate()
+        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time. Raises
+        `ConfigurationError` for a vocabulary that is too small."""
+        stub_token(0, 0, settings.vocab_size - settings.first_token)
         self._settings = settings
         self._sleep = sleep
         self._clock = clock

@@ -1,4 +1,5 @@
-"""What the command line's `models inspect` and `models convert` run: `python -m services.executor.model.conversion`.
+"""What the command line's `models inspect`, `models convert` and `models pull` (of a GGUF file) run:
+`python -m services.executor.model.conversion`.
 
 Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one at the end: `{"result": ...}`, or
 `{"error": ...}` with the exit code 1.
@@ -17,6 +18,7 @@ from transformers.utils import logging
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import FORMATS, convert
 from services.executor.model.conversion.inspection import inspect
+from services.executor.model.loading.checkpoints import convert_gguf
 from shared.errors import RyzansteinError
 from shared.process import VERSION
 
@@ -32,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        result: object = inspect(options.path) if options.command == "inspect" else _convert(options)
+        result: object = options.run(options)
     except RyzansteinError as error:
         _print({"error": str(error)})
         return 1
@@ -48,8 +50,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="conversion", description=f"Ryzanstein {VERSION}: models' files.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("inspect", help="what a file or directory holds")
+    one.set_defaults(run=lambda options: inspect(options.path))
     one.add_argument("path", type=Path)
+    one = commands.add_parser("directory", help="a model directory of a GGUF file, unless there is one")
+    one.set_defaults(run=_make_directory)
+    one.add_argument("file", type=Path)
+    one.add_argument("directory", type=Path)
+    one.add_argument("--unpack", action="store_true", help="write bf16 weights, for readers of safetensors")
     other = commands.add_parser("convert", help="one format into another")
+    other.set_defaults(run=_convert)
     other.add_argument("source", type=Path)
     other.add_argument("target", type=Path)
     other.add_argument("--to", choices=sorted(FORMATS), required=True)
@@ -63,6 +72,12 @@ def _convert(options: argparse.Namespace) -> dict[str, object]:
     size = convert(options.source, options.target, options.to, options.dtype, report)
     checked = compare(options.source, options.target, report) if options.check else None
     return {"bytes": size, "check": checked}
+
+
+def _make_directory(options: argparse.Namespace) -> dict[str, object]:
+    if not options.directory.is_dir():
+        convert_gguf(options.file, options.directory, _reporter(), unpack=options.unpack)
+    return {}
 
 
 def _reporter() -> Callable[[str, int, int], None]:

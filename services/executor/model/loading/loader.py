@@ -241,6 +241,8 @@ def _plan_reads(
                 "the directory mixes two models or is incomplete, fetch the model again."
             )
         content, piece = sources.parameters[found], parameter.piece
+        if piece is not None and piece.transposed:
+            content = content.transposed(0, 1)
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)

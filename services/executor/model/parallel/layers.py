@@ -38,6 +38,8 @@ class TensorSlice:
     dim: int
     spans: tuple[Span, ...]
     full: int
+    transposed: bool = False
+    """Whether the checkpoint holds the tensor, of two dimensions, the other way."""
 
     @property
     def size(self) -> int:
@@ -175,46 +177,6 @@ class RowParallelLinear(LinearShard):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._collectives.all_reduce(self.multiply(x[..., self._taken]))
-
-
-class ColumnParallelConv1D(ShardedLayer):
-    """`spans` of the outputs of a linear layer whose weights lie the other way, [in, out] (GPT-2's Conv1D)."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-
-    def __init__(self, linear: nn.Module, *spans: Span):
-        super().__init__()
-        weight: Tensor = linear.weight  # type: ignore[assignment]
-        bias: Tensor = linear.bias  # type: ignore[assignment]
-        hold(self, "weight", weight, TensorSlice(1, spans, weight.shape[1]))
-        hold(self, "bias", bias, TensorSlice(0, spans, weight.shape[1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight.t(), self.bias)
-
-
-class RowParallelConv1D(ShardedLayer):
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, linear: nn.Module, span: Span, collectives: Collectives, skip: int = 0):
-        super().__init__()
-        self._collectives = collectives
-        self._taken = slice(skip, skip + span.size)
-        weight: Tensor = linear.weight  # type: ignore[assignment]
-        bias: Tensor = linear.bias  # type: ignore[assignment]
-        hold(self, "weight", weight, TensorSlice(0, (span,), weight.shape[0]))
-        self.register_parameter("bias", None)
-        if collectives.rank == 0:
-            hold(self, "bias", bias, TensorSlice(0, (Span(0, weight.shape[1]),), weight.shape[1]))
-        else:
-            leave_out(self, "bias")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._collectives.all_reduce(
-            functional.linear(x[..., self._taken], self.weight.t(), self.bias)
-        )
 
 
 class VocabParallelEmbedding(WeightShard):

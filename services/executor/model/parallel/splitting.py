@@ -22,6 +22,7 @@ The router is whole on every rank, so all ranks choose the same experts. What th
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout, Span
 from services.executor.model.attention import WINDOW_ATTRIBUTE
 from services.executor.model.parallel.layers import (
-    ColumnParallelConv1D,
     ColumnParallelLinear,
-    RowParallelConv1D,
+    LinearShard,
     RowParallelLinear,
     TensorSlice,
     VocabParallelEmbedding,
@@ -262,20 +262,21 @@ class _Splitter:
                 f"The parallel plan splits {name}, which is a {kind} and not a plain linear layer; "
                 "choose a model of another architecture or an unquantised checkpoint."
             )
-        inputs, outputs = linear.weight.shape if kind == _CONV1D else reversed(linear.weight.shape)
-        if style in _ROWS:
-            span = self._spans(name, style, int(inputs))[0]
-            start = (
-                self._layout.q_heads.scaled(self._layout.head_dim).start
-                if style is Style.OUTPUT
-                else span.start
-            )
-            row = RowParallelConv1D if kind == _CONV1D else RowParallelLinear
-            return row(linear, span, self._collectives, span.start - start)
-        spans = self._spans(name, style, int(outputs))
-        return (
-            ColumnParallelConv1D(linear, *spans) if kind == _CONV1D else ColumnParallelLinear(linear, *spans)
-        )
+        if kind != _CONV1D:
+            return self._share(linear, name, style)
+        inputs, outputs = linear.weight.shape
+        same = nn.Linear(inputs, outputs, device="meta", dtype=linear.weight.dtype)
+        shard = self._share(same, name, style)
+        shard.slices["weight"] = replace(shard.slices["weight"], transposed=True)
+        return shard
+
+    def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:
+        if style not in _ROWS:
+            return ColumnParallelLinear(linear, *self._spans(name, style, linear.out_features))
+        span, skip = self._spans(name, style, linear.in_features)[0], 0
+        if style is Style.OUTPUT:
+            skip = span.start - self._layout.q_heads.scaled(self._layout.head_dim).start
+        return RowParallelLinear(linear, span, self._collectives, skip)
 
     def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
         """What this rank holds of a dimension of `width`."""

@@ -52,8 +52,6 @@ PACKAGES = ("ryzanstein", "torch", "transformers", "numpy", "msgspec", "nats-py"
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Whom a dump is of."""
-
     group: str
     model: str
     instance: str
@@ -93,8 +91,6 @@ async def take_dump(
 
 
 class _Gathering:
-    """One dump of one ring."""
-
     def __init__(self, ring: Ring, still: ProgressAge) -> None:
         self._ring = ring
         self._pids = ring.pids
@@ -186,7 +182,6 @@ async def _wait(is_over: Callable[[], bool], end: float) -> None:
 
 
 def _of_record(rank: int, pid: int, process: str, record: RankRecord) -> RankDump:
-    """What the flight recorder says of a rank."""
     now = time.monotonic_ns()
     return RankDump(
         rank=rank,
@@ -216,14 +211,14 @@ def _step(times: StepTimes, now: int) -> StepDump:
     def ms(nanoseconds: int) -> float:
         return round(max(0, nanoseconds) / 1e6, 3)
 
-    sent = times.sent or times.began
+    send, compute, sample = map(ms, times.stages)
     return StepDump(
         step=times.step,
         ms=ms((times.ended or now) - times.began),
         done=bool(times.ended),
-        send_ms=ms(sent - times.began),
-        compute_ms=ms(times.computed - sent) if times.computed else 0.0,
-        sample_ms=ms(times.ended - times.computed) if times.ended and times.computed else 0.0,
+        send_ms=send,
+        compute_ms=compute,
+        sample_ms=sample,
         collective_ms=ms(times.busy_ns),
         waited_ms=ms(times.waited_ns),
     )
@@ -240,7 +235,6 @@ def _read(path: Path) -> StateAnswer | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what a ring is made of."""
     found = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

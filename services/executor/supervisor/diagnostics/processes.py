@@ -72,7 +72,7 @@ def sample(pid: int) -> ProcessSample:
         word = "running"
     elif word not in STOPPED and any(thread.state == "D" for thread in threads):
         word = _STATES["D"]
-    return ProcessSample(pid, word, _memory(proc), threads)
+    return ProcessSample(pid, word, int(_status(proc, "VmRSS")) << 10, threads)
 
 
 def with_usage(before: ProcessSample, after: ProcessSample, seconds: float) -> list[ThreadDump]:
@@ -88,10 +88,7 @@ def with_usage(before: ProcessSample, after: ProcessSample, seconds: float) -> l
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether the process has a handler for that signal: it would end by it else."""
-    for line in _text(Path("/proc") / str(pid) / "status").splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    return bool(int(_status(Path("/proc") / str(pid), "SigCgt"), 16) >> (number - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:
@@ -128,11 +125,10 @@ def _syscall(text: str) -> str:
     return _CALLS.get(os.uname().machine, {}).get(int(number), number)
 
 
-def _memory(proc: Path) -> int:
-    for line in _text(proc / "status").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) << 10
-    return 0
+def _status(proc: Path, name: str) -> str:
+    """The first word of that line of its status; "0" where there is none."""
+    lines = (line.split() for line in _text(proc / "status").splitlines())
+    return next((words[1] for words in lines if words[0] == f"{name}:"), "0")
 
 
 def _listing(directory: Path) -> list[str]:

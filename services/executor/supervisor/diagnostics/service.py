@@ -54,8 +54,6 @@ Work = Callable[[Path], Awaitable[None]]
 
 
 class Job:
-    """One piece of work, and its files."""
-
     def __init__(self, identity: str, directory: Path, work: Work) -> None:
         self.identity = identity
         self.directory = directory
@@ -92,8 +90,6 @@ class Job:
 
 
 class Jobs:
-    """All of them. Methods belong to one event loop."""
-
     def __init__(self, instance: str) -> None:
         """`instance`: of the executor, by which it knows its own jobs."""
         self._prefix = f"{instance}/"
@@ -250,8 +246,6 @@ HUNG_LIMIT = 2.0
 
 
 class DebugService(Collector):
-    """One executor's."""
-
     def __init__(self, settings: ExecutorSettings, now: Callable[[], tuple[Ring | None, Group]]) -> None:
         """`now`: the ring that is up, if any, and whom it belongs to."""
         self._settings = settings

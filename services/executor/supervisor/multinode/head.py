@@ -20,8 +20,6 @@ log = structlog.get_logger(__name__)
 
 
 class RemoteRank:
-    """The process of a rank on another host."""
-
     def __init__(
         self, send: Callable[[msgspec.Struct], None], where: str, rank: int, epoch: int, board: RingBoard
     ):
@@ -38,7 +36,6 @@ class RemoteRank:
         send(wire.Begin(rank, epoch))
 
     def tell(self, line: bytes) -> None:
-        """Writes to its standard input."""
         self._send(wire.Input(self.rank, self.epoch, line))
 
     def kill(self) -> None:
@@ -73,8 +70,6 @@ class RemoteRank:
 
 
 class _Node:
-    """A host that has come."""
-
     def __init__(self, line: Line[wire.ToHead], number: int) -> None:
         self.line = line
         self.number = number
@@ -128,11 +123,9 @@ class HeadNode:
             ) from None
 
     def missing(self) -> list[int]:
-        """Hosts that have not come."""
         return [node for node in range(1, self._settings.nnodes) if node not in self._nodes]
 
     async def complete(self) -> None:
-        """Returns when every host is there."""
         while self.missing():
             self._changed.clear()
             await self._changed.wait()

@@ -92,7 +92,6 @@ class NodeRanks:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _run(self, rank: _Rank) -> None:
-        """One rank from its specification to its end."""
         spec = self._own(msgspec.json.decode(await rank.inputs.get(), type=RankSpec))
         settings = ExecutorSettings.model_validate(spec.settings)
         process = rank.process = await LocalRank.start(thread_count(settings), settings, self._forks)
@@ -127,8 +126,6 @@ async def _feed(process: LocalRank, inputs: "asyncio.Queue[bytes]") -> None:
 
 
 class RingNode(Service):
-    """A host of a ring that is not host 0."""
-
     name: ClassVar[ServiceName] = "executor"
 
     def __init__(self, settings: ExecutorSettings) -> None:

@@ -164,10 +164,8 @@ class Line(Generic[Said]):
 
 
 def to_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Line[ToHead]:
-    """Host 0's end of a line."""
     return Line(reader, writer, msgspec.msgpack.Decoder(ToHead))
 
 
 def to_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Line[ToNode]:
-    """Another host's end."""
     return Line(reader, writer, msgspec.msgpack.Decoder(ToNode))

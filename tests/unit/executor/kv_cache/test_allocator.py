@@ -22,7 +22,7 @@ def chain_of(tokens: list[int]) -> BlockChain:
 def fill(allocator: BlockAllocator, tokens: list[int]) -> list[int]:
     """A table for `tokens`, its full blocks sealed."""
     chain = chain_of(tokens)
-    blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
+    blocks = allocator.allocate(-(-len(tokens) // BLOCK))
     for position in range(len(chain)):
         seal(allocator, blocks, chain, position)
     return blocks
@@ -273,7 +273,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         shared = self.allocator.match(chain, (len(tokens) - 1) // BLOCK)
         for position, block in enumerate(shared):
             assert self.content[block] == tuple(tokens[position * BLOCK : (position + 1) * BLOCK])
-        missing = self.allocator.blocks_for(len(tokens)) - len(shared)
+        missing = -(-len(tokens) // BLOCK) - len(shared)
         assert missing >= 1, "nothing is left to compute"
         room, hot = self.allocator.room_after(shared)
         full = len(chain) - len(shared)
@@ -320,7 +320,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "allocator"):
             return
         self.allocator.check(blocks for _, blocks, _ in self.tables)
-        assert self.allocator.used == len({b for _, blocks, _ in self.tables for b in blocks})
+        assert self.allocator.num_blocks - self.allocator.available == len(
+            {b for _, blocks, _ in self.tables for b in blocks}
+        )
 
     def teardown(self) -> None:
         for _, blocks, _ in self.tables:

@@ -92,7 +92,7 @@ def test_an_errors_cause() -> None:
 
 def test_a_host_without_the_files_has_killed_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
-    monkeypatch.setattr(failure_detection, "_memory_events", lambda: events)
+    monkeypatch.setattr(failure_detection, "_memory_events", lambda: [events])
     host = oom_kills()
     events.write_text("oom 3\noom_kill 2\n")
     assert oom_kills() == 2

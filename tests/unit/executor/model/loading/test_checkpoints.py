@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from services.executor.model.convert import main
+from services.executor.model.conversion.__main__ import main
 from services.executor.model.loading import checkpoints
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from shared.errors import ModelLoadError
@@ -193,20 +193,21 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(
 def test_command_reports_stages_and_errors(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(file), str(tmp_path / "out")]) == 0
+    assert main(["directory", str(file), str(tmp_path / "out")]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[-1] == {"stage": "done", "done": 4, "total": 4}
-    assert main([str(file), str(tmp_path / "out")]) == 0
+    assert lines[-2:] == [{"stage": "done", "done": 4, "total": 4}, {"result": {}}]
+    assert main(["directory", str(file), str(tmp_path / "out")]) == 0
     (tmp_path / "file").touch()
-    assert main([str(file), str(tmp_path / "file" / "out")]) == 1
-    assert "cannot be written" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert main(["directory", str(file), str(tmp_path / "file" / "out")]) == 1
+    assert "cannot be read or written" in json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
 
 
 def test_command_fails_as_a_process(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "services.executor.model.convert",
+        "services.executor.model.conversion",
+        "directory",
         str(tmp_path / "x.gguf"),
         str(tmp_path / "out"),
     ]
