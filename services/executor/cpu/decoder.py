@@ -22,6 +22,7 @@ _INT = 4
 CODECS = {"": 0, "int8": 1, "fp8": 2}
 """As `attention.h` numbers them."""
 _NO_MEMORY, _RING_LOST, _BAD_PLAN = 1, 2, 3
+_NO_ROOM = "There is no memory left for the working space of a step; free some memory."
 
 
 class NativeDecoder:
@@ -55,17 +56,10 @@ class NativeDecoder:
         cores = (ctypes.c_int * threads)(*cpus) if cpus else None
         self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
         if not self._handle:
-            raise ConfigurationError(
-                "There is no memory left for the working space of a step; free some memory."
-            )
+            raise ConfigurationError(_NO_ROOM)
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
-        """Computes one step; `progress` counts the layers.
-
-        Returns this rank's share of the logits of `plan.sample_rows`, float32 [R, rows of the head]; and of `pools`,
-        int32 [P, 2], the sums of the normed hidden states of the rows [first, end), float32 [P, hidden].
-        Raises `RingLost` when another rank is gone, IndexError for a plan that names what does not exist.
-        """
+        """Logits are float32. Raises IndexError, too, for a plan that names what does not exist."""
         logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
         pooled = np.zeros((len(pools), self._model.hidden if len(pools) else 0), np.float32)
         self._run(
@@ -102,13 +96,9 @@ class NativeDecoder:
         if result == _BAD_PLAN:
             raise IndexError("the step plan names KV blocks or rows that do not exist")
         if result == _NO_MEMORY:
-            raise ConfigurationError(
-                "There is no memory left for the working space of a step; free some memory."
-            )
+            raise ConfigurationError(_NO_ROOM)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest value [R], its token int64 [R]) of `logits` float32 [R, V], contiguous. Of those that tie the
-        one with the smallest id; NaN is larger than all."""
         rows, width = logits.shape
         values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         self._library.rz_decoder_largest(

@@ -138,6 +138,11 @@ class ForkClient:
                 self.close()
                 return None
 
+    def disable(self) -> None:
+        """From now on there is none."""
+        self._given_up = True
+        self.close()
+
     def close(self) -> None:
         """Ends the server; ranks live on."""
         process, self._process = self._process, None
@@ -187,9 +192,8 @@ class ForkClient:
                 self._line.send(msgspec.json.encode(Import(modules)))
 
     def _give_up(self, reason: str) -> None:
-        self._given_up = True
         log.warning("fork_server_not_used", reason=reason)
-        self.close()
+        self.disable()
 
 
 def _is_subreaper() -> bool:
@@ -320,10 +324,9 @@ def environment(threads: int, settings: ExecutorSettings) -> dict[str, str]:
     return {**variables(threads, settings), **os.environ}
 
 
-def fork_client(settings: ExecutorSettings) -> ForkClient | None:
+def fork_client(settings: ExecutorSettings) -> ForkClient:
     """For ranks of this host that compute; the stub's start as fast by themselves. Its server may not run yet."""
     client = ForkClient(variables(thread_count(settings), settings), early_fork_server.taken())
     if settings.engine == "stub" or settings.fork_server == "off":
-        client.close()
-        return None
+        client.disable()
     return client

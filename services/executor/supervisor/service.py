@@ -87,13 +87,11 @@ class ExecutorService(Service):
 
     async def run(self) -> None:
         """Ranks' imports take longer than anything else at a start: they begin first."""
-        if self._forks is not None:
-            self._forks.start()
+        self._forks.start()
         try:
             await super().run()
         finally:
-            if self._forks is not None:
-                self._forks.close()
+            self._forks.close()
 
     async def start(self) -> None:
         if self._nodes is not None:
@@ -224,9 +222,8 @@ class ExecutorService(Service):
                 self._deaths = 0
                 log.info("ring_ready", group=self.group, model=ring.model, epoch=ring.epoch)
                 await self.beat_now()
-                if self._forks is not None:
-                    self._forks.need(ring.imports)
-                    self._forks.start()  # where it has ended meanwhile
+                self._forks.need(ring.imports)
+                self._forks.start()  # where it has ended meanwhile
             elif not ended.done():
                 ring.lose(f"the ring was not ready within {self._executor_settings.start_timeout:g} s")
             return await ended

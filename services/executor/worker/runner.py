@@ -109,6 +109,7 @@ class ModelRunner:
         self._batch_invariant = batch_invariant
         self._model: Any = model
         self._decoder = decoder
+        self._native = decoder if isinstance(decoder, NativeDecoder) else None
         self._attention = attention
         self._steps = steps
         self._search = largest_of if decoder is None else decoder.largest
@@ -136,7 +137,7 @@ class ModelRunner:
 
     @property
     def is_native(self) -> bool:
-        return isinstance(self._decoder, NativeDecoder)
+        return self._native is not None
 
     @property
     def is_exact(self) -> bool:
@@ -146,22 +147,21 @@ class ModelRunner:
     @property
     def packed(self) -> PackedModel | None:
         """The weights that the native kernels multiply with; None where they do not compute."""
-        return self._decoder.packed if isinstance(self._decoder, NativeDecoder) else None
+        return None if self._native is None else self._native.packed
 
     @property
     def kernels(self) -> str:
         """What computes, by a name that stands for one order of sums and one way of rounding."""
-        if self.is_native:
-            assert isinstance(self._decoder, NativeDecoder)
-            return f"native {self._decoder.level}"
+        if self._native is not None:
+            return f"native {self._native.level}"
         if self._batch_invariant:
             return f"Triton batch-invariant {_capability(self._device)}"
         return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
 
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""
-        assert isinstance(self._decoder, NativeDecoder), "the native kernels do not compute"
-        return self._decoder.spent()
+        assert self._native is not None, "the native kernels do not compute"
+        return self._native.spent()
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan, progress: Progress | None = None) -> Tensor | RowLogits | None:

@@ -64,19 +64,18 @@ def stub_state(token: int) -> Floats:
     return np.array([value * 2.0**-63 - 1 for value in bits], np.float32)
 
 
-def _sums(plan: StepPlan | None) -> Floats:
-    pools = as_int32(plan.pools).reshape(-1, 2).tolist() if plan is not None else []
+def _sums(plan: StepPlan) -> Floats:
+    pools = as_int32(plan.pools).reshape(-1, 2).tolist()
     sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
-    if plan is not None and pools:
-        tokens = as_int32(plan.token_ids).tolist()
-        for at, (first, end) in enumerate(pools):
-            sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
+    tokens = as_int32(plan.token_ids).tolist() if pools else []
+    for at, (first, end) in enumerate(pools):
+        sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
     return sums
 
 
-def _scores(plan: StepPlan | None) -> Scores:
+def _scores(plan: StepPlan) -> Scores:
     """The stub is sure of every token of a prompt, as of its own."""
-    if plan is None or not plan.score_rows:
+    if not plan.score_rows:
         return no_scores()
     targets = as_int32(plan.score_targets)
     sure = np.zeros(len(targets), np.float32)
@@ -165,8 +164,8 @@ class StubEngine:
         self._clock = clock
         self._busy_until = 0.0
         self._loaded = False
-        self._pooled = _sums(None)
-        self._scored = _scores(None)
+        self._pooled: Floats = np.zeros((0, STUB_EMBEDDING_SIZE), np.float32)
+        self._scored = no_scores()
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""

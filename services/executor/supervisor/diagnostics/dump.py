@@ -244,11 +244,8 @@ def versions() -> dict[str, str]:
 
 def settings_of(settings: ExecutorSettings) -> dict[str, object]:
     """All of them. A secret shows as stars, and an address without its password."""
-    found: dict[str, object] = settings.model_dump(mode="json")
-    hidden: Callable[[object], object] = lambda value: redact(value) if isinstance(value, str) else value  # noqa: E731
-    found = {name: hidden(value) for name, value in found.items()}
-    found["nats_url"] = without_password(settings.nats_url)
-    return found
+    found = settings.model_dump(mode="json") | {"nats_url": without_password(settings.nats_url)}
+    return {name: redact(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
 _NAME = re.compile(r"dump-[\w=-]+-\d{8}T\d{6}-\d{3}\.json")

@@ -57,7 +57,7 @@ class NodeRanks:
     """The ranks of one ring on this host, from the first `Begin` to the end of the last one."""
 
     def __init__(
-        self, settings: ExecutorSettings, epoch: int, line: Line[wire.ToNode], forks: ForkClient | None
+        self, settings: ExecutorSettings, epoch: int, line: Line[wire.ToNode], forks: ForkClient
     ) -> None:
         self._settings = settings
         self._forks = forks
@@ -138,13 +138,11 @@ class RingNode(Service):
         self._reason = "host 0 has not been reached yet"
 
     async def run(self) -> None:
-        if self._forks is not None:
-            self._forks.start()
+        self._forks.start()
         try:
             await super().run()
         finally:
-            if self._forks is not None:
-                self._forks.close()
+            self._forks.close()
 
     async def start(self) -> None:
         self.spawn(self._keep_in_touch(), "host 0")
@@ -222,8 +220,7 @@ class RingNode(Service):
         if isinstance(message, wire.Begin):
             if ranks is None or ranks.epoch != message.epoch:
                 await self._end_ranks()
-                if self._forks is not None:
-                    self._forks.start()  # where it has ended meanwhile
+                self._forks.start()  # where it has ended meanwhile
                 ranks = self._live = NodeRanks(self._executor_settings, message.epoch, line, self._forks)
             ranks.begin(message.rank)
         elif isinstance(message, wire.Input):
