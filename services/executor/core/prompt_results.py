@@ -16,33 +16,39 @@ _LEAST = 1e-12
 """Below this length a vector has no direction, and is left as it is."""
 
 
-class Vector:
-    """The sum of what has been computed of one prompt."""
+class PromptRows:
+    """The rows of one prompt that something is wanted of, by their positions, as they are computed."""
 
-    def __init__(self, pooling: str, tokens: int) -> None:
-        """`pooling` as `model/card.py` has it; `tokens`: of the prompt."""
-        first, last = {"mean": (0, tokens), "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
-        self._next, self._end = first, last
-        """Rows that are still to be counted, by their positions."""
-        self._count = last - first
-        self.shares = pooling == "last"
-        """Whether the prompt may begin with what is cached of others: no row that counts is missing then."""
-        self._sum: NDArray[np.float64] | None = None
+    def __init__(self, first: int, end: int) -> None:
+        self._next, self._end = first, end
 
     def rows(self, start: int, end: int) -> tuple[int, int] | None:
         """Which of the positions [start, end) count and have not been counted; None: none."""
         start, end = max(start, self._next), min(end, self._end)
         return (start, end) if start < end else None
 
+    @property
+    def whole(self) -> bool:
+        """Whether all rows that count have been counted: what is left of the prompt need not be computed for them."""
+        return self._next >= self._end
+
+
+class Vector(PromptRows):
+    """The sum of what has been computed of one prompt."""
+
+    def __init__(self, pooling: str, tokens: int) -> None:
+        """`pooling` as `model/card.py` has it; `tokens`: of the prompt."""
+        first, last = {"mean": (0, tokens), "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
+        super().__init__(first, last)
+        self._count = last - first
+        self.shares = pooling == "last"
+        """Whether the prompt may begin with what is cached of others: no row that counts is missing then."""
+        self._sum: NDArray[np.float64] | None = None
+
     def add(self, part: Floats, end: int) -> None:
         """The sum of the rows before position `end` that had not been counted."""
         self._sum = part.astype(np.float64) if self._sum is None else self._sum + part
         self._next = end
-
-    @property
-    def whole(self) -> bool:
-        """Whether all rows that count have been counted: what is left of the prompt need not be computed."""
-        return self._next == self._end
 
     @property
     def finite(self) -> bool:
@@ -85,14 +91,13 @@ def no_scores(top: int = 0) -> Scores:
     return Scores(*nothing, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
 
 
-class PromptScores:
-    """What has been computed of one prompt."""
+class PromptScores(PromptRows):
+    """The log probabilities that have been computed of one prompt."""
 
     def __init__(self, top: int, tokens: int) -> None:
         """`top`: most likely tokens that are told of each row; `tokens`: of the prompt."""
         self.top = top
-        self._next, self._end = 0, tokens - 1
-        """Rows that are still to be scored, by their positions."""
+        super().__init__(0, tokens - 1)
         self._layout = np.dtype(
             [
                 ("logprob", "<f4"),
@@ -102,11 +107,6 @@ class PromptScores:
         )
         self._parts: list[bytes] = []
         self.finite = True
-
-    def rows(self, start: int, end: int) -> tuple[int, int] | None:
-        """Which of the positions [start, end) are to be scored and have not been; None: none."""
-        start, end = max(start, self._next), min(end, self._end)
-        return (start, end) if start < end else None
 
     def add(self, scores: Scores, end: int) -> None:
         """Of the rows before position `end` that had not been scored."""
@@ -118,11 +118,6 @@ class PromptScores:
         self._parts.append(rows.tobytes())
         self.finite = self.finite and not bool(np.isnan(scores.logprobs).any())
         self._next = end
-
-    @property
-    def whole(self) -> bool:
-        """Whether all rows have been scored."""
-        return self._next >= self._end
 
     def take(self) -> bytes:
         """`TokenEntry.prompt_scores`, once."""

@@ -22,14 +22,15 @@ A row is scored once, and nothing is taken from other prompts' blocks, for the s
 """
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import Floats, PromptRows, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
@@ -61,26 +62,9 @@ class Chunk(NamedTuple):
         return self.length == self.sequence.remaining and self.sequence.continues
 
 
-class Pool:
-    """Part of a chunk, as rows of the flat batch."""
+class PromptPart(NamedTuple):
+    """Rows of a prompt, in one step, that something is wanted of."""
 
-    def __init__(self, chunk: Chunk, first_row: int) -> None:
-        """`first_row`: of the chunk."""
-        self.sequence = chunk.sequence
-        self.start = chunk.sequence.num_computed
-        self._first_row = first_row
-        assert chunk.sequence.vector is not None
-        self.positions = chunk.sequence.vector.rows(self.start, self.start + chunk.length)
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        assert self.positions is not None
-        first, end = self.positions
-        shift = self._first_row - self.start
-        return first + shift, end + shift
-
-
-class ScoredRows(NamedTuple):
     sequence: Sequence
     first: int
     """Row of the flat batch."""
@@ -106,11 +90,11 @@ class Step(NamedTuple):
     sampled: Seq[Chunk]
     """Those that give tokens, in the order of their rows."""
     rows: Seq[Row]
-    pools: Seq[Pool] = ()
+    pools: Seq[PromptPart] = ()
     """What it sums up."""
     ahead: bool = False
     """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""
-    scored: Seq[ScoredRows] = ()
+    scored: Seq[PromptPart] = ()
     """What of its prompts it scores."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
@@ -242,52 +226,45 @@ def _slots(chunk: Chunk, block_size: int) -> Int32Array:
     return blocks[positions // block_size - first] * np.int32(block_size) + positions % block_size
 
 
-def pools_of(batch: Seq[Chunk]) -> list[Pool]:
-    """What a step counts."""
-    if all(chunk.sequence.vector is None for chunk in batch):  # nearly always
+def pools_of(batch: Seq[Chunk]) -> list[PromptPart]:
+    """What a step sums up."""
+    return _parts_of(batch, attrgetter("vector"))
+
+
+def scored_in(batch: Seq[Chunk]) -> list[PromptPart]:
+    return _parts_of(batch, attrgetter("scores"))
+
+
+def _parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
+    if all(wanted(chunk.sequence) is None for chunk in batch):  # nearly always
         return []
     found, row = [], 0
     for chunk in in_order(batch):
-        if chunk.sequence.vector is not None:
-            pool = Pool(chunk, row)
-            if pool.positions is not None:
-                found.append(pool)
+        of, start = wanted(chunk.sequence), chunk.sequence.num_computed
+        if of is not None and (rows := of.rows(start, start + chunk.length)) is not None:
+            found.append(PromptPart(chunk.sequence, row + rows[0] - start, *rows))
         row += chunk.width
     return found
 
 
-def take_sums(pools: Seq[Pool], sums: Floats) -> list[Sequence]:
+def rows_of_pools(pools: Seq[PromptPart]) -> bytes:
+    """`StepPlan.pools`."""
+    return to_bytes([(part.first, part.first + part.end - part.start) for part in pools])
+
+
+def take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
     """Counts what a step has given: `sums` [len(pools), hidden]. Returns those whose vectors are whole."""
     whole = []
-    for pool, part in zip(pools, sums, strict=True):
-        sequence, positions = pool.sequence, pool.positions
-        if sequence.ending is Ending.NONE and sequence.vector is not None and positions is not None:
-            sequence.vector.add(part, positions[1])
+    for part, summed in zip(pools, sums, strict=True):
+        sequence = part.sequence
+        if sequence.ending is Ending.NONE and sequence.vector is not None:
+            sequence.vector.add(summed, part.end)
             if sequence.vector.whole:
                 whole.append(sequence)
     return whole
 
 
-def rows_of_pools(pools: Seq[Pool]) -> bytes:
-    """`StepPlan.pools`."""
-    return to_bytes([pool.rows for pool in pools])
-
-
-def scored_in(batch: Seq[Chunk]) -> list[ScoredRows]:
-    if not [chunk for chunk in batch if chunk.sequence.scores is not None]:  # nearly always
-        return []
-    found, row = [], 0
-    for chunk in in_order(batch):
-        sequence = chunk.sequence
-        start = sequence.num_computed
-        rows = None if sequence.scores is None else sequence.scores.rows(start, start + chunk.length)
-        if rows is not None:
-            found.append(ScoredRows(sequence, row + rows[0] - start, *rows))
-        row += chunk.width
-    return found
-
-
-def with_scored(plan: StepPlan, scored: Seq[ScoredRows]) -> StepPlan:
+def with_scored(plan: StepPlan, scored: Seq[PromptPart]) -> StepPlan:
     rows = np.concatenate([np.arange(part.end - part.start) + part.first for part in scored])
     targets = np.concatenate([part.sequence.tokens[part.start + 1 : part.end + 1] for part in scored])
     tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]
@@ -296,7 +273,7 @@ def with_scored(plan: StepPlan, scored: Seq[ScoredRows]) -> StepPlan:
     )
 
 
-def take_scores(scored: Seq[ScoredRows], found: Scores) -> list[Sequence]:
+def take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
     """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
     whose scores are no numbers."""
     over, at = [], 0
