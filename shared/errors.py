@@ -142,7 +142,7 @@ def error_from_code(code: str, message: str) -> RyzansteinError:
 
 def reason_of(error: BaseException) -> str:
     """What a library's `error` says in its first line, for a sentence of ours; its kind where it is mute."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _tree(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import HeadCounts
-from services.executor.cpu.packed_linear import PackedLinear
-from services.executor.cpu.packed_model import PackedLayer, PackedModel
-from services.executor.cpu.quantized import PackedFormat
+from services.executor.cpu.packed_model import PackedModel
 from services.executor.model.loading.arena import fresh
-from services.executor.model.lowering import Activation, Scalars
 
 _MAGIC = b"RYZPACK1"
 _TRAILER = struct.Struct("<8sQQ")
@@ -58,27 +55,6 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class _Linear(msgspec.Struct, frozen=True, array_like=True):
-    packed: int
-    """Number of a tensor, as all that follow."""
-    bias: int | None
-    outputs: int
-    inputs: int
-    form: PackedFormat | None = None
-    permutation: int | None = None
-    next: "_Linear | None" = None
-
-
-class _Layer(msgspec.Struct, frozen=True):
-    norms: dict[str, int]
-    qkv: _Linear
-    output: _Linear
-    gate_up: _Linear
-    down: _Linear
-    rotary: int
-    window: int
-
-
 class _Header(msgspec.Struct, frozen=True):
     identity: str
     facts: ModelFacts
@@ -87,51 +63,15 @@ class _Header(msgspec.Struct, frozen=True):
     checksums: list[int]
     """CRC-32 of each piece of them."""
     tensors: list[_Tensor]
-    layers: list[_Layer]
-    final_norm: int
-    embedding: _Linear
-    head: _Linear
-    frequencies: list[tuple[int, float]]
-    scalars: Scalars
-    activation: Activation
-    first_token: int
-    is_split: bool
+    model: msgspec.Raw
+    """A `PackedModel`, with a tensor's number for each tensor."""
 
 
 def write(fd: int, identity: str, facts: ModelFacts, model: PackedModel) -> None:
     """Writes `model` to `fd`, a file that is empty. Raises `OSError`."""
     writer = _Writer()
-    layers = [
-        _Layer(
-            norms={name: writer.add(norm) for name, norm in layer.norms.items()},
-            qkv=writer.linear(layer.qkv),
-            output=writer.linear(layer.output),
-            gate_up=writer.linear(layer.gate_up),
-            down=writer.linear(layer.down),
-            rotary=layer.rotary,
-            window=layer.window,
-        )
-        for layer in model.layers
-    ]
-    head, embedding = writer.linear(model.head), writer.linear(model.embedding)
-    frequencies = [(writer.add(values), scale) for values, scale in model.frequencies]
-    final_norm = writer.add(model.final_norm)
-    header = _Header(
-        identity=identity,
-        facts=facts,
-        size=writer.size,
-        checksums=writer.write(fd),
-        tensors=writer.tensors,
-        layers=layers,
-        final_norm=final_norm,
-        embedding=embedding,
-        head=head,
-        frequencies=frequencies,
-        scalars=model.scalars,
-        activation=model.activation,
-        first_token=model.first_token,
-        is_split=model.is_split,
-    )
+    described = msgspec.Raw(msgspec.msgpack.encode(model, enc_hook=writer.add))
+    header = _Header(identity, facts, writer.size, writer.write(fd), writer.tensors, described)
     content = msgspec.msgpack.encode(header)
     _write_all(fd, content + _TRAILER.pack(_MAGIC, len(content), zlib.crc32(content)))
 
@@ -170,7 +110,14 @@ class PackedFile:
                 if checksum != header.checksums[start // _PIECE]:
                     raise Damaged(f"its bytes from {start} on are not those that were written")
                 progress(min(start + _PIECE, header.size), header.size)
-        return _Reader(header, memory).model()
+
+        def tensor(_: type, number: int) -> Tensor:
+            described = header.tensors[number]
+            dtype = _DTYPES[described.dtype]
+            size = torch.Size(described.shape).numel() * dtype.itemsize
+            return memory[described.offset : described.offset + size].view(dtype).view(described.shape)
+
+        return msgspec.msgpack.decode(header.model, type=PackedModel, dec_hook=tensor)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -227,17 +174,6 @@ class _Writer:
             self.size += _padded(tensor.nbytes)
         return number
 
-    def linear(self, linear: PackedLinear) -> _Linear:
-        return _Linear(
-            packed=self.add(linear.packed),
-            bias=None if linear.bias is None else self.add(linear.bias),
-            outputs=linear.outputs,
-            inputs=linear.inputs,
-            form=linear.form,
-            permutation=None if linear.permutation is None else self.add(linear.permutation),
-            next=None if linear.next is None else self.linear(linear.next),
-        )
-
     def write(self, fd: int) -> list[int]:
         """Returns the checksum of each piece."""
         checksums: list[int] = []
@@ -257,56 +193,6 @@ class _Writer:
         for tensor in self._held:
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             yield memoryview(bytes(_padded(tensor.nbytes) - tensor.nbytes))
-
-
-class _Reader:
-    """Makes the model of a header and the memory that it describes."""
-
-    def __init__(self, header: _Header, memory: Tensor) -> None:
-        self._header = header
-        self._memory = memory
-
-    def model(self) -> PackedModel:
-        header = self._header
-        return PackedModel(
-            layers=[
-                PackedLayer(
-                    norms={name: self._tensor(number) for name, number in layer.norms.items()},
-                    qkv=self._linear(layer.qkv),
-                    output=self._linear(layer.output),
-                    gate_up=self._linear(layer.gate_up),
-                    down=self._linear(layer.down),
-                    rotary=layer.rotary,
-                    window=layer.window,
-                )
-                for layer in header.layers
-            ],
-            final_norm=self._tensor(header.final_norm),
-            embedding=self._linear(header.embedding),
-            head=self._linear(header.head),
-            frequencies=[(self._tensor(number), scale) for number, scale in header.frequencies],
-            scalars=header.scalars,
-            activation=header.activation,
-            first_token=header.first_token,
-            is_split=header.is_split,
-        )
-
-    def _linear(self, linear: _Linear) -> PackedLinear:
-        return PackedLinear(
-            packed=self._tensor(linear.packed),
-            bias=None if linear.bias is None else self._tensor(linear.bias),
-            outputs=linear.outputs,
-            inputs=linear.inputs,
-            form=linear.form,
-            permutation=None if linear.permutation is None else self._tensor(linear.permutation),
-            next=None if linear.next is None else self._linear(linear.next),
-        )
-
-    def _tensor(self, number: int) -> Tensor:
-        described = self._header.tensors[number]
-        dtype = _DTYPES[described.dtype]
-        size = torch.Size(described.shape).numel() * dtype.itemsize
-        return self._memory[described.offset : described.offset + size].view(dtype).view(described.shape)
 
 
 def _padded(size: int) -> int:

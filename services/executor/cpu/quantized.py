@@ -15,7 +15,6 @@ from services.executor.native.library import Codes, Format
 
 PANEL = 32
 """Outputs that are packed together."""
-_BLOCK = 32
 _WIDEST_GROUP = 512
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 """As `decoder.h` numbers them."""
@@ -37,19 +36,11 @@ class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
 
     def describe(self, permutation: Tensor | None) -> Format:
         """The structure that the kernels take."""
-        made = Format(
-            bits=self.bits,
-            columns=self.columns,
-            group=self.group,
-            per=self.per,
-            scale_type=self.scale_type,
-            super_type=self.super_type,
-            minimums=self.minimums,
-            offset=self.offset,
-            has_table=bool(self.table),
-            permutation=None if permutation is None else permutation.data_ptr(),
-        )
-        made.table[: len(self.table)] = self.table
+        numbers = msgspec.structs.asdict(self)
+        table = numbers.pop("table")
+        made = Format(**numbers, has_table=bool(table))
+        made.permutation = None if permutation is None else permutation.data_ptr()
+        made.table[: len(table)] = table
         return made
 
 

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     # Standard output is for our lines alone.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from services.executor.model.conversion.convert import open_model
 from services.executor.model.conversion.models import SourceModel, empty_model
-from shared.errors import ModelLoadError
+from shared.errors import ModelLoadError, reason_of
 
 _TOKENS = 512
 """Of the text that are read; their logits are held twice, of 256,000 tokens 1 GB."""
@@ -67,8 +67,9 @@ def _ids(model: SourceModel) -> list[int]:
         tokenizer = AutoTokenizer.from_pretrained(str(model.directory), local_files_only=True)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ModelLoadError(f"The tokenizer in {model.directory} cannot be read ({reason}).") from error
+        raise ModelLoadError(
+            f"The tokenizer in {model.directory} cannot be read ({reason_of(error)})."
+        ) from error
     return ids[:_TOKENS]
 
 

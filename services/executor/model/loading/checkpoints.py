@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from shared.errors import ModelLoadError
+from shared.errors import ModelLoadError, reason_of
 from shared.models import converted_name, link_gguf, linked_gguf, pulled_name, relink_gguf
 
 if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does without
@@ -116,9 +116,8 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
         except ModelLoadError:
             raise
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise ModelLoadError(
-                f"The file {file} cannot be converted ({reason}); it is damaged or of an architecture that "
+                f"The file {file} cannot be converted ({reason_of(error)}); it is damaged or of an architecture that "
                 "transformers does not read from GGUF, fetch it again or use a safetensors directory."
             ) from error
         _publish(made, target)
@@ -260,8 +259,7 @@ def _fetch(name: str) -> Path:
             directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED_PYTORCH)))
         return directory
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ModelLoadError(
-            f"The model {name!r} is no directory here and cannot be fetched from the hub ({reason}); "
+            f"The model {name!r} is no directory here and cannot be fetched from the hub ({reason_of(error)}); "
             "check the name, the network or your hub credentials."
         ) from error

@@ -45,7 +45,7 @@ from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
-from shared.errors import ModelLoadError
+from shared.errors import ModelLoadError, reason_of
 from shared.models import linked_gguf
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,7 @@ def load_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelLoadError(
-            f"The config.json in {directory} is not one that can be served ({_first_line(error)}); "
+            f"The config.json in {directory} is not one that can be served ({reason_of(error)}); "
             "check the file, or choose a model of an architecture that transformers knows."
         ) from error
     if config.get_text_config() is not config:
@@ -161,7 +161,7 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     except Exception as error:
         raise ModelLoadError(
             f"The architecture {config.model_type!r} cannot be served as a language model "
-            f"({_first_line(error)}); choose another model."
+            f"({reason_of(error)}); choose another model."
         ) from error
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelLoadError(
@@ -338,8 +338,3 @@ def pack_linears(model: nn.Module) -> None:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in linears:
         module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

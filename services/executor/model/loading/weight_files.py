@@ -27,7 +27,7 @@ from torch import Tensor
 
 from services.executor.model.loading.coded import CodedTensor
 from services.executor.model.loading.schemes import Find, coded_tensors
-from shared.errors import ModelLoadError
+from shared.errors import ModelLoadError, reason_of
 
 
 class MappedFile:
@@ -214,7 +214,7 @@ def map_pytorch(path: Path) -> MappedFile:
                 f"The weight file {path} is not in the zip format of torch 1.6 and later, so it is damaged or "
                 "older; fetch it again, or load and save it once with a newer torch."
             ) from error
-        raise ValueError(str(error).strip().splitlines()[0].rstrip(".")) from error
+        raise ValueError(reason_of(error)) from error
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and _is_plain(value) for name, value in content.items()
     ):
