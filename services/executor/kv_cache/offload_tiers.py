@@ -16,7 +16,7 @@ its longest unused slot when it needs one.
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from services.executor.kv_cache.prefix_index import BlockKey
+from services.executor.kv_cache.prefix_index import BlockKey, PrefixIndex
 
 
 class SpillTier:
@@ -30,36 +30,28 @@ class SpillTier:
         self._first = first
         self._size = size
         self._free = list(range(first + size - 1, first - 1, -1))
-        self._slots: dict[bytes, int] = {}
-        self._keys: dict[int, BlockKey] = {}
+        self._held = PrefixIndex()
         self._order: OrderedDict[int, None] = OrderedDict()
         self._locks: dict[int, int] = {}
-
-    def find(self, key: BlockKey) -> int | None:
-        """The slot that holds `key`. The tokens are compared: a hash alone is not believed."""
-        slot = self._slots.get(key.digest)
-        return slot if slot is not None and self._keys[slot] == key else None
-
-    def knows(self, digest: bytes) -> bool:
-        """Whether `find` may find it."""
-        return digest in self._slots
+        self.find = self._held.find
+        """The slot that holds a key."""
+        self.knows = self._held.knows
 
     def put(self, key: BlockKey) -> int | None:
         """The slot to write `key`'s bytes to; None when it is held already, or no slot can be had."""
-        known = self._slots.get(key.digest)
-        if known is not None:
-            if known not in self._locks:
+        if self.knows(key.digest):
+            known = self.find(key)
+            if known is not None and known not in self._locks:
                 self._order.move_to_end(known)
             return None
         if self._free:
             slot = self._free.pop()
         elif self._order:
             slot, _ = self._order.popitem(last=False)
-            del self._slots[self._keys[slot].digest]
+            self._held.remove(slot)
         else:
             return None
-        self._slots[key.digest] = slot
-        self._keys[slot] = key
+        self._held.put(slot, key)
         self._order[slot] = None
         return slot
 
@@ -74,17 +66,16 @@ class SpillTier:
         if self._locks[slot]:
             return
         del self._locks[slot]
-        if slot in self._keys:
+        if slot in self._held:
             self._order[slot] = None
         else:
             self._free.append(slot)
 
     def forget(self, slot: int, key: BlockKey | None = None) -> None:
         """The bytes in `slot` are lost. With `key`, only where they are that block's."""
-        held = self._keys.get(slot)
-        if held is None or key not in (None, held):
+        if slot not in self._held or key not in (None, self._held.key(slot)):
             return
-        del self._slots[held.digest], self._keys[slot]
+        self._held.remove(slot)
         if slot not in self._locks:
             del self._order[slot]
             self._free.append(slot)
@@ -92,7 +83,7 @@ class SpillTier:
     @property
     def counts(self) -> tuple[int, int]:
         """(slots, those that hold a block)."""
-        return self._size, len(self._keys)
+        return self._size, len(self._held)
 
     @property
     def locks(self) -> Mapping[int, int]:
@@ -104,10 +95,9 @@ class SpillTier:
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & order | free & locked | order & locked, "a slot is in two states"
         assert free | order | locked == set(range(self._first, self._first + self._size)), "a slot is leaked"
-        assert {self._keys[slot].digest: slot for slot in self._keys} == self._slots, (
-            "a slot is filed wrongly"
-        )
-        assert order <= set(self._keys) <= order | locked, "a free slot holds a block, or a held one none"
+        self._held.check()
+        held = {slot for slot in order | free | locked if slot in self._held}
+        assert order <= held <= order | locked, "a free slot holds a block, or a held one none"
 
 
 class SpillTiers:

@@ -206,12 +206,12 @@ class Stepping:
         await self._meanwhile()
         try:
             sampled = await computing
-        except BadLogits as error:
-            log.error("bad_logits", error=str(error), generations=ids_of(flight.rows, error.rows))
-            await self._forget_flights()
-            return self._batcher.fail_step(error, error.rows)
-        except GrammarFailed as error:
-            log.warning("grammar_failed", code=error.code, generations=ids_of(flight.rows, error.rows))
+        except (BadLogits, GrammarFailed) as error:
+            generations = ids_of(flight.rows, error.rows)
+            if isinstance(error, BadLogits):
+                log.error("bad_logits", error=str(error), generations=generations)
+            else:
+                log.warning("grammar_failed", code=error.code, generations=generations)
             await self._forget_flights()
             return self._batcher.fail_step(error, error.rows)
         except RestoreFailed as error:

@@ -38,7 +38,7 @@ from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
-from services.executor.worker.launches import Launches
+from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
@@ -120,7 +120,7 @@ class RingEngine:
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
-    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> "_BegunStep | None":
+    def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Result | None:
         """Has the devices compute a step and sample its rows; None where they cannot."""
         runner = self._loaded.runner
         suits = not (plan.pools or plan.score_rows) and runner.can_launch(len(samples))
@@ -134,7 +134,7 @@ class RingEngine:
             self._board.end(plan.step)
             raise
         self._board.recorder.computed()  # as far as the host is concerned: the rest is waiting for tokens
-        return _BegunStep(plan.step, pending, self._end)
+        return partial(self._finish, plan.step, pending)
 
     def _sent(self, plan: StepPlan, samples: Sequence[SamplingState], *, on_device: bool) -> StepPlan:
         """`plan` as all ranks have it now: this one begins it."""
@@ -147,9 +147,14 @@ class RingEngine:
         self._board.recorder.sent()
         return plan
 
-    def _end(self, step: int) -> None:
-        self._note_progress()
-        self._board.end(step)
+    def _finish(self, step: int, pending: "Pending") -> list[SampledToken]:
+        """Waits for what the devices were given."""
+        try:
+            with spans.span("wait for tokens"):
+                return pending.wait()
+        finally:
+            self._note_progress()
+            self._board.end(step)  # a step that failed is over too: nothing hangs in it
 
     def _note_progress(self) -> None:
         self._board.progress.tick()
@@ -172,18 +177,6 @@ class RingEngine:
             self._member.runner.close()
             self._member.collectives.close()
             self._member = None
-
-
-class _BegunStep:
-    def __init__(self, step: int, pending: "Pending", end: Callable[[int], None]) -> None:
-        self._step, self._pending, self._end = step, pending, end
-
-    def wait(self) -> list[SampledToken]:
-        try:
-            with spans.span("wait for tokens"):
-                return self._pending.wait()
-        finally:
-            self._end(self._step)  # a step that failed is over too: nothing hangs in it
 
 
 def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, rendezvous: Rendezvous) -> None:

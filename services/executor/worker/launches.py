@@ -12,7 +12,6 @@ soon as its tokens are.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -36,13 +35,9 @@ def with_tokens(plan: StepPlan, before: Sequence[SampledToken]) -> StepPlan:
     return structs.replace(plan, token_ids=to_bytes(np.where(ids < 0, tokens[np.maximum(rows, 0)], ids)))
 
 
-class Begun(Protocol):
-    def wait(self) -> list[SampledToken]:
-        """Its tokens, once they are there. Raises as `Engine.execute` does."""
-        ...
-
-
-Begin = Callable[[StepPlan, Sequence[SamplingState]], Begun | None]
+Result = Callable[[], list[SampledToken]]
+"""The tokens of a step that the device has been given, once they are there. Raises as `Engine.execute` does."""
+Begin = Callable[[StepPlan, Sequence[SamplingState]], Result | None]
 
 
 class Launches:
@@ -70,7 +65,7 @@ class Launches:
             if step.error is not None:
                 raise step.error
             if step.begun is not None:
-                self._tokens = step.begun.wait()
+                self._tokens = step.begun()
             else:
                 self._tokens = self._execute(with_tokens(step.plan, before), step.samples)
             return self._tokens
@@ -98,7 +93,7 @@ class Launches:
 class _Step:
     def __init__(self, launches: Launches, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
         self._launches, self.plan, self.samples = launches, plan, samples
-        self.begun: Begun | None = None
+        self.begun: Result | None = None
         self.error: RyzansteinError | None = None
 
     def result(self) -> list[SampledToken]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from services.executor.core.engine import EngineSpec, Launched, ProgressCallback
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import Mask, SamplingState, TokenBans, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.ipc.board import RankBoard, RingBoard
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.structured_output import masks_of
@@ -194,9 +195,9 @@ class StubEngine:
         not depend on the tokens that it computes."""
         self._check(plan, samples)
         self._busy_until = max(self._busy_until, self._clock()) + self._seconds(plan)
-        return _StubStep(self, plan, samples, self._busy_until)
+        return Later(partial(self._finish, plan, samples, self._busy_until))
 
-    def finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
+    def _finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
         """Waits until `at`, when a step that was launched is over."""
         self._pooled, self._scored = _sums(plan), _scores(plan)
         self._sleep(max(0.0, at - self._clock()))
@@ -243,32 +244,13 @@ class StubEngine:
         return SampledToken(token, logprobs)
 
 
-class _StubStep:
+class Later(NamedTuple):
     """`Launched`."""
 
-    def __init__(
-        self, engine: StubEngine, plan: StepPlan, samples: Sequence[SamplingState], over: float
-    ) -> None:
-        self._engine, self._plan, self._samples, self._over = engine, plan, samples, over
-
-    def result(self) -> list[SampledToken]:
-        return self._engine.finish(self._plan, self._samples, self._over)
+    result: Callable[[], list[SampledToken]]
 
 
 JOIN_TIMEOUT = 60.0
-
-
-class _RingStep:
-    """`Launched`, of the leader."""
-
-    def __init__(self, board: RankBoard, plan: StepPlan, launched: Launched) -> None:
-        self._board, self._plan, self._launched = board, plan, launched
-
-    def result(self) -> list[SampledToken]:
-        try:
-            return self._board.run(self._plan, self._launched.result)
-        finally:
-            self._board.end(self._plan.step)
 
 
 class StubRing:
@@ -319,7 +301,13 @@ class StubRing:
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         self._board.begin(plan.step)
         self._sender.send(plan)
-        return _RingStep(self._board, plan, self._stub.launch(plan, samples))
+        return Later(partial(self._finish, plan, self._stub.launch(plan, samples)))
+
+    def _finish(self, plan: StepPlan, launched: Launched) -> list[SampledToken]:
+        try:
+            return self._board.run(plan, launched.result)
+        finally:
+            self._board.end(plan.step)
 
     def pooled(self) -> Floats:
         return self._stub.pooled()

@@ -51,7 +51,7 @@ class _Begun:
     def __init__(self, token: int, error: Exception | None) -> None:
         self._token, self._error = token, error
 
-    def wait(self) -> list[SampledToken]:
+    def __call__(self) -> list[SampledToken]:
         if self._error is not None:
             raise self._error
         return [SampledToken(self._token)]
