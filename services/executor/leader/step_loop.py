@@ -36,7 +36,7 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import output_tokens
-from services.executor.leader.tracing import Attempts, AttemptTraces, ids_of
+from services.executor.leader.tracing import Attempts, ids_of
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.steps import Row, prompt_tokens
 from services.executor.structured_output import GrammarWork
@@ -114,8 +114,8 @@ OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
 
 
 class _Flight:
-    def __init__(self, plan: StepPlan, rows: list[Row], traces: AttemptTraces | None) -> None:
-        self.plan, self.rows, self.traces = plan, rows, traces
+    def __init__(self, plan: StepPlan, rows: list[Row], traced: bool) -> None:
+        self.plan, self.rows, self.traced = plan, rows, traced
         self.began = time.perf_counter_ns()
         self.masks = 0.0
         """Seconds spent on beginning masks."""
@@ -186,10 +186,10 @@ class Stepping:
 
     def _begin(self, plan: StepPlan, rows: list[Row]) -> _Flight:
         self._debug.planned(plan)
-        traces = self._attempts.traces or None
-        if traces is not None:
-            plan = traces.begin_step(plan, self._batcher.under_way)
-        flight = _Flight(plan, rows, traces)
+        traced = self._attempts.traced
+        if traced:
+            plan = self._attempts.begin_step(plan, self._batcher.under_way)
+        flight = _Flight(plan, rows, traced)
         self._grammars.begin_masks([row.sampling for row in rows])
         flight.masks = (time.perf_counter_ns() - flight.began) / 1e9
         self._flights.append(flight)
@@ -238,14 +238,14 @@ class Stepping:
             later = self._flights.popleft()
             with contextlib.suppress(*OF_ROWS):
                 await self._run(later)
-            if later.traces is not None:
-                later.traces.end_step(0.0)
+            if later.traced:
+                self._attempts.end_step(0.0)
 
     def _note(self, flight: _Flight, taken: int, entries: Entries) -> None:
         """`taken` in nanoseconds."""
         plan, rows = flight.plan, flight.rows
-        if flight.traces is not None:
-            flight.traces.end_step(taken / 1e9)
+        if flight.traced:
+            self._attempts.end_step(taken / 1e9)
         if plan.token_ids:  # else it has only copied blocks: no measure of anything
             computed = prompt_tokens(plan, rows)
             expected = self.throughput.expected(computed)

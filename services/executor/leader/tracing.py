@@ -146,27 +146,79 @@ class _TracedStep(NamedTuple):
     width: int
 
 
-class AttemptTraces:
-    """Of one ring. `bool` says whether any is under way."""
+REMEMBERED = 16384
+"""Requests whose ids are known, at most."""
+
+log = structlog.get_logger(__name__)
+
+
+def ids_of(rows: Sequence[Row], which: Sequence[int] | None = None) -> list[str]:
+    """Generations of the rows with these indices; None: of all."""
+    found = rows if which is None else [rows[index] for index in which]
+    return sorted({row.request.generation_id for row in found})
+
+
+class Attempts:
+    """Those of one ring."""
 
     def __init__(self, group: str, epoch: int, times: Callable[[], list[RankTime]]) -> None:
         """`times`: what the ranks have spent on traced steps so far."""
         self._group = group
         self._epoch = epoch
         self._times = times
+        self._request_ids: dict[str, str] = {}
+        """By generation: entries name that alone."""
         self._live: dict[str, _Attempt] = {}
+        """Those that are traced."""
         self._steps: deque[_TracedStep] = deque()
         self._over = 0
         """When the last step was over; unix nanoseconds."""
 
-    def __bool__(self) -> bool:
+    def taken(self, request: GenerationRequest, refusal: Refusal | None, *, repeated: bool) -> None:
+        """`request` was accepted, unless there is a `refusal`; `repeated`: the ring had it before."""
+        if refusal is None and not repeated:
+            self._request_ids[request.generation_id] = request.request_id
+            if len(self._request_ids) > REMEMBERED:
+                del self._request_ids[next(iter(self._request_ids))]
+            if request.traceparent:
+                self._begin(request)
+        log.info(
+            "refused" if refusal else "accepted",
+            request_id=request.request_id,
+            generation_id=request.generation_id,
+            attempt=request.attempt,
+            prompt_tokens=len(request.prompt),
+            reason=refusal.code if refusal else "",
+            **self._ids(request.generation_id),
+        )
+
+    def ended(self, entry: TokenEntry) -> None:
+        """`entry` is the last of its attempt."""
+        log.info(
+            "finished",
+            request_id=self._request_ids.pop(entry.generation_id, ""),
+            generation_id=entry.generation_id,
+            attempt=entry.attempt,
+            reason=entry.finish,
+            output_tokens=entry.position + len(entry.tokens),
+            code=entry.error_code,
+            **self._ids(entry.generation_id),
+        )
+        attempt = self._live.get(entry.generation_id)
+        if attempt is not None and attempt.attempt == entry.attempt:
+            del self._live[entry.generation_id]
+            attempt.end(entry, self._times())
+
+    @property
+    def traced(self) -> bool:
+        """Whether any is."""
         return bool(self._live)
 
-    def ids(self, generation_id: str) -> dict[str, str]:
+    def _ids(self, generation_id: str) -> dict[str, str]:
         attempt = self._live.get(generation_id)
         return {} if attempt is None else tracing.ids_of(attempt.span)
 
-    def begin(self, request: GenerationRequest) -> None:
+    def _begin(self, request: GenerationRequest) -> None:
         known = self._live.get(request.generation_id)
         if known is not None and known.attempt >= request.attempt:
             return
@@ -207,62 +259,3 @@ class AttemptTraces:
             attempt = self._live.get(chunk.sequence.request.generation_id)
             if attempt is not None and attempt.attempt == chunk.sequence.request.attempt:
                 attempt.step(chunk, samples, step.width, began, seconds)
-
-    def end(self, entry: TokenEntry) -> None:
-        """The last entry of a generation, traced or not."""
-        attempt = self._live.get(entry.generation_id)
-        if attempt is not None and attempt.attempt == entry.attempt:
-            del self._live[entry.generation_id]
-            attempt.end(entry, self._times())
-
-
-REMEMBERED = 16384
-"""Requests whose ids are known, at most."""
-
-log = structlog.get_logger(__name__)
-
-
-def ids_of(rows: Sequence[Row], which: Sequence[int] | None = None) -> list[str]:
-    """Generations of the rows with these indices; None: of all."""
-    found = rows if which is None else [rows[index] for index in which]
-    return sorted({row.request.generation_id for row in found})
-
-
-class Attempts:
-    def __init__(self, group: str, epoch: int, times: Callable[[], list[RankTime]]) -> None:
-        self.traces = AttemptTraces(group, epoch, times)
-        self._request_ids: dict[str, str] = {}
-        """By generation: entries name that alone."""
-
-    def taken(self, request: GenerationRequest, refusal: Refusal | None, *, repeated: bool) -> None:
-        """`request` was accepted, unless there is a `refusal`; `repeated`: the ring had it before."""
-        if refusal is None and not repeated:
-            self._request_ids[request.generation_id] = request.request_id
-            if len(self._request_ids) > REMEMBERED:
-                del self._request_ids[next(iter(self._request_ids))]
-            if request.traceparent:
-                self.traces.begin(request)
-        log.info(
-            "refused" if refusal else "accepted",
-            request_id=request.request_id,
-            generation_id=request.generation_id,
-            attempt=request.attempt,
-            prompt_tokens=len(request.prompt),
-            reason=refusal.code if refusal else "",
-            **self.traces.ids(request.generation_id),
-        )
-
-    def ended(self, entry: TokenEntry) -> None:
-        """`entry` is the last of its attempt."""
-        log.info(
-            "finished",
-            request_id=self._request_ids.pop(entry.generation_id, ""),
-            generation_id=entry.generation_id,
-            attempt=entry.attempt,
-            reason=entry.finish,
-            output_tokens=entry.position + len(entry.tokens),
-            code=entry.error_code,
-            **self.traces.ids(entry.generation_id),
-        )
-        if self.traces:
-            self.traces.end(entry)

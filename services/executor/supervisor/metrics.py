@@ -46,11 +46,18 @@ class GpuReader:
         nvml = self._library()
         if nvml is None:
             return _UNKNOWN
-        handle = self._handle(nvml, str(uuids.UUID(bytes=uuid)))
-        if handle is None:
+
+        def asked(what: str, of: Any) -> Any:
+            try:
+                return getattr(nvml, f"nvmlDeviceGet{what}")(of)
+            except nvml.NVMLError:
+                return None
+
+        names = (f"{kind}-{uuids.UUID(bytes=uuid)}" for kind in ("GPU", "MIG"))
+        handles = (asked("HandleByUUID", name) for name in names)
+        if (handle := next((one for one in handles if one is not None), None)) is None:
             return _UNKNOWN
-        memory = _asked(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-        rates = _asked(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        memory, rates = asked("MemoryInfo", handle), asked("UtilizationRates", handle)
         return GpuUse(
             None if rates is None else rates.gpu / 100,
             None if memory is None else int(memory.used),
@@ -68,21 +75,6 @@ class GpuReader:
                 return None
             self._nvml = pynvml
         return self._nvml
-
-    @staticmethod
-    def _handle(nvml: Any, uuid: str) -> Any:
-        for name in (f"GPU-{uuid}", f"MIG-{uuid}"):
-            handle = _asked(nvml, lambda name=name: nvml.nvmlDeviceGetHandleByUUID(name))
-            if handle is not None:
-                return handle
-        return None
-
-
-def _asked(nvml: Any, ask: Any) -> Any:
-    try:
-        return ask()
-    except nvml.NVMLError:
-        return None
 
 
 _LABELS = ("group", "model")

@@ -5,7 +5,7 @@ A share that is read needs neither transformers nor the checkpoint: what builds 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,31 +32,30 @@ Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
-class Share(Protocol):
+class Share:
     """A rank's weights."""
 
-    is_cached: bool
+    is_cached = False
     """Whether an earlier start has kept them, which had checked the model's other files too."""
     facts: ModelFacts
     layout: ShardLayout
     dtype: torch.dtype
-    widths: StepWidths | None
+    widths: StepWidths | None = None
     """Of its steps, where a GPU's memory is planned by them."""
     reads_compressed: bool
     """See `backend.reads_compressed`."""
 
     def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
         """To be called once."""
-        ...
+        raise NotImplementedError
 
     def keep(self, runner: ModelRunner) -> None:
         """Has the next start of this rank find what `runner` computes with, where it can be kept and is not yet."""
-        ...
 
     @property
     def imports(self) -> list[str]:
         """Modules that the next start of this rank will need beyond those of every start."""
-        ...
+        return []
 
 
 def load_share(
@@ -102,11 +101,10 @@ def _cache_of(
     return WeightCache(where.expanduser(), settings.weight_cache_bytes, directory, share)
 
 
-class _CachedShare:
+class _CachedShare(Share):
     """What an earlier start of this rank has kept."""
 
     is_cached = True
-    widths: StepWidths | None = None
     reads_compressed = True
     dtype = torch.bfloat16
 
@@ -127,18 +125,9 @@ class _CachedShare:
             self._model, widths, store, self.layout, collectives, threads, spill, cores
         )
 
-    def keep(self, runner: ModelRunner) -> None:
-        return
 
-    @property
-    def imports(self) -> list[str]:
-        return []
-
-
-class _BuiltShare:
+class _BuiltShare(Share):
     """What the checkpoint holds."""
-
-    is_cached = False
 
     def __init__(
         self,
@@ -172,7 +161,7 @@ class _BuiltShare:
         if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32
-        self.widths: StepWidths | None = widths_of(config, spec.world_size)
+        self.widths = widths_of(config, spec.world_size)
         self.facts = ModelFacts(
             layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,

@@ -84,17 +84,12 @@ class Composition:
 
     def transposed(self, a: int, b: int) -> "Composition":
         """Dimensions `a` and `b` exchanged."""
-        parts = tuple(
-            Part(
-                part.source,
-                _swapped(part.axes, a, b),
-                _swapped(part.origin, a, b),
-                _swapped(part.at, a, b),
-                _swapped(part.size, a, b),
-            )
-            for part in self.parts
-        )
-        return Composition(_swapped(self.shape, a, b), parts)
+
+        def swapped(part: Part) -> Part:
+            places = (_swapped(values, a, b) for values in (part.origin, part.at, part.size))
+            return Part(part.source, _swapped(part.axes, a, b), *places)
+
+        return Composition(_swapped(self.shape, a, b), tuple(map(swapped, self.parts)))
 
     def selected(self, dim: int, spans: Sequence[Span]) -> "Composition":
         """`spans` of dimension `dim`, end to end."""

@@ -94,7 +94,6 @@ _COLUMNS = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
 _ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 _WHOLE = frozenset({"replicated", "replicate", "replicated_with_grad_allreduce"})
 _GATHERED = frozenset({"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"})
-_ATTENTION_COLUMNS = {"q_proj": Style.QUERY, "k_proj": Style.KEY_VALUE, "v_proj": Style.KEY_VALUE}
 _ATTENTION_ROWS = frozenset({"o_proj", "out_proj", "dense"})
 _EXPERT_PARAMETERS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 
@@ -109,7 +108,7 @@ def _translated(key: str, style: str) -> Style:
     translated: Style | None = None
     if inside:
         if style in _COLUMNS:
-            translated = _ATTENTION_COLUMNS.get(leaf)
+            translated = _QKV.get(leaf)
         elif style in _ROWS and leaf in _ATTENTION_ROWS:
             translated = Style.OUTPUT
     elif style not in _GATHERED and style in _COLUMNS:

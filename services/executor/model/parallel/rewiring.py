@@ -86,7 +86,7 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     if config.alibi:
         # Rounded to bfloat16 as the model was trained.
         _hold_slopes(attention, layout, torch.bfloat16)
-        bias = partial(_falcon_bias, attention, layout.head_dim**-0.5)
+        bias = partial(_bias, attention, layout.head_dim**-0.5)
 
     def forward(
         hidden: Tensor,
@@ -106,7 +106,7 @@ def _falcon(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
 
 def _bloom(attention: Any, config: Any, layout: ShardLayout) -> _Forward:
     _hold_slopes(attention, layout, torch.float32)
-    bias = partial(_bloom_bias, attention)
+    bias = partial(_bias, attention, 1.0)
 
     def forward(
         hidden: Tensor, residual: Tensor, *, layer_past: _StepAsCache, **others: Any
@@ -177,11 +177,6 @@ def _hold_slopes(attention: nn.Module, layout: ShardLayout, dtype: torch.dtype) 
     attention.register_buffer("alibi_slopes", held, persistent=False)
 
 
-def _bloom_bias(attention: Any, positions: Tensor) -> Tensor:
-    biases: Tensor = attention.alibi_slopes * positions
-    return biases
-
-
-def _falcon_bias(attention: Any, scale: float, positions: Tensor) -> Tensor:
+def _bias(attention: Any, scale: float, positions: Tensor) -> Tensor:
     biases: Tensor = attention.alibi_slopes * positions
     return biases.float() * scale
