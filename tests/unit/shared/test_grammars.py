@@ -58,6 +58,19 @@ def test_a_process_that_was_killed_is_replaced(check: GrammarCheck) -> None:
     assert check.check(FINE).grammar == FINE
 
 
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("json_schema", "[]"), "not a JSON object"),
+        (Grammar("json_schema", '{"enum": [1, {"a": 9007199254740993}]}'), "9007199254740993"),
+        (Grammar("lark", "  "), "empty"),
+        (Grammar("regex", ""), "empty"),
+    ],
+)
+def test_what_is_no_grammar_is_told(grammar: Grammar, reason: str) -> None:
+    assert reason in verdict_on(grammar).problem
+
+
 def test_gbnf_becomes_larks_notation() -> None:
     grammar = verdict_on(Grammar("lark", 'root ::= "a" [0-9]+')).grammar
     assert grammar is not None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.executor.kv_cache.allocator import BlockAllocator, OutOfBlocks
+from services.executor.kv_cache.block_pool import BlockPool
 from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 
@@ -212,6 +213,16 @@ def test_misuse_is_named() -> None:
     assert allocator.available == 2
     with pytest.raises(ValueError, match="holds nothing"):
         BlockAllocator(0, BLOCK)
+
+
+def test_a_pool_without_blocks_says_so() -> None:
+    pool = BlockPool(0, 1, most_pinned=0)
+    assert pool.take() == (0, False)
+    for take in (pool.take, pool.take_unpinned):
+        with pytest.raises(IndexError, match="no unused block"):
+            take()
+    assert not pool.pin_first(0), "none may be pinned"
+    assert pool.take_unpinned() == (0, True)
 
 
 @pytest.mark.parametrize(

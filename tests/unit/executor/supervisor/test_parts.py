@@ -14,7 +14,8 @@ from services.executor.core.engine import BadLogits, EngineSpec
 from services.executor.core.settings import ExecutorSettings, cores_of
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard, RingState
-from services.executor.ipc.plan_channel import PlanListener, PlanReceiver
+from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
+from services.executor.ipc.proofs import MessageMac
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.leader.frames import KEPT_SECONDS, RecentFrames
 from services.executor.model.card import read_card
@@ -158,6 +159,34 @@ def test_a_plan_that_is_changed_on_its_way_ends_the_ring() -> None:
 def test_a_rank_that_does_not_come_is_said() -> None:
     with pytest.raises(RingLost, match="Only 0 of 2 other ranks came"):
         PlanListener("127.0.0.1").accept(2, 0.01)
+
+
+def test_whoever_leaves_in_the_greeting_is_no_rank() -> None:
+    listener = PlanListener("127.0.0.1")
+    with socket.create_connection((listener.host, listener.port)):
+        pass
+    with socket.create_connection((listener.host, listener.port)) as stranger:
+        stranger.sendall(bytes(200))
+        with pytest.raises(RingLost, match="Only 0 of 1 other ranks came"):
+            listener.accept(1, 0.2)
+
+
+def test_what_hangs_up_in_the_greeting_is_no_leader() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closing = threading.Thread(target=lambda: server.accept()[0].close())
+        closing.start()
+        with pytest.raises(RingLost, match="does not know the ring's secret"):
+            PlanReceiver("127.0.0.1", server.getsockname()[1], "secret", 10)
+        closing.join(10)
+
+
+def test_a_plan_for_a_rank_that_has_gone_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    sender = PlanSender([(ours, MessageMac(b"k", "leader", b"n"))])
+    with pytest.raises(RingLost, match="A rank of the ring is gone"):
+        sender.send(PLAN)
+    sender.close()
 
 
 def test_recent_frames_grow_old_only_while_connected() -> None:

@@ -157,3 +157,30 @@ def test_a_thread_that_has_just_come_has_used_nothing() -> None:
     one = processes.ProcessSample(1, "running", 0, [ThreadDump(7, "a", "R", 5.0)])
     none = processes.ProcessSample(1, "running", 0, [])
     assert [thread.busy for thread in processes.with_usage(none, one, 0.1)] == [0.0]
+
+
+def test_what_is_gone_while_it_is_looked_at_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert processes._listing(tmp_path / "nowhere") == []
+    assert processes._memory(tmp_path) == 0
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text("7 (ended) Z")
+    assert processes._thread(tmp_path / "7") is None
+    file = tmp_path / "stacks"
+    file.touch()
+    monkeypatch.setattr(processes, "catches", lambda pid, number: True)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    request = StackRequest(gone.pid, file)
+    assert request.missing == "the process cannot be asked (No such process)"
+    assert request.poll()
+    assert request.read() == []
+
+
+def test_a_thread_that_waits_for_a_device_tells_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = ThreadDump(1, "io", "D", 0.0)
+    monkeypatch.setattr(processes, "_state", lambda proc: "S")
+    monkeypatch.setattr(processes, "_listing", lambda directory: ["1"])
+    monkeypatch.setattr(processes, "_thread", lambda task: thread)
+    assert processes.sample(os.getpid()).state == processes._STATES["D"]

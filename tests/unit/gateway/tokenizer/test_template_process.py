@@ -1,15 +1,25 @@
 """Chat templates are rendered in a process with limits: one that passes them costs nobody else anything."""
 
 import asyncio
+import io
 import os
+import pickle
 import signal
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.tokenizer.template_process import TemplateProcess
+from services.gateway.tokenizer.template_process import (
+    _NO_MEMORY,
+    _TOO_LONG,
+    TemplateProcess,
+    _Job,
+    _Renderer,
+    _Reply,
+)
 from services.gateway.tokenizer.templates import TemplateOptions, Templates
 from shared import limits
 from shared.errors import InternalError, QueueFull
@@ -150,3 +160,41 @@ async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: p
         await process.render(CHAT, None, PLAIN)
     assert "xxx" in await waiting
     assert "Hi" in await process.render(CHAT, None, PLAIN)
+
+
+class Jobs:
+    """What the gateway writes, as the process reads it."""
+
+    def __init__(self, renderer: _Renderer) -> None:
+        self._renderer = renderer
+
+    def reply(self, job: _Job) -> _Reply:
+        data = pickle.dumps(job)
+        return self._renderer.reply(io.BytesIO(data), len(data))
+
+    def chat(self, content: str, tools: list[dict[str, Any]] | None = None) -> _Reply:
+        return self.reply(_Job(None, [{"role": "user", "content": content}], tools, PLAIN))
+
+
+def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(_Renderer())
+    assert "Expected an expression" in jobs.reply(_Job(templates("{% if %}"))).problem
+    assert jobs.reply(_Job(templates(TEMPLATE))).traits is not None
+    assert "Hi" in jobs.chat("Hi").text
+    assert "Hi" in jobs.chat("Hi", []).text
+    assert jobs.chat("\ud800").reason == "invalid_messages"
+    jobs.reply(_Job(templates("{{ raise_exception('no turns') }}")))
+    refused = jobs.chat("Hi")
+    assert "no turns" in refused.problem
+    assert refused.param == "messages"
+    jobs.reply(_Job(templates("{{ 'a' * 9 }}")))
+    monkeypatch.setattr(limits, "TEMPLATE_TEXT", msgspec.structs.replace(limits.TEMPLATE_TEXT, value=8))
+    assert jobs.chat("Hi").limit == _TOO_LONG
+
+
+def test_a_job_that_memory_does_not_hold_names_that_limit() -> None:
+    class Full(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise MemoryError
+
+    assert _Renderer().reply(Full(), 5).limit == _NO_MEMORY
