@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import stamina
 from httpx_sse import EventSource
 
 from ryzanstein_client import requests
@@ -51,7 +50,7 @@ class AsyncStream:
         await self.aclose()
 
 
-class AsyncClient:
+class AsyncClient(requests.Streams[AsyncStream]):
     """As `Client`, for one event loop."""
 
     def __init__(
@@ -64,39 +63,12 @@ class AsyncClient:
         http: httpx.AsyncClient | None = None,
     ) -> None:
         """As `Client`."""
-        self._gateways = requests.Gateways(url)
-        self._headers = requests.credentials(api_key)
-        self._patience = patience
+        super().__init__(url, api_key, patience)
         self._owned = http is None
         self._http = http or httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)))
 
-    def stream_chat(
-        self,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        idempotency_key: str | None = None,
-        background: float | None = None,
-        **fields: Any,
-    ) -> AsyncStream:
-        """As `Client.stream_chat`."""
-        body = {"model": model, "messages": list(messages), **fields}
-        return AsyncStream(self, requests.new_reading(requests.CHAT, body, idempotency_key, background))
-
-    def stream_completion(
-        self,
-        *,
-        model: str,
-        prompt: str | Sequence[int],
-        idempotency_key: str | None = None,
-        background: float | None = None,
-        **fields: Any,
-    ) -> AsyncStream:
-        """As `Client.stream_completion`."""
-        body = {"model": model, "prompt": prompt, **fields}
-        return AsyncStream(
-            self, requests.new_reading(requests.COMPLETIONS, body, idempotency_key, background)
-        )
+    def open(self, reading: Reading) -> AsyncStream:
+        return AsyncStream(self, reading)
 
     async def start_chat(
         self,
@@ -114,10 +86,6 @@ class AsyncClient:
             await anext(stream)
             assert stream.cursor is not None
             return Cursor(stream.cursor.generation)
-
-    def attach(self, generation: str | Cursor, after: str | None = None) -> AsyncStream:
-        """As `Client.attach`."""
-        return AsyncStream(self, requests.resumed(generation, after))
 
     async def state(self, generation: str | Cursor) -> GenerationState:
         """As `Client.state`."""
@@ -159,11 +127,9 @@ class AsyncClient:
                     yield piece
             if not reading.done:
                 raise LostConnection("The stream ended in its middle.")
-        except (httpx.TransportError, ApiError) as error:
-            if not when_again(error):
-                raise
-            self._gateways.leave(url)
-            if reading.cursor == before:
+        except requests.LOST as error:
+            self._lost(error, url)
+            if reading.cursor == before or not when_again(error):
                 raise
 
     async def _events(self, reading: Reading, url: str) -> AsyncGenerator[Piece, None]:
@@ -201,19 +167,8 @@ class AsyncClient:
             answer = await self._http.request(ask.method, url + ask.path, headers=self._headers)
             if answer.status_code != 200:
                 raise refusal(answer.status_code, answer.headers, answer.content)
-        except (httpx.TransportError, ApiError) as error:
-            if when_again(error):
-                self._gateways.leave(url)
+        except requests.LOST as error:
+            self._lost(error, url)
             raise
         found: dict[str, Any] = answer.json()
         return found
-
-    def _attempts(self) -> Any:
-        return stamina.retry_context(
-            on=when_again,
-            attempts=None,
-            timeout=self._patience,
-            wait_initial=requests.FIRST_WAIT,
-            wait_max=requests.LONGEST_WAIT,
-            wait_jitter=requests.FIRST_WAIT,
-        )

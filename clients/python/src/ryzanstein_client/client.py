@@ -5,7 +5,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import stamina
 from httpx_sse import EventSource
 
 from ryzanstein_client import requests
@@ -56,7 +55,7 @@ class Stream:
         self.close()
 
 
-class Client:
+class Client(requests.Streams[Stream]):
     """Of one server with any number of gateways. Threads may share it. Use it as a context manager, or close it."""
 
     def __init__(
@@ -71,41 +70,12 @@ class Client:
         """`url`: a gateway, or several of which any will do. `timeout`: seconds of silence after which a connection
         counts as lost. `patience`: seconds without anything new after which it gives up. `http`: a client
         with certificates or a proxy of your own; you close it."""
-        self._gateways = requests.Gateways(url)
-        self._headers = requests.credentials(api_key)
-        self._patience = patience
+        super().__init__(url, api_key, patience)
         self._owned = http is None
         self._http = http or httpx.Client(timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)))
 
-    def stream_chat(
-        self,
-        *,
-        model: str,
-        messages: Sequence[Mapping[str, Any]],
-        idempotency_key: str | None = None,
-        background: float | None = None,
-        **fields: Any,
-    ) -> Stream:
-        """A chat completion. `fields` are those of the endpoint.
-
-        `idempotency_key`: yours, so that another process can repeat the request; else one is made up.
-        `background`: seconds for which it goes on with no reader; else the server's grace of 5 s.
-        """
-        body = {"model": model, "messages": list(messages), **fields}
-        return Stream(self, requests.new_reading(requests.CHAT, body, idempotency_key, background))
-
-    def stream_completion(
-        self,
-        *,
-        model: str,
-        prompt: str | Sequence[int],
-        idempotency_key: str | None = None,
-        background: float | None = None,
-        **fields: Any,
-    ) -> Stream:
-        """A completion of a prompt; otherwise as `stream_chat`."""
-        body = {"model": model, "prompt": prompt, **fields}
-        return Stream(self, requests.new_reading(requests.COMPLETIONS, body, idempotency_key, background))
+    def open(self, reading: Reading) -> Stream:
+        return Stream(self, reading)
 
     def start_chat(
         self,
@@ -124,10 +94,6 @@ class Client:
             next(stream)
             assert stream.cursor is not None
             return Cursor(stream.cursor.generation)
-
-    def attach(self, generation: str | Cursor, after: str | None = None) -> Stream:
-        """Reads a generation from its beginning, or behind the position `after`; a cursor has its own."""
-        return Stream(self, requests.resumed(generation, after))
 
     def state(self, generation: str | Cursor) -> GenerationState:
         """What has come of it so far."""
@@ -165,11 +131,9 @@ class Client:
             yield from self._events(reading, url)
             if not reading.done:
                 raise LostConnection("The stream ended in its middle.")
-        except (httpx.TransportError, ApiError) as error:
-            if not when_again(error):
-                raise
-            self._gateways.leave(url)
-            if reading.cursor == before:
+        except requests.LOST as error:
+            self._lost(error, url)
+            if reading.cursor == before or not when_again(error):
                 raise
 
     def _events(self, reading: Reading, url: str) -> Generator[Piece, None, None]:
@@ -206,19 +170,8 @@ class Client:
             answer = self._http.request(ask.method, url + ask.path, headers=self._headers)
             if answer.status_code != 200:
                 raise refusal(answer.status_code, answer.headers, answer.content)
-        except (httpx.TransportError, ApiError) as error:
-            if when_again(error):
-                self._gateways.leave(url)
+        except requests.LOST as error:
+            self._lost(error, url)
             raise
         found: dict[str, Any] = answer.json()
         return found
-
-    def _attempts(self) -> Any:
-        return stamina.retry_context(
-            on=when_again,
-            attempts=None,
-            timeout=self._patience,
-            wait_initial=requests.FIRST_WAIT,
-            wait_max=requests.LONGEST_WAIT,
-            wait_jitter=requests.FIRST_WAIT,
-        )

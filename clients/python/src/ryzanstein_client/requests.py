@@ -1,14 +1,19 @@
-"""What the blocking and the asynchronous client send alike. No I/O."""
+"""What the blocking and the asynchronous client do alike. No I/O."""
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
+import httpx
+import stamina
+
 from ryzanstein_client.cursor import Cursor
+from ryzanstein_client.errors import ApiError, when_again
 from ryzanstein_client.reading import Ask, Reading
 from ryzanstein_client.types import GenerationState
 
+StreamT = TypeVar("StreamT")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 FIRST_WAIT = 0.05
@@ -35,10 +40,6 @@ class Gateways:
         """Goes on to the next one, if `url` is still the current one: others may have seen it first."""
         if url == self.current:
             self._at = (self._at + 1) % len(self._urls)
-
-
-def credentials(api_key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def new_reading(
@@ -78,3 +79,69 @@ def state_from(answer: Mapping[str, Any]) -> GenerationState:
         response=answer.get("response"),
         error=answer.get("error"),
     )
+
+
+class Streams(Generic[StreamT]):
+    """The streams that both clients open; each says what a stream is to it (`open`)."""
+
+    def __init__(self, url: str | Sequence[str], api_key: str, patience: float) -> None:
+        self._gateways = Gateways(url)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._patience = patience
+
+    def open(self, reading: Reading) -> StreamT:
+        """A stream of what `reading` reads."""
+        raise NotImplementedError
+
+    def stream_chat(
+        self,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        idempotency_key: str | None = None,
+        background: float | None = None,
+        **fields: Any,
+    ) -> StreamT:
+        """A chat completion. `fields` are those of the endpoint.
+
+        `idempotency_key`: yours, so that another process can repeat the request; else one is made up.
+        `background`: seconds for which it goes on with no reader; else the server's grace of 5 s.
+        """
+        body = {"model": model, "messages": list(messages), **fields}
+        return self.open(new_reading(CHAT, body, idempotency_key, background))
+
+    def stream_completion(
+        self,
+        *,
+        model: str,
+        prompt: str | Sequence[int],
+        idempotency_key: str | None = None,
+        background: float | None = None,
+        **fields: Any,
+    ) -> StreamT:
+        """A completion of a prompt; otherwise as `stream_chat`."""
+        body = {"model": model, "prompt": prompt, **fields}
+        return self.open(new_reading(COMPLETIONS, body, idempotency_key, background))
+
+    def attach(self, generation: str | Cursor, after: str | None = None) -> StreamT:
+        """Reads a generation from its beginning, or behind the position `after`; a cursor has its own."""
+        return self.open(resumed(generation, after))
+
+    def _lost(self, error: Exception, url: str) -> None:
+        """What `url` has answered with, or that it has not: another gateway is next, where that may help."""
+        if when_again(error):
+            self._gateways.leave(url)
+
+    def _attempts(self) -> Any:
+        return stamina.retry_context(
+            on=when_again,
+            attempts=None,
+            timeout=self._patience,
+            wait_initial=FIRST_WAIT,
+            wait_max=LONGEST_WAIT,
+            wait_jitter=FIRST_WAIT,
+        )
+
+
+LOST = (httpx.TransportError, ApiError)
+"""What a request ends with that another try may mend."""
