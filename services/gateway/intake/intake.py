@@ -87,7 +87,13 @@ class Intake:
 
         async def make(context: Context) -> Run:
             with tracing.stage("prepare"):
-                return await self._prepare(endpoint, body, context, always_streamed)
+                context = await self._admitted(context)
+                if endpoint == "responses":
+                    return await self.responses.prepare(body, context, always_streamed=always_streamed)
+                request = self._decoded(endpoint, body, context.answer_headers)
+                return await self._prepare_checked(
+                    _streamed(request) if always_streamed else request, context
+                )
 
         if context.key:
             return await self._repeatable(endpoint, fingerprint(body), context, make)
@@ -207,15 +213,6 @@ class Intake:
                 return run
             run.close()
             return None
-
-    async def _prepare(
-        self, endpoint: Endpoint, body: bytes | msgspec.Raw, context: Context, always_streamed: bool
-    ) -> Run:
-        context = await self._admitted(context)
-        if endpoint == "responses":
-            return await self.responses.prepare(body, context, always_streamed=always_streamed)
-        request = self._decoded(endpoint, body, context.answer_headers)
-        return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
 
     async def _admitted(self, context: Context) -> Context:
         """`context` with what its limits have reserved. Raises `RateLimited`."""

@@ -176,6 +176,7 @@ def run_of(
         owner=parts.answers.consumer,
         owned=True,
         quiet_since=now,
+        consumers=[parts.answers.consumer],
         admission=context.admission,
         may_cost=may_cost,
     )

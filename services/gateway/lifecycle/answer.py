@@ -19,7 +19,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -105,8 +105,8 @@ class Answer:
     owned: bool
     quiet_since: float
     """When the last reader here left."""
-    consumers: list[str] = field(default_factory=list)
-    """Instances whose token subjects have parts of its log, in order; none given: the one that it began at."""
+    consumers: list[str]
+    """Instances whose token subjects have parts of its log, in order."""
     admission: Admission | None = None
     """What it takes of its owner's limits, where it begins here."""
     may_cost: int = 0
@@ -120,9 +120,6 @@ class Answer:
     """How often its owner has not answered in a row."""
     watched: bool = False
     """Whether it is read here for its stop strings' sake, by no client."""
-
-    def __post_init__(self) -> None:
-        self.consumers = self.consumers or [self.record.requests[0].consumer]
 
     @property
     def trace(self) -> AnswerTrace | None:
@@ -241,8 +238,9 @@ def followed_answer(
         )
         for index, request in enumerate(requests_of(record))
     ]
-    consumers = list(ownership.consumers) if ownership else []
-    owner = ownership.owner if ownership else record.requests[0].consumer
+    first = record.requests[0].consumer
+    consumers = list(ownership.consumers) if ownership else [first]
+    owner = ownership.owner if ownership else first
     return Answer(record, generations, owner=owner, owned=False, quiet_since=now + keep, consumers=consumers)
 
 

@@ -117,7 +117,7 @@ def answer_of(stored: StoredResponse) -> Answer:
         generation.cancel(Unavailable(stored.error or "The response was cancelled."))
     elif stored.error_code:
         generation.fail(error_from_code(stored.error_code, stored.error))
-    return Answer(record, [generation], owner=_SOURCE, owned=False, quiet_since=0.0)
+    return Answer(record, [generation], owner=_SOURCE, owned=False, quiet_since=0.0, consumers=[])
 
 
 class ResponseShelf:

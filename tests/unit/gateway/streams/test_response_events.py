@@ -45,7 +45,7 @@ def answer_for(*, background: bool = False, logprobs: int = -1, parsing: Parsing
         response=ResponseRecord(shown, b"[]", background=background),
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
-    return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0)
+    return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
 def feed(answer: Answer, log: Log, scored: bool) -> None:

@@ -70,7 +70,7 @@ def answer_of(stop: list[str], choices: int, logprobs: int, *, token_ids: bool =
         Generation(wire, index, LIMITS, now=0.0, started_at=0.0)
         for index, wire in enumerate(requests_of(record))
     ]
-    return Answer(record, generations, owner="g", owned=True, quiet_since=0.0)
+    return Answer(record, generations, owner="g", owned=True, quiet_since=0.0, consumers=["g"])
 
 
 class Reader:
