@@ -7,6 +7,7 @@ from services.executor.supervisor.early_fork_server import start_early
 if __name__ == "__main__":
     start_early(sys.argv[1:])  # before the imports below, which run beside its own
 
+import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.multinode.node import RingNode
 from services.executor.supervisor.service import ExecutorService

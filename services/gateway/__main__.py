@@ -1,5 +1,6 @@
 """`python -m services.gateway`: the gateway as a process."""
 
+import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from shared import process

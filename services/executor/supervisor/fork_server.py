@@ -18,10 +18,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from services.executor.core.torch_imports import import_torch
 from shared.process import VERSION, die_with_parent
 
 MODULE = "services.executor.supervisor.fork_server"
@@ -81,6 +83,25 @@ def why_not_to_fork() -> str:
     return ""
 
 
+def prepare() -> None:
+    """The imports of every rank."""
+    _load(["shared.lean_imports"])
+    import_torch()
+    _load(MODULES)
+
+
+def _load(modules: Iterable[str]) -> None:
+    gc.disable()  # what imports make stays: looking for garbage takes a seventh of their time
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    finally:
+        gc.enable()
+    # Neither looked through nor moved by the collector, pages stay shared.
+    gc.collect()
+    gc.freeze()
+
+
 class ForkServer:
     """Answers one executor, whose child it is."""
 
@@ -91,7 +112,7 @@ class ForkServer:
 
     def run(self) -> None:
         """Until the executor is gone."""
-        self._load(MODULES)
+        prepare()
         self._say(Hello(VERSION))
         while True:
             message, fds = _receive(self._line)
@@ -100,22 +121,11 @@ class ForkServer:
             match _requests.decode(message):
                 case Import(modules):
                     with contextlib.suppress(ImportError):  # ranks say what they miss
-                        self._load([name for name in modules if name.startswith(_IMPORTABLE)])
+                        _load([name for name in modules if name.startswith(_IMPORTABLE)])
                 case Fork(variables):
                     self._say(self._fork(variables, *fds))
                     for fd in fds:
                         os.close(fd)
-
-    def _load(self, modules: list[str] | tuple[str, ...]) -> None:
-        gc.disable()  # what imports make stays: looking for garbage takes a seventh of their time
-        try:
-            for name in modules:
-                importlib.import_module(name)
-        finally:
-            gc.enable()
-        # Neither looked through nor moved by the collector, pages stay shared.
-        gc.collect()
-        gc.freeze()
 
     def _say(self, message: msgspec.Struct) -> None:
         self._line.sendall(msgspec.json.encode(message))

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
+from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import check_supported, longest_context
 from services.executor.model.loading.gguf_weights import GgufWeights
@@ -149,6 +150,7 @@ def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
 def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     """(model with meta parameters and real buffers, tied parameter name -> the name it is tied to)."""
     register_attention()
+    import_rest()
     try:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(

@@ -1,0 +1,27 @@
+"""What is put off when PyTorch is imported, in processes of its own."""
+
+import subprocess
+import sys
+
+CODE = """
+from services.executor.core.torch_imports import import_rest, import_torch
+import_torch()
+import torch
+
+def shape():
+    try:
+        return tuple(torch.cdist(torch.empty(2, 4, device="meta"), torch.empty(3, 4, device="meta")).shape)
+    except NotImplementedError:
+        return None
+
+before = shape()
+import_rest()
+import_rest()
+import_torch()
+print(before, shape())
+"""
+
+
+def test_shapes_are_computed_once_the_rest_is_imported() -> None:
+    said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "None (2, 3)"
