@@ -89,18 +89,24 @@ class TenantBucket(Generic[T]):
         return await self._bucket.create(tenant_key(tenant, name), value)
 
     async def of(self, tenant: str) -> AsyncGenerator[Entry[T], None]:
-        """The entries of a tenant, those with old keys first."""
+        """The entries of a tenant, those with old keys first; one that changes meanwhile once, as it is then."""
+        found: dict[str, Entry[T]] = {}
         if self._owner is not None:
             async for entry in self._bucket.scan(OLD):
                 if self._owner(entry.value) == tenant:
-                    yield entry
+                    found[entry.key] = entry
         async for entry in self._bucket.scan(keys_of(tenant)):
+            found[entry.key] = entry
+        for entry in found.values():
             yield entry
 
     async def trim(self, tenant: str, quota: "Quota") -> int:
         """Removes the oldest entries of a tenant beyond its quota; returns how many."""
-        sizes = [item async for item in self._bucket.sizes(keys_of(tenant))]
-        gone = list(beyond(sizes, quota.max_bytes, quota.max_entries))
+        sizes: dict[str, int] = {}
+        async for key, size in self._bucket.sizes(keys_of(tenant)):
+            sizes.pop(key, None)  # it has changed meanwhile, and is the newest
+            sizes[key] = size
+        gone = list(beyond([*sizes.items()], quota.max_bytes, quota.max_entries))
         for key in gone:
             await self.purge(key)
         return len(gone)

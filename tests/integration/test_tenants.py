@@ -1,10 +1,14 @@
 """Buckets of tenants on a real NATS: one tenant's entries without the others', and a quota for each."""
 
 import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
 
 from shared.messages.batches import FileRecord
+from shared.nats import streams
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Entry
 from shared.nats.streams import PAGE
 from shared.nats.tenants import SLACK, Quota, TenantBucket, Trimmed
 
@@ -47,6 +51,26 @@ async def test_more_entries_than_a_page_are_all_read(bus: Bus) -> None:
             group = wanted[begin : begin + 100]
             await asyncio.gather(*(bucket.put(tenant, name, record(tenant, name)) for name in group))
     assert sorted(await names(bucket, "acme")) == wanted
+
+
+async def test_an_entry_that_changes_while_it_is_read_comes_once(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "PAGE", 1)
+    bucket = await opened(bus)
+    for name in "abc":
+        await bucket.put("acme", name, record("acme", name))
+    scan = bucket._bucket.scan
+
+    async def disturbed(keys: str) -> AsyncIterator[Entry[FileRecord]]:
+        async for entry in scan(keys):
+            yield entry
+            if entry.value.filename == "a" and entry.value.id == "a":
+                await bucket.put("acme", "a", record("acme", "a", "changed"))
+
+    monkeypatch.setattr(bucket._bucket, "scan", disturbed)
+    found = [(entry.value.id, entry.value.filename) async for entry in bucket.of("acme")]
+    assert sorted(found) == [("a", "changed"), ("b", "a"), ("c", "a")]
 
 
 async def test_what_versions_before_wrote_is_found_where_it_is(bus: Bus) -> None:

@@ -1,5 +1,6 @@
 """Attention's cases in several processes, on the CPU."""
 
+import json
 import signal
 from pathlib import Path
 
@@ -29,7 +30,10 @@ def test_a_part_that_dies_leaves_what_it_had(tmp_path: Path) -> None:
     assert (found.wanted, found.ended) == (2, ["part 0 ended with -9"])
 
 
-def test_a_part_without_time_says_so() -> None:
-    found = run_shards(1, tiny=True, seconds=0.0)
-    assert found.checked == []
-    assert found.ended == ["part 0 ended with 1"]
+def test_a_part_without_time_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kernel_shard", "0", "1", "-1", "--tiny"])
+    with pytest.raises(SystemExit, match="no time was left"):
+        kernel_shard.main()
+    assert json.loads(capsys.readouterr().out) == {"wanted": TINY_CASES}
