@@ -2,13 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import ShardLayout
@@ -37,10 +38,11 @@ class NativeDecoder:
         store: KvStore,
         layout: ShardLayout,
         threads: int,
-        ring: "NativeRing | None",
+        ring: SharedMemory | None,
         cpus: Sequence[int] = (),
     ) -> None:
-        """`cpus`: the cores to keep the threads on, one each; none: any."""
+        """`ring`: what sums over the ranks, with a lane for each thread. `cpus`: the cores to keep the threads on, one
+        each; none: any."""
         self._library = library
         self.level: str = library.level
         """Of instructions (`native/library.py`)."""
@@ -135,7 +137,7 @@ class NativeDecoder:
         into.codes = self._store.codes(index).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
 
-    def _describe_model(self, layout: ShardLayout, ring: "NativeRing | None") -> Model:
+    def _describe_model(self, layout: ShardLayout, ring: SharedMemory | None) -> Model:
         shape, packed = self._shape, self.packed
         model = Model(
             layers=len(packed.layers),
@@ -176,15 +178,6 @@ _ARRAYS = (
     *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
     "compressions",
 )
-
-
-@dataclass(frozen=True)
-class NativeRing:
-    """What sums over the ranks: see `shared_memory.h`."""
-
-    handle: int
-    """Address of the `rz_ring`, with a lane for each thread of the decoder."""
-    timeout_ns: int
 
 
 def _address(payload: bytes) -> int | None:

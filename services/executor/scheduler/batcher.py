@@ -246,14 +246,12 @@ class ContinuousBatcher:
         self._steps.close()
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
-        if pooled is not None:
-            for sequence in steps.take_sums(step.pools, pooled):
-                self._stages.drawn(sequence, self._now, finished=True)
-                self._end(sequence, sequence.vector_entry())
+        told = [] if pooled is None else [(s, s.vector_entry()) for s in steps.take_sums(step.pools, pooled)]
         if scores is not None:
-            for sequence in steps.take_scores(step.scored, scores):
-                self._stages.drawn(sequence, self._now, finished=True)
-                self._end(sequence, sequence.scores_entry())
+            told += [(s, s.scores_entry()) for s in steps.take_scores(step.scored, scores)]
+        for sequence, entry in told:
+            self._stages.drawn(sequence, self._now, finished=True)
+            self._end(sequence, entry)
         for sequence, new in drawn:
             if sequence.state is not SequenceState.ENDED:
                 self._receive(sequence, new)

@@ -118,23 +118,23 @@ class RingCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         labels, board = self._labels(), self._board()
         restarts = (labels, sum(self._deaths.values()))
-        yield _metric(
+        yield metric(
             CounterMetricFamily, "ring_restarts", "Rings that were lost and started again.", _LABELS, restarts
         )
         deaths = [((*labels, cause), count) for cause, count in self._deaths.items()]
         names = (*_LABELS, "cause")
-        yield _metric(CounterMetricFamily, "ring_deaths", "Rings that were lost, by cause.", names, *deaths)
+        yield metric(CounterMetricFamily, "ring_deaths", "Rings that were lost, by cause.", names, *deaths)
         if board is None:
             return
         if kernels := self._kernels():
             info, names = ((*labels, kernels), 1), (*_LABELS, "kernels")
-            yield _metric(GaugeMetricFamily, "kernels_info", "1, labelled with what computes.", names, info)
+            yield metric(GaugeMetricFamily, "kernels_info", "1, labelled with what computes.", names, info)
         for name, (text, value) in _gauges(board).items():
-            yield _metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
+            yield metric(GaugeMetricFamily, name, text, _LABELS, (labels, value))
         for name, (text, value) in _counters(board).items():
-            yield _metric(CounterMetricFamily, name, text, _LABELS, (labels, value))
+            yield metric(CounterMetricFamily, name, text, _LABELS, (labels, value))
         for kind, (name, text) in _HISTOGRAMS.items():
-            yield _metric(HistogramMetricFamily, name, text, _LABELS, (labels, *board.histogram(kind)))
+            yield metric(HistogramMetricFamily, name, text, _LABELS, (labels, *board.histogram(kind)))
         yield from self._gpu_use(board, labels)
 
     def _gpu_use(self, board: RingBoard, labels: Labels) -> Iterable[Metric]:
@@ -150,11 +150,11 @@ class RingCollector(Collector):
             ("memory_bytes", "memory_total", "Memory of the rank's GPU."),
         ):
             known = [(of, value) for of, use in uses if (value := getattr(use, field)) is not None]
-            yield _metric(GaugeMetricFamily, f"gpu_{name}", text, (*_LABELS, "rank"), *known)
+            yield metric(GaugeMetricFamily, f"gpu_{name}", text, (*_LABELS, "rank"), *known)
 
 
-def _metric(kind: Any, name: str, text: str, labels: Sequence[str], *samples: tuple[Any, ...]) -> Metric:
-    """A family of this `kind`; `samples`: the labels' values, and what the family takes beside them."""
+def metric(kind: Any, name: str, text: str, labels: Sequence[str], *samples: tuple[Any, ...]) -> Metric:
+    """An executor's family of this `kind`; `samples`: the labels' values, and what the family takes beside them."""
     family: Metric = kind(f"{_PREFIX}_{name}", text, labels=labels)
     for values in samples:
         family.add_metric(*values)  # type: ignore[attr-defined]
@@ -224,6 +224,6 @@ class HandoverCollector(Collector):
         totals, labels = board.totals, self._labels()
         sent = [((way, *labels), getattr(totals, way)) for way in ("sent", "received", "failed")]
         text = "KV blocks of sessions sent to another ring, received from one, or failed on their way."
-        yield _metric(CounterMetricFamily, "handover_blocks", text, ("direction", *_LABELS), *sent)
+        yield metric(CounterMetricFamily, "handover_blocks", text, ("direction", *_LABELS), *sent)
         text, took = "Time of KV hand-overs, sent and received.", (labels, totals.count, totals.seconds)
-        yield _metric(SummaryMetricFamily, "handover_seconds", text, _LABELS, took)
+        yield metric(SummaryMetricFamily, "handover_seconds", text, _LABELS, took)

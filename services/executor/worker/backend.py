@@ -15,7 +15,7 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.sharding import ShardLayout
-from services.executor.cpu.decoder import NativeDecoder, NativeRing
+from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel, lower, pack
 from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.capacity import give_back
@@ -208,7 +208,7 @@ def _log_native(library: Any, threads: int, cpus: Sequence[int], weights: str) -
 
 def _lower(
     model: Any, dtype: torch.dtype, collectives: Collectives, device: torch.device, threads: int
-) -> tuple[Any, NativeRing | None, Lowered]:
+) -> tuple[Any, SharedMemory | None, Lowered]:
     """All that a native decoder needs. Raises `CannotLower` with the reason."""
     library, ring = native_kernels(collectives, device, threads)
     return library, ring, lower(model, dtype, collectives.world_size)
@@ -216,7 +216,7 @@ def _lower(
 
 def native_kernels(
     collectives: Collectives, device: torch.device, threads: int
-) -> tuple[Any, NativeRing | None]:
+) -> tuple[Any, SharedMemory | None]:
     """The library, and what sums over the ranks. Raises `CannotLower` where they compute for no model at all."""
     if device.type != "cpu":
         raise CannotLower("the native kernels are for CPUs")
@@ -226,9 +226,9 @@ def native_kernels(
     return library, _native_ring(collectives, threads)
 
 
-def _native_ring(collectives: Collectives, threads: int) -> NativeRing | None:
+def _native_ring(collectives: Collectives, threads: int) -> SharedMemory | None:
     if collectives.world_size == 1:
         return None
     if not isinstance(collectives, SharedMemory) or collectives.lanes < threads:
         raise CannotLower("the ranks do not share memory")
-    return NativeRing(collectives.handle, collectives.timeout_ns)
+    return collectives

@@ -34,7 +34,7 @@ from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open_parts
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import load_config
-from services.executor.model.loading.schemes import scheme_of
+from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import linked_gguf

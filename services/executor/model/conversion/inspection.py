@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from services.executor.model.loading.coded import CodedRows
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.loader import load_config
-from services.executor.model.loading.schemes import scheme_of
+from services.executor.model.loading.quantization_schemes import scheme_of
+from services.executor.model.loading.quantized_tensors import CodedRows
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import load_library, why_not

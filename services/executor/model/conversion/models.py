@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from services.executor.core.sharding import Span
-from services.executor.model.loading.coded import CodedTensor
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.quantization_schemes import unreadable
+from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.reading import Read
-from services.executor.model.loading.schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError
 

@@ -28,8 +28,8 @@ from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import check_supported, longest_context
 from services.executor.model.loading.gguf_weights import GgufWeights
+from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
-from services.executor.model.loading.schemes import Find, scheme_of
 from services.executor.model.loading.sources import Sources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.parallel.layers import (

@@ -19,7 +19,7 @@ from services.executor.core.sharding import Span
 from services.executor.model.loading import streaming
 from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.composition import Composition, Part
-from services.executor.model.loading.schemes import unreadable
+from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.weight_formats import Weight, WeightCodec, empty, quantize

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.executor.model.loading.coded import CodedTensor
-from services.executor.model.loading.schemes import Find, coded_tensors
+from services.executor.model.loading.quantization_schemes import Find, coded_tensors
+from services.executor.model.loading.quantized_tensors import CodedTensor
 from shared.errors import ModelLoadError, reason_of
 
 

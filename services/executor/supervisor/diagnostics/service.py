@@ -22,6 +22,7 @@ from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.rank_pipe import ProfileQuestion, ask
 from services.executor.supervisor.diagnostics.dump import Group, default_directory, take_dump, write_dump
 from services.executor.supervisor.diagnostics.verdict import ProgressAge
+from services.executor.supervisor.metrics import Labels, metric
 from services.executor.supervisor.ring import Ring
 from shared.errors import ConfigurationError, RingLost, RyzansteinError
 from shared.messages import RankBeat
@@ -307,13 +308,9 @@ class DebugService(Collector):
     def collect(self) -> Iterable[Metric]:
         ring, group = self._now()
         count = ring.flight.read(0).slow_steps if ring is not None else 0
-        counter = CounterMetricFamily(
-            "ryzanstein_executor_slow_steps",
-            "Steps that took much longer than such steps usually do.",
-            labels=("group", "model"),
-        )
-        counter.add_metric((group.group, group.model), count)
-        yield counter
+        text = "Steps that took much longer than such steps usually do."
+        labels = Labels(group.group, group.model)
+        yield metric(CounterMetricFamily, "slow_steps", text, Labels._fields, (labels, count))
 
     # --- commands --------------------------------------------------------------------------------
 

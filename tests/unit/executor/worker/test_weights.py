@@ -22,7 +22,7 @@ from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, choose_dtype, load_share
 from shared.config import load_settings
 from shared.errors import ConfigurationError
-from tests.unit.executor.model.loading.coded_weights import FORMS
+from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import make_model, reference_logits

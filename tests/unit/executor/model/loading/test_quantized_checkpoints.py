@@ -24,7 +24,7 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import settings_of
-from tests.unit.executor.model.loading.coded_weights import FORMS, VALUES_ONLY, Write, mxfp4
+from tests.unit.executor.model.loading.quantized_weights import FORMS, VALUES_ONLY, Write, mxfp4
 from tests.unit.executor.model.ring import CPU, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import build, make_model, reference_logits
 
@@ -43,7 +43,7 @@ MODELS = (
     "fp8 per channel",
     "nf4",
 )
-"""One of each way to be read; test_coded.py has all."""
+"""One of each way to be read; test_quantized_tensors.py has all."""
 
 
 @dataclass(frozen=True)

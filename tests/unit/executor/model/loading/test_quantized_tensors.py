@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from services.executor.core.sharding import Span
-from services.executor.model.loading.coded import CodedTensor, unpacked
-from services.executor.model.loading.schemes import coded_tensors, scheme_of, unreadable
+from services.executor.model.loading.quantization_schemes import coded_tensors, scheme_of, unreadable
+from services.executor.model.loading.quantized_tensors import CodedTensor, unpacked
 from shared.errors import ModelLoadError
-from tests.unit.executor.model.loading.coded_weights import (
+from tests.unit.executor.model.loading.quantized_weights import (
     FORMS,
     VALUES_ONLY,
     Written,

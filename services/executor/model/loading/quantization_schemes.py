@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, float8_e4m3fn, int8
 
-from services.executor.model.loading.coded import (
+from services.executor.model.loading.quantized_tensors import (
     Awq,
     CodedTensor,
     Fp8,

@@ -1,8 +1,8 @@
 """Tensors that a checkpoint holds as codes and scales: read by boxes, as codes or as the values they stand for.
 
 A `CodedTensor` goes by the name and has the shape of the model's parameter; which tensors of the checkpoint it is made
-of is `schemes.py`'s. Codes and scales are the file's own. Where they fit `QuantizedRows` they are kept so; e4m3, NF4
-and MXFP4 of experts have no integer products and are read as values.
+of is `quantization_schemes.py`'s. Codes and scales are the file's own. Where they fit `QuantizedRows` they are kept so;
+e4m3, NF4 and MXFP4 of experts have no integer products and are read as values.
 
     Gptq             qweight, scales, qzeros, g_idx      github.com/AutoGPTQ/AutoGPTQ, ModelCloud/GPTQModel
     Awq              qweight, scales, qzeros             github.com/casper-hansen/AutoAWQ, "GEMM"
