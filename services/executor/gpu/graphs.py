@@ -24,6 +24,7 @@ from torch import Tensor
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
+from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.inputs import (
     Part,
     StepArrays,
@@ -127,18 +128,6 @@ MOST_MEMORY = 1 << 30
 """Bytes that graphs may take where nothing else is said: what is captured first decides, and has some 100 MiB."""
 
 
-class Layers(Protocol):
-    """What a graph is captured of."""
-
-    def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = ...) -> Tensor:
-        """Hidden states [T, hidden], without waiting for the device."""
-        ...
-
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """This rank's share of the logits of `rows` [R]: floating [R, share]."""
-        ...
-
-
 class Shape(NamedTuple):
     """What of a model and its device decides how a step is laid out."""
 
@@ -221,7 +210,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        layers: Layers,
+        layers: GpuDecoder,
         shape: Shape,
         most_sequences: int,
         staging: Staging,
@@ -342,25 +331,12 @@ class StepGraphs:
         return as_inputs(step, tensors, [splits])
 
 
-class Inner(Layers, Protocol):
-    """The decoder, `gpu/decoder.py`."""
-
-    @property
-    def label(self) -> str: ...
-
-    def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def pairs_of(self, plan: StepPlan) -> Tensor | None: ...
-
-    def compress(self, plan: StepPlan) -> None: ...
-
-
 class GraphedDecoder:
     """A `model.decoder.Decoder`. What it returns of a step lies on the device, and is gone with the next one."""
 
     def __init__(
         self,
-        inner: Inner,
+        inner: GpuDecoder,
         shape: Shape,
         staging: Staging,
         before: Tensor,

@@ -6,7 +6,7 @@ What a product multiplies by says how: a plain weight by the library's product, 
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,8 @@ from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Weight, WeightCodec
 from shared.errors import ConfigurationError
 
-
-class Product(Protocol):
-    """`x` [T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
+Product = Callable[[Tensor], Tensor]
+"""[T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
 MakeProduct = Callable[[Weight, Tensor | None], Product]
 """What `make_product` is: whoever builds layers may be given another."""
 

@@ -90,11 +90,14 @@ class Offered(NamedTuple):
     """Of the session, by this ring's steady clock."""
 
 
-class _Arrival(NamedTuple):
+class SessionBlock(NamedTuple):
+    """One block on its way from a ring to another."""
+
     block: int
     key: BlockKey
     session: str
     last_used: float
+    """Of the session, by the steady clock of the ring that this is."""
 
 
 class Arrivals:
@@ -110,11 +113,11 @@ class Arrivals:
         self.most = most
         self._per_plan = per_plan
         self._offered: list[bytes] = []
-        self._wanted: list[_Arrival] = []
+        self._wanted: list[SessionBlock] = []
         self._next = 0
         """The first of `_wanted` that no plan has brought yet."""
         self._landed = 0
-        self._adopted: list[_Arrival] = []
+        self._adopted: list[SessionBlock] = []
         """In the plan under way."""
         self.received = 0
         """Blocks taken over in all."""
@@ -137,7 +140,7 @@ class Arrivals:
                 coming.add(digest)
         blocks = self._allocator.reserve(len(wanted))
         self._wanted = [
-            _Arrival(block, key, offered[index].session, offered[index].last_used)
+            SessionBlock(block, key, offered[index].session, offered[index].last_used)
             for block, (index, key) in zip(blocks, wanted, strict=True)
         ]
         return [index for index, _ in wanted]
@@ -197,16 +200,6 @@ class Arrivals:
         return [arrival.block for arrival in (*self._wanted[self._next :], *self._adopted)]
 
 
-class OutgoingBlock(NamedTuple):
-    """One block on its way to a peer."""
-
-    block: int
-    key: BlockKey
-    session: str
-    last_used: float
-    """Of the session, by the steady clock of the ring that gives."""
-
-
 class Departures:
     """Chooses what goes next. No clock, no I/O."""
 
@@ -217,7 +210,7 @@ class Departures:
         """Digests by peer: what it has been offered, and has taken, had, or cannot use."""
         self._done: dict[tuple[str, str], float] = {}
         """(peer, session) of whose blocks all have been offered: when the session had been used last."""
-        self._shared: list[OutgoingBlock] = []
+        self._shared: list[SessionBlock] = []
         self.batches = 0
         """Sent so far, by number."""
         self.crowded = False
@@ -236,10 +229,10 @@ class Departures:
         """Blocks that are kept for it."""
         return len(self._allocator.blocks_of(session, self._root))
 
-    def next_batch(self, peer: str, home: Callable[[str], str], most: int) -> list[OutgoingBlock]:
+    def next_batch(self, peer: str, home: Callable[[str], str], most: int) -> list[SessionBlock]:
         """The next blocks, `most` at most, of the sessions whose `home` is to be `peer`; empty: there are none.
         They are shared until `release`."""
-        batch: list[OutgoingBlock] = []
+        batch: list[SessionBlock] = []
         for session, last_used in self._allocator.sessions():
             if self._done.get((peer, session)) == last_used or home(session) != peer:
                 continue
@@ -248,7 +241,7 @@ class Departures:
             self._done[peer, session] = last_used
         return batch
 
-    def _add(self, batch: list[OutgoingBlock], peer: str, session: str, last_used: float, most: int) -> bool:
+    def _add(self, batch: list[SessionBlock], peer: str, session: str, last_used: float, most: int) -> bool:
         """Whether there is room for all of the session's blocks."""
         offered = self._offered.setdefault(peer, set())
         for block in self._allocator.blocks_of(session, self._root):
@@ -257,21 +250,21 @@ class Departures:
                 continue
             if len(batch) >= most:
                 return False
-            gift = OutgoingBlock(block, key, session, last_used)
+            gift = SessionBlock(block, key, session, last_used)
             self._allocator.share([block])
             self._shared.append(gift)
             offered.add(key.digest)
             batch.append(gift)
         return True
 
-    def release(self, batch: list[OutgoingBlock]) -> None:
+    def release(self, batch: list[SessionBlock]) -> None:
         """No rank reads the blocks any more."""
         for gift in reversed(batch):
             self._shared.remove(gift)
             self._allocator.release([gift.block], gift.session, gift.last_used)
         self._allocator.sort_sessions()
 
-    def again(self, peer: str, batch: list[OutgoingBlock]) -> None:
+    def again(self, peer: str, batch: list[SessionBlock]) -> None:
         """What has not arrived of `batch` is to be offered to `peer` once more."""
         self._offered[peer] -= {gift.key.digest for gift in batch}
         for session in {gift.session for gift in batch}:

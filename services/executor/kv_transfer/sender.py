@@ -24,7 +24,7 @@ from services.executor.kv_transfer.board import (
     until,
 )
 from services.executor.kv_transfer.endpoint import ENDED, IDLE_TIMEOUT
-from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, OutgoingBlock
+from services.executor.kv_transfer.exchange import MOST_BLOCKS, Exchange, SessionBlock
 from shared.errors import RyzansteinError
 from shared.messages import GroupRecord, SessionPin
 from shared.messages.groups import (
@@ -273,7 +273,7 @@ class HandoverSender:
 
     # --- one batch -------------------------------------------------------------------------------
 
-    async def _give(self, peer: str, batch: list[OutgoingBlock]) -> bool:
+    async def _give(self, peer: str, batch: list[SessionBlock]) -> bool:
         """Whether the peer may be offered more."""
         ended = True
         try:
@@ -297,7 +297,7 @@ class HandoverSender:
             if ended:  # else some rank may still read them: they stay as they are until the ring ends
                 self._exchange.departures.release(batch)
 
-    def _offer(self, batch: list[OutgoingBlock]) -> BlockOffer:
+    def _offer(self, batch: list[SessionBlock]) -> BlockOffer:
         now = time.monotonic()
         names = dict.fromkeys(gift.session for gift in batch)
         last_used = {gift.session: gift.last_used for gift in batch}
@@ -311,7 +311,7 @@ class HandoverSender:
         )
 
     @staticmethod
-    def _whole_sessions(batch: list[OutgoingBlock], held: bytes) -> list[str]:
+    def _whole_sessions(batch: list[SessionBlock], held: bytes) -> list[str]:
         """Those of which the peer has everything that was offered."""
         missing = {gift.session for gift, has in zip(batch, held, strict=True) if not has}
         return [name for name in dict.fromkeys(gift.session for gift in batch) if name not in missing]

@@ -14,7 +14,7 @@ VOCABULARY = 24
 
 
 class FakeLayers:
-    """`gpu.graphs.Layers` over a store of its own."""
+    """What `gpu.graphs` asks of a `GpuDecoder`, over a store of its own."""
 
     def __init__(self, num_blocks: int, block_size: int, group: int) -> None:
         random = torch.Generator().manual_seed(3)

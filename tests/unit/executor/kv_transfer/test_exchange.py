@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.executor.kv_transfer.exchange import Offered, OutgoingBlock
+from services.executor.kv_transfer.exchange import Offered, SessionBlock
 from services.executor.kv_transfer.sender import Homes, Peer, is_coming, peers_of
 from shared.messages import GroupLoad, GroupRecord, SamplingParams
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
@@ -54,7 +54,7 @@ class Conversation:
 
 
 class Batch(NamedTuple):
-    gifts: list[OutgoingBlock]
+    gifts: list[SessionBlock]
     wanted: list[int]
 
 
