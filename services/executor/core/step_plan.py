@@ -96,3 +96,20 @@ def as_int32(payload: bytes) -> Int32Array:
 def to_bytes(values: NDArray[np.integer[Any]] | list[int] | list[tuple[int, int]]) -> bytes:
     """`values`, which fit 32 bits, as little-endian int32 bytes."""
     return np.asarray(values, dtype="<i4").tobytes()
+
+
+def plan_alone(context: int, slots: list[int], block_size: int) -> StepPlan:
+    """A step of one sequence of `context` tokens, whose last ones go to `slots`: all of them token 0, all read from
+    block 0. The last one is sampled."""
+    tokens = len(slots)
+    return StepPlan(
+        step=0,
+        num_decodes=int(tokens == 1),
+        token_ids=to_bytes([0] * tokens),
+        positions=to_bytes(np.arange(context - tokens, context, dtype=np.int32)),
+        slots=to_bytes(slots),
+        query_lens=to_bytes([tokens]),
+        context_lens=to_bytes([context]),
+        block_tables=to_bytes([0] * -(-context // block_size)),
+        sample_rows=to_bytes([tokens - 1]),
+    )

@@ -26,7 +26,7 @@ from msgspec import structs
 from services.executor.collectives.base import Collectives
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
 from services.executor.gpu.kernels.matmul import MOST_ROWS
@@ -34,7 +34,7 @@ from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
 from services.executor.gpu.staging import Limits, Staging
 from services.executor.kv_cache.store import KvStore
-from services.executor.sampling.candidates import WANT, Wants, only_largest
+from services.executor.sampling.candidates import WANT, only_largest
 from services.executor.sampling.sampler import wants_of
 from shared.messages import SamplingParams
 
@@ -66,25 +66,10 @@ def warmup_plans(
     found: Sequence[Chunk], block_size: int, compression: tuple[int, int] | None
 ) -> list[StepPlan]:
     """A step of each of `found` alone; the first one compresses the blocks (hot id, cold id), where there are some."""
-    made = [_plan_of(chunk, block_size) for chunk in found]
+    made = [plan_alone(context, [-1] * tokens, block_size) for tokens, context in found]
     if compression is not None:
         made[0] = structs.replace(made[0], compressions=to_bytes([compression]))
     return made
-
-
-def _plan_of(chunk: Chunk, block_size: int) -> StepPlan:
-    tokens, context = chunk
-    return StepPlan(
-        step=0,
-        num_decodes=int(tokens == 1),
-        token_ids=to_bytes([0] * tokens),
-        positions=to_bytes(np.arange(context - tokens, context, dtype=np.int32)),
-        slots=to_bytes([-1] * tokens),
-        query_lens=to_bytes([tokens]),
-        context_lens=to_bytes([context]),
-        block_tables=to_bytes([0] * -(-context // block_size)),
-        sample_rows=to_bytes([tokens - 1]),
-    )
 
 
 def _powers(first: int, last: int) -> list[int]:
@@ -147,7 +132,8 @@ class GpuSteps:
             self._graphs.capture(self._limits.graph_memory, self._agree)
         params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5)
         states = [SamplingState(params, [0], [])]
-        plan = _plan_of_one(wants_of(states, sum(self._widths)))
+        wants = wants_of(states, sum(self._widths))
+        plan = structs.replace(plan_alone(1, [0], 1), candidates=wants.tobytes(), on_device=True)
         pending = self.launch(plan, states if self._collectives.rank == 0 else None, Progress.unread())
         pending.wait()  # else what has failed on the device is told to the first request
 
@@ -197,21 +183,3 @@ class GpuSteps:
             return fine
         refused = torch.tensor([0.0 if fine else 1.0], device=self._sampler.tokens.device)
         return self._collectives.all_reduce(refused).item() == 0.0
-
-
-def _plan_of_one(wants: Wants) -> StepPlan:
-    """One token of one sequence, in block 0."""
-    nought, one = to_bytes([0]), to_bytes([1])
-    return StepPlan(
-        step=0,
-        num_decodes=1,
-        token_ids=nought,
-        positions=nought,
-        slots=nought,
-        query_lens=one,
-        context_lens=one,
-        block_tables=nought,
-        sample_rows=nought,
-        candidates=wants.tobytes(),
-        on_device=True,
-    )

@@ -19,7 +19,7 @@ import structlog
 
 from services.executor.core.gpu_errors import EXTERNAL
 from services.executor.core.settings import ExecutorSettings, thread_count
-from services.executor.ipc.board import RingBoard
+from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
 from services.executor.kv_transfer.board import HandoverBoard
@@ -111,6 +111,17 @@ class Ring:
     def death(self, cause: str) -> RingDeath:
         """What is told of its end by `cause`, while its files are there."""
         return death_of(self.epoch, cause, self.flight.plans.read())
+
+    @property
+    def state(self) -> Literal["starting", "ready", "draining"]:
+        if not self.ready.is_set():
+            return "starting"
+        return "draining" if self.board.state is RingState.DRAINING else "ready"
+
+    @property
+    def loaded(self) -> float:
+        """Share of the weights that has been read, 0 to 1."""
+        return 1.0 if self.ready.is_set() else self.board.loaded
 
     @property
     def directory(self) -> Path:

@@ -12,7 +12,6 @@ import structlog
 
 from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
-from services.executor.ipc.board import RingState
 from services.executor.supervisor.diagnostics.dump import Group
 from services.executor.supervisor.diagnostics.processes import is_stopped
 from services.executor.supervisor.diagnostics.service import DebugService
@@ -273,7 +272,6 @@ class ExecutorService(Service):
 
     def group_beat(self) -> GroupBeat:
         ring = self._ring
-        ready = ring is not None and ring.ready.is_set()
         if ring is None:
             return GroupBeat(
                 self.group,
@@ -286,16 +284,15 @@ class ExecutorService(Service):
                 death=self._death,
             )
         ranks = self._debug.beats(ring)
-        draining = self.state == "draining" or ring.board.state is RingState.DRAINING
         totals = ring.board.totals
         return GroupBeat(
             group=self.group,
             model=self._model,
             epoch=ring.epoch,
-            state="starting" if not ready else "draining" if draining else "ready",
+            state="draining" if ring.state == "ready" and self.state == "draining" else ring.state,
             ranks=ranks,
             load=ring.board.load,
-            loaded=1.0 if ready else ring.board.loaded,
+            loaded=ring.loaded,
             message=self._message,
             work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
             kv_bytes=ring.kv_bytes,

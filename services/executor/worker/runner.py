@@ -16,7 +16,7 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.spans import span
-from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, to_bytes
+from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, plan_alone
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
@@ -277,22 +277,8 @@ class ModelRunner:
         Raises `shared.errors.ModelLoadError` when the model asks for what attention does not support, or
         when its weights compute what is no number.
         """
-        one_block = to_bytes([0])
-        tokens = min(2, self._store.block_size)
-        indices = to_bytes(np.arange(tokens, dtype=np.int32))
-        logits = self.forward(
-            StepPlan(
-                step=0,
-                num_decodes=0,
-                token_ids=to_bytes([0] * tokens),
-                positions=indices,
-                slots=indices,
-                query_lens=to_bytes([tokens]),
-                context_lens=to_bytes([tokens]),
-                block_tables=one_block,
-                sample_rows=to_bytes([tokens - 1]),
-            )
-        )
+        size = self._store.block_size
+        logits = self.forward(plan_alone(min(2, size), list(range(min(2, size))), size))
         if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
             raise ModelLoadError(
                 "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "

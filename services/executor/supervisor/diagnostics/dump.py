@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.board import RingBoard, RingState
+from services.executor.ipc.board import RingBoard
 from services.executor.ipc.flight_recorder import Collective, RankRecord, StepTimes
 from services.executor.ipc.rank_pipe import StateAnswer, StateQuestion, ask, stack_file
 from services.executor.supervisor.diagnostics import processes
@@ -139,11 +139,10 @@ class _Gathering:
         self, base: Dump, board: RingBoard, ranks: list[RankDump], leader: LeaderDump | None
     ) -> Dump:
         ready = self._ring.ready.is_set()
-        state = "starting" if not ready else "draining" if board.state is RingState.DRAINING else "ready"
         return msgspec.structs.replace(
             base,
-            state=state,
-            loaded=1.0 if ready else board.loaded,
+            state=self._ring.state,
+            loaded=self._ring.loaded,
             loop_still_seconds=self._still.seconds(("loop", 0), time.monotonic()) if ready else 0.0,
             load=msgspec.to_builtins(board.load),
             totals=board.totals.as_dict(),
