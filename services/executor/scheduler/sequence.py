@@ -10,6 +10,7 @@ cold                       [ block | ..... ]   what the writable ones are compre
 
 from array import array
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
@@ -45,15 +46,13 @@ class Ending(Enum):
     """By a newer attempt: nobody listens to this one."""
 
 
+@dataclass(slots=True)
 class StageTimes:
     """When a sequence has come how far, in seconds of any steady clock; 0: not yet (`stats.py`)."""
 
-    __slots__ = ("accepted", "admitted", "first_token")
-
-    def __init__(self, accepted: float = 0.0) -> None:
-        self.accepted = accepted
-        self.admitted = 0.0
-        self.first_token = 0.0
+    accepted: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
 
 
 def finish_reason(

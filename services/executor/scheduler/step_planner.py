@@ -42,8 +42,8 @@ class _Step:
         """Those whose prompts were looked at, most urgent first."""
         self.only: Sequence | None = None
         """Who is computed alone; None: all who need not be."""
-        self.preempted_batch = False
-        self.preempted_urgent = False
+        self.preempted: set[bool] = set()
+        """Whether sequences that had to give up their blocks for it were of the batch lane."""
 
     def add(self, sequence: Sequence, length: int) -> None:
         self.chunks.append(Chunk(sequence, length))
@@ -59,17 +59,11 @@ class _Step:
         """Whether it is one of those that this step is for."""
         return not sequence.alone if self.only is None else sequence is self.only
 
-    def note_preempted(self, sequence: Sequence) -> None:
-        if sequence.is_batch:
-            self.preempted_batch = True
-        else:
-            self.preempted_urgent = True
-
     def admits(self, sequence: Sequence) -> bool:
         """A sequence that has just given up its blocks must not take them back in the same step."""
         if not self.takes(sequence):
             return False
-        return not (self.preempted_urgent or (sequence.is_batch and self.preempted_batch))
+        return not (False in self.preempted or (sequence.is_batch and self.preempted))
 
 
 class StepPlanner:
@@ -268,4 +262,4 @@ class StepPlanner:
 
     def _preempt_for(self, step: _Step, sequence: Sequence) -> None:
         self.preempt(sequence)
-        step.note_preempted(sequence)
+        step.preempted.add(sequence.is_batch)

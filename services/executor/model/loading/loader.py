@@ -228,10 +228,6 @@ def _plan_reads(
     parameters: list[_Parameter], sources: Sources, codec: WeightCodec | None, keep_codes: bool
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
-    if codec is not None and not any(parameter.codec_of(codec) for parameter in parameters):
-        raise ModelLoadError(
-            f"The model has no linear layers that can be quantised to {codec.name}; leave --weight-dtype at auto."
-        )
     plan = []
     for parameter in parameters:
         found = next((name for name in parameter.names if name in sources.parameters), None)

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,22 +35,19 @@ Fence = Callable[[], None]
 """Waits until a device has done what it was given."""
 
 
+Target = Callable[[Tensor], None]
+"""Enqueues on the current stream what brings a piece, in host memory, to its place."""
+
+
 class Carrier(Protocol):
     """One lane's way to a device. Made and used by one thread."""
 
     def buffer(self, size: int) -> Tensor:
         """uint8 [size] in host memory that the device can copy from by itself."""
 
-    def send(self, target: "Target", staged: Tensor) -> Fence:
-        """Has the device run `target.take(staged)`, in order with what was sent before; `staged` must stay as it is
-        until the fence."""
-
-
-class Target(Protocol):
-    """Where a piece goes."""
-
-    def take(self, staged: Tensor) -> None:
-        """Enqueues on the current stream what brings `staged`, in host memory, to its place."""
+    def send(self, target: Target, staged: Tensor) -> Fence:
+        """Has the device run `target(staged)`, in order with what was sent before; `staged` must stay as it is until
+        the fence."""
 
 
 class HostCarrier:
@@ -60,7 +57,7 @@ class HostCarrier:
         return torch.empty(size, dtype=torch.uint8)
 
     def send(self, target: Target, staged: Tensor) -> Fence:
-        target.take(staged)
+        target(staged)
         return lambda: None
 
 
@@ -78,39 +75,28 @@ class CudaCarrier:
 
     def send(self, target: Target, staged: Tensor) -> Fence:
         with torch.cuda.stream(self._stream):
-            target.take(staged)
+            target(staged)
             # Blocking: a thread that waits leaves its core to those that copy.
             arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrived.record(self._stream)
         return arrived.synchronize
 
 
-@dataclass(frozen=True)
-class Place:
-    """Part of a plain tensor."""
-
-    tensor: Tensor
-
-    def take(self, staged: Tensor) -> None:
-        place = self.tensor
-        if staged.dtype == place.dtype and place.is_contiguous():
-            place.copy_(staged, non_blocking=True)
-        else:
-            # Cast on the device: torch would cast on the host, and wait for it.
-            place.copy_(staged.to(place.device, non_blocking=True))
+def put(place: Tensor, staged: Tensor) -> None:
+    """A `Target`: part of a plain tensor."""
+    if staged.dtype == place.dtype and place.is_contiguous():
+        place.copy_(staged, non_blocking=True)
+    else:
+        # Cast on the device: torch would cast on the host, and wait for it.
+        place.copy_(staged.to(place.device, non_blocking=True))
 
 
-@dataclass(frozen=True)
-class CodedPlace:
-    """Rows of a weight that is quantised from what it is in `dtype`."""
-
-    room: Quantized | QuantizedRows
-    codec: WeightCodec
-    dtype: torch.dtype
-
-    def take(self, staged: Tensor) -> None:
-        rows = staged.to(self.room.codes.device, non_blocking=True).to(self.dtype)
-        encode_into(self.room, rows, self.codec)
+def put_coded(
+    room: Quantized | QuantizedRows, codec: WeightCodec, dtype: torch.dtype, staged: Tensor
+) -> None:
+    """A `Target`: rows of a weight that is quantised from what it is in `dtype`."""
+    rows = staged.to(room.codes.device, non_blocking=True).to(dtype)
+    encode_into(room, rows, codec)
 
 
 class Piece(NamedTuple):
@@ -198,7 +184,7 @@ def pieces_of(part: Part, files: WeightFiles, held: Tensor, itemsize: int) -> It
     stored, place = part.view(files.tensor(part.source)), part.place(held)
     for box in boxes(tuple(stored.shape), stored.element_size(), PIECE):
         some = stored[box]
-        yield Piece(part.source, some, Place(place[box]), some.numel() * itemsize)
+        yield Piece(part.source, some, partial(put, place[box]), some.numel() * itemsize)
 
 
 def coded_pieces_of(
@@ -210,7 +196,7 @@ def coded_pieces_of(
     for first in range(0, len(stored), step):
         some = stored[first : first + step]
         room = held.rows(part.at[0] + first, part.at[0] + first + len(some))
-        yield Piece(part.source, some, CodedPlace(room, codec, dtype), some.numel() * dtype.itemsize)
+        yield Piece(part.source, some, partial(put_coded, room, codec, dtype), some.numel() * dtype.itemsize)
 
 
 def can_encode_by_rows(parts: Sequence[Part], shape: tuple[int, ...], widest: int) -> bool:

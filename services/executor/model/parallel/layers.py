@@ -15,7 +15,7 @@ Norms of queries and keys:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,12 @@ def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None
     slices[name] = piece
 
 
+def held_transposed(module: nn.Module, name: str) -> None:
+    """Notes that the checkpoint holds the parameter the other way."""
+    slices: dict[str, TensorSlice] = module.__dict__[_SLICES]
+    slices[name] = replace(slices[name], transposed=True)
+
+
 def leave_out(module: nn.Module, name: str) -> None:
     """Notes that the checkpoint's `name` under `module`'s own is held by other ranks only."""
     module.__dict__[_ELSEWHERE] = held_elsewhere(module) | {name}
@@ -80,18 +86,7 @@ def held_elsewhere(module: nn.Module) -> frozenset[str]:
     return names
 
 
-class ShardedLayer(nn.Module):
-    """A layer of our own that holds part of what the checkpoint stores under its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slices: dict[str, TensorSlice] = {}
-        """For each parameter of this layer, what of the checkpoint's tensor of that name it holds."""
-        self.elsewhere: frozenset[str] = frozenset()
-        """Parameters of the checkpoint that another rank holds for all."""
-
-
-class WeightShard(ShardedLayer):
+class WeightShard(nn.Module):
     """A layer whose weight may be quantised."""
 
     weight: nn.Parameter
@@ -232,7 +227,7 @@ class VocabParallelHead(LinearShard):
         return self.multiply(hidden)
 
 
-class WideNorm(ShardedLayer):
+class WideNorm(nn.Module):
     """A rank's share of an RMS norm over the values of all heads. [..., share] -> [..., share].
 
     A head that several ranks hold counts once: of the rank's `span` the squares of `counted`, a part of it, are

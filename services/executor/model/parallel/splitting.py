@@ -22,7 +22,6 @@ The router is whole on every rank, so all ranks choose the same experts. What th
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from services.executor.model.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WideNorm,
+    held_transposed,
     hold,
     keep_head_norms,
     leave_out,
@@ -267,7 +267,7 @@ class _Splitter:
         inputs, outputs = linear.weight.shape
         same = nn.Linear(inputs, outputs, device="meta", dtype=linear.weight.dtype)
         shard = self._share(same, name, style)
-        shard.slices["weight"] = replace(shard.slices["weight"], transposed=True)
+        held_transposed(shard, "weight")
         return shard
 
     def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:

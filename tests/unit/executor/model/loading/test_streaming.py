@@ -44,7 +44,7 @@ class LateCarrier:
         def wait() -> None:
             # In order: what was sent before has arrived too.
             for each, content in self._waiting[self._done : sent]:
-                each.take(content)
+                each(content)
             self._done = max(self._done, sent)
 
         return wait
@@ -178,16 +178,15 @@ def test_a_gpu_is_given_pieces_by_a_stream_of_the_lane(monkeypatch: pytest.Monke
         yield
         done.append(("off",))
 
-    class Noted:
-        def take(self, staged: Tensor) -> None:
-            done.append(("taken", staged))
+    def noted(staged: Tensor) -> None:
+        done.append(("taken", staged))
 
     device = torch.device("cuda", 3)
     for name, double in {"Stream": Stream, "Event": Event, "stream": current}.items():
         monkeypatch.setattr(torch.cuda, name, double)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("device", device)))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
-    fence = CudaCarrier(device).send(Noted(), torch.empty(0))
+    fence = CudaCarrier(device).send(noted, torch.empty(0))
     fence()
     assert [step[0] for step in done] == [
         "device",
@@ -269,8 +268,21 @@ def test_a_model_keeps_its_linear_layers_quantised(llama: Path) -> None:
         assert torch.equal(coded[name].weight, plain[name].weight)
 
 
-def test_a_model_without_linear_layers_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_linears_that_lie_the_other_way_are_quantised_too(tmp_path: Path) -> None:
     directory = make_model(tmp_path, "gpt2", num_key_value_heads=9, head_dim=8)
-    layout = ShardLayout.from_config(load_config(directory), 1, 0)
-    with pytest.raises(ModelLoadError, match="no linear layers that can be quantised to int8"):
-        load_model(directory, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, INT8)
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, 1, 0)
+    plain, coded = (
+        dict(
+            load_model(
+                directory, torch.bfloat16, layout, SingleRank(), CPU, lambda *_: None, codec
+            ).named_modules()
+        )
+        for codec in (None, INT8)
+    )
+    quantised = [
+        name for name, module in coded.items() if isinstance(getattr(module, "stored", None), Quantized)
+    ]
+    assert len(quantised) == 4 * config.num_hidden_layers
+    for name in quantised:
+        assert torch.equal(coded[name].stored.codes, quantize(plain[name].weight, INT8).codes)
