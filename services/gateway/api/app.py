@@ -3,35 +3,21 @@
 import contextlib
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
-from services.gateway.api.backend import Backend
-from services.gateway.api.console.pages import PATHS, ClusterRoute, page_routes
-from services.gateway.api.openai import operations
+from services.gateway.api.backend import Backend, route
+from services.gateway.api.console.pages import PATHS, cluster, page_routes
+from services.gateway.api.openai import completions, operations, vllm
 from services.gateway.api.openai.batches import batch_routes
-from services.gateway.api.openai.completions import (
-    CompletionsRoute,
-    GenerationRoute,
-    GenerationStreamRoute,
-    ModelRoute,
-    ModelsRoute,
-)
+from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.files import file_routes
 from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.openai.stored_chats import chat_routes
-from services.gateway.api.openai.vllm import (
-    PING,
-    LoadRoute,
-    Pong,
-    SayRoute,
-    TokenizerInfoRoute,
-    TokenizerRoute,
-    Version,
-)
 from services.gateway.api.openapi.document import DocumentRoute, document
 from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
 from services.gateway.api.websocket import StreamSocket
@@ -53,7 +39,6 @@ from services.gateway.intake.headers import check_request_id
 from services.gateway.tracing.requests import begin_request, end_request
 from shared import tracing
 from shared.errors import InvalidRequest
-from shared.process import VERSION
 from shared.service.endpoints import OpsApp, Receive, Scope, Send
 
 log = structlog.get_logger(__name__)
@@ -61,8 +46,7 @@ log = structlog.get_logger(__name__)
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 METRICS = "/metrics"
-RESPONSES = "/v1/responses"
-OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, PING))
+OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, vllm.PING))
 """Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
 
 
@@ -81,34 +65,35 @@ class GatewayApp:
         )
         self._socket = StreamSocket(backend, settings, metrics)
         chat = CompletionsRoute("chat.completions", backend, settings)
-        completions = CompletionsRoute("completions", backend, settings)
+        plain = CompletionsRoute("completions", backend, settings)
         embeddings = CompletionsRoute("embeddings", backend, settings)
-        tokenize = TokenizerRoute(backend, settings, back=False)
-        detokenize = TokenizerRoute(backend, settings, back=True)
-        tokenizer_info = TokenizerInfoRoute(backend, settings)
-        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): completions}
+        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): plain}
         """The way of nearly every request, past the router's search."""
+        one = partial(route, backend, settings)
         self._router = Router(
             routes=[
                 *chat_routes(backend, settings, chat),
-                ApiRoute(completions, operations.COMPLETIONS),
+                ApiRoute(plain, operations.COMPLETIONS),
                 ApiRoute(embeddings, operations.EMBEDDINGS),
-                *(ApiRoute(tokenize, item) for item in operations.TOKENIZE),
-                *(ApiRoute(detokenize, item) for item in operations.DETOKENIZE),
-                *(ApiRoute(tokenizer_info, item) for item in operations.TOKENIZER_INFO),
-                ApiRoute(ModelsRoute(backend, settings), operations.MODELS),
-                ApiRoute(ModelRoute(backend, settings), operations.MODEL),
-                ApiRoute(GenerationRoute(backend, settings), operations.GENERATION, operations.CANCEL),
-                ApiRoute(GenerationStreamRoute(backend, settings), operations.GENERATION_STREAM),
+                *(one((item, vllm.tokenize)) for item in operations.TOKENIZE),
+                *(one((item, vllm.detokenize)) for item in operations.DETOKENIZE),
+                *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),
+                one((operations.MODELS, completions.list_models)),
+                one((operations.MODEL, completions.retrieve_model)),
+                one(
+                    (operations.GENERATION, completions.retrieve_generation),
+                    (operations.CANCEL, completions.cancel_generation),
+                ),
+                one((operations.GENERATION_STREAM, completions.stream_generation)),
                 *response_routes(backend, settings),
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
-                ApiRoute(SayRoute(Version(VERSION)), operations.SERVER_VERSION),
-                ApiRoute(SayRoute(Pong()), *operations.PINGS),
-                ApiRoute(LoadRoute(backend, settings), operations.LOAD),
-                ApiRoute(ClusterRoute(backend, settings), operations.CLUSTER),
+                one((operations.SERVER_VERSION, vllm.version)),
+                one(*((item, vllm.ping) for item in operations.PINGS)),
+                one((operations.LOAD, vllm.load)),
+                one((operations.CLUSTER, cluster)),
                 *page_routes(),
                 ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
             ],

@@ -7,21 +7,28 @@ everything         everything         nothing new         everything
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from services.gateway.api.cluster import Cluster
-from services.gateway.auth.authenticator import Authenticator
+from services.gateway.api.openapi.operation import ApiRoute, Operation
+from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
+from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.streams.reading import Reading
 from shared.errors import Unavailable
+from shared.service.endpoints import Receive, Scope, Send
+
+QueryT = TypeVar("QueryT", bound=msgspec.Struct)
 
 
 def shutting_down() -> Unavailable:
@@ -115,9 +122,60 @@ class Backend:
         return True
 
 
-class BackendRoute:
-    """Answers the requests of one path with what the backend has."""
+class Ask:
+    """One request to a route."""
 
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
+    def __init__(
+        self, backend: Backend, settings: GatewaySettings, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.backend = backend
+        self.settings = settings
+        self.scope, self.receive, self.send = scope, receive, send
+        self.request_id: str = scope["state"]["request_id"]
+        self.principal: Principal = scope["state"]["principal"]
+        self.tenant = self.principal.tenant
+        self.answer_headers: dict[str, str] = scope["state"]["answer_headers"]
+
+    @property
+    def parts(self) -> Parts:
+        """Raises `Unavailable`."""
+        return self.backend.parts
+
+    def named(self, name: str) -> str:
+        """What its path names."""
+        return str(self.scope["path_params"][name])
+
+    def query(self, kind: type[QueryT]) -> QueryT:
+        """Its query. Raises `InvalidParameter`."""
+        return read_query(self.scope["query_string"], kind)
+
+    async def body(self, limit: int) -> bytes:
+        """Raises as `read_body`."""
+        return await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
+
+    async def counted(self) -> Intake:
+        """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
+        await self.parts.intake.count(self.principal, self.answer_headers)
+        return self.parts.intake
+
+    def of_model(self, model: str) -> None:
+        """For logs and metrics."""
+        self.scope["state"]["model"] = model
+
+
+Handler = Callable[[Ask], Awaitable[object]]
+"""What it returns is sent as JSON, bytes as they are; None: it has answered by itself."""
+
+
+def route(backend: Backend, settings: GatewaySettings, *handled: tuple[Operation, Handler]) -> ApiRoute:
+    """The route of one path, with a handler for each of its operations."""
+    handlers = {operation.method: handler for operation, handler in handled}
+
+    class Answer:  # an instance: of a function Starlette would make an endpoint of its own
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            handler = handlers.get(scope["method"]) or handlers["GET"]  # HEAD
+            answer = await handler(Ask(backend, settings, scope, receive, send))
+            if answer is not None:
+                await send_json(send, 200, answer)
+
+    return ApiRoute(Answer(), *(operation for operation, _ in handled))

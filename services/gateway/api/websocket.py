@@ -41,7 +41,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Backend
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
@@ -83,11 +83,12 @@ _decoder = msgspec.json.Decoder(ClientMessage)
 _encode = msgspec.json.encode
 
 
-class StreamSocket(BackendRoute):
+class StreamSocket:
     """The route; each connection is a `_Connection`."""
 
     def __init__(self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
-        super().__init__(backend, settings)
+        self._backend = backend
+        self._settings = settings
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -88,10 +88,8 @@ async def watch_disconnect(receive: Receive, gone: Callable[[BaseException], Non
     gone(ClientGone())
 
 
-async def send_json(
-    send: Send, status: int, body: bytes | msgspec.Struct, headers: Mapping[str, str] | None = None
-) -> None:
-    """A whole answer."""
+async def send_json(send: Send, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
+    """A whole answer: `body` as JSON, bytes as they are."""
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     head = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     head += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]

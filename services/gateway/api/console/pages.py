@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
-from services.gateway.api.backend import BackendRoute
-from services.gateway.core.asgi import header, send_json
+from services.gateway.api.backend import Ask
+from services.gateway.api.cluster import ClusterState
+from services.gateway.core.asgi import header
 from shared.service.endpoints import Receive, Scope, Send
 
 TYPES = {
@@ -90,9 +91,7 @@ async def _send(send: Send, status: int, head: Mapping[str, str], body: bytes) -
     await send({"type": "http.response.body", "body": body})
 
 
-class ClusterRoute(BackendRoute):
+async def cluster(ask: Ask) -> ClusterState:
     """The cluster's state, as this gateway sees it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = await self._backend.started.cluster.state(scope["state"]["principal"].tenant)
-        await send_json(send, 200, state, {"cache-control": "no-store"})
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.cluster.state(ask.tenant)

@@ -5,18 +5,17 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import ApiRoute, Operation
+from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import batch_object
-from services.gateway.core.asgi import header, read_body, send_json
+from services.gateway.core.asgi import header
 from services.gateway.core.pagination import ListPage, PageQuery, shown
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import decode, read_query
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
-from shared.messages.batches import BatchJob, BatchStatus, Counts
-from shared.service.endpoints import Receive, Scope, Send
+from shared.messages.batches import BatchStatus, Counts
 
 PATH = "/v1/batches"
 TAG = "Batches"
@@ -85,49 +84,33 @@ CANCEL = Operation(
 
 
 BODY_BYTES = 64 << 10
+_decoder = msgspec.json.Decoder(BatchCreate)
 
 
-class BatchesRoute:
-    """POST and GET of /v1/batches."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._decoder = msgspec.json.Decoder(BatchCreate)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        batches, principal = self._backend.parts.batches, scope["state"]["principal"]
-        if scope["method"] == "POST":
-            key = check_idempotency_key(header(scope, b"idempotency-key"))
-            body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
-            job = await batches.submit(decode(body, self._decoder), principal, key)
-            await _send(send, job)
-            return
-        wanted = read_query(scope["query_string"], PageQuery)
-        jobs, more = await batches.listed(principal.tenant, wanted.after, wanted.limit)
-        data = shown([batch_object(job) for job in jobs], more)
-        await send_json(send, 200, msgspec.json.encode(data))
+async def create(ask: Ask) -> dict[str, Any]:
+    key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
+    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    return batch_object(await ask.parts.batches.submit(wanted, ask.principal, key))
 
 
-class BatchRoute(BackendRoute):
-    """GET of /v1/batches/{id}, POST of /v1/batches/{id}/cancel."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        batches, tenant = self._backend.parts.batches, scope["state"]["principal"].tenant
-        batch = scope["path_params"]["batch"]
-        act = batches.cancel if scope["method"] == "POST" else batches.get
-        await _send(send, await act(batch, tenant))
+async def list_batches(ask: Ask) -> dict[str, Any]:
+    wanted = ask.query(PageQuery)
+    jobs, more = await ask.parts.batches.listed(ask.tenant, wanted.after, wanted.limit)
+    return shown([batch_object(job) for job in jobs], more)
 
 
-async def _send(send: Send, job: BatchJob) -> None:
-    await send_json(send, 200, msgspec.json.encode(batch_object(job)))
+async def retrieve(ask: Ask) -> dict[str, Any]:
+    return batch_object(await ask.parts.batches.get(ask.named("batch"), ask.tenant))
+
+
+async def cancel(ask: Ask) -> dict[str, Any]:
+    return batch_object(await ask.parts.batches.cancel(ask.named("batch"), ask.tenant))
 
 
 def batch_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
-    one = BatchRoute(backend, settings)
     return [
-        ApiRoute(BatchesRoute(backend, settings), CREATE, LIST),
-        ApiRoute(one, RETRIEVE),
-        ApiRoute(one, CANCEL),
+        route(backend, settings, (CREATE, create), (LIST, list_batches)),
+        route(backend, settings, (RETRIEVE, retrieve)),
+        route(backend, settings, (CANCEL, cancel)),
     ]

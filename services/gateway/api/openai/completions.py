@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Ask, Backend
 from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe
 from services.gateway.core.settings import GatewaySettings
@@ -15,6 +15,7 @@ from services.gateway.intake.headers import check_background, check_idempotency_
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
+from services.gateway.streams.reading import GenerationState
 from services.gateway.streams.run import Run
 from shared.errors import Unavailable
 from shared.messages import ModelCard
@@ -117,27 +118,21 @@ class Model(msgspec.Struct, frozen=True):
         return cls(card.model, "model", card.created, "ryzanstein", card.context_length)
 
 
-class ModelsRoute(BackendRoute):
+async def list_models(ask: Ask) -> dict[str, Any]:
     """The models that are served."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        models = [Model.of(card) for card in self._backend.started.catalog.listed()]
-        if not models:  # clients read the first one
-            raise Unavailable(
-                "No model is served yet: its executors are loading it, or there are none; try again in a moment "
-                "(`ryzanstein status` shows them).",
-                retry_after=2,
-            )
-        data: dict[str, Any] = {"object": "list", "data": models}
-        await send_json(send, 200, msgspec.json.encode(data))
+    models = [Model.of(card) for card in ask.backend.started.catalog.listed()]
+    if not models:  # clients read the first one
+        raise Unavailable(
+            "No model is served yet: its executors are loading it, or there are none; try again in a moment "
+            "(`ryzanstein status` shows them).",
+            retry_after=2,
+        )
+    return {"object": "list", "data": models}
 
 
-class ModelRoute(BackendRoute):
+async def retrieve_model(ask: Ask) -> Model:
     """One model, also while it waits for a group. Names may have slashes."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        card = self._backend.started.catalog.card(scope["path_params"]["model"])
-        await send_json(send, 200, Model.of(card))
+    return Model.of(ask.backend.started.catalog.card(ask.named("model")))
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -149,28 +144,21 @@ class Cancelled(msgspec.Struct, frozen=True):
     """False when it had ended before."""
 
 
-class GenerationRoute(BackendRoute):
-    """What has come of it so far; or, with DELETE, its end."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-        if scope["method"] == "DELETE":
-            await send_json(send, 200, await self._cancel(public_id, tenant))
-            return
-        state = await self._backend.parts.reading.state(public_id, scope["state"]["request_id"], tenant)
-        scope["state"]["model"] = state.model
-        await send_json(send, 200, state)
-
-    async def _cancel(self, public_id: str, tenant: str) -> Cancelled:
-        answer, going = await self._backend.parts.reading.cancel(public_id, tenant)
-        return Cancelled(answer.public_id, "generation", going)
+async def retrieve_generation(ask: Ask) -> GenerationState:
+    """What has come of it so far."""
+    state = await ask.parts.reading.state(ask.named("generation"), ask.request_id, ask.tenant)
+    ask.of_model(state.model)
+    return state
 
 
-class GenerationStreamRoute(BackendRoute):
+async def cancel_generation(ask: Ask) -> Cancelled:
+    answer, going = await ask.parts.reading.cancel(ask.named("generation"), ask.tenant)
+    return Cancelled(answer.public_id, "generation", going)
+
+
+async def stream_generation(ask: Ask) -> None:
     """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        public_id, tenant = scope["path_params"]["generation"], scope["state"]["principal"].tenant
-        run = await self._backend.parts.reading.attach(public_id, positions_of(scope), tenant=tenant)
-        with reading(run, scope, receive):
-            await stream(run, send, scope["state"]["request_id"])
+    after = positions_of(ask.scope)
+    run = await ask.parts.reading.attach(ask.named("generation"), after, tenant=ask.tenant)
+    with reading(run, ask.scope, ask.receive):
+        await stream(run, ask.send, ask.request_id)

@@ -8,17 +8,15 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.multipart import MultipartForm
-from services.gateway.api.openapi.operation import ApiRoute, Operation
-from services.gateway.batches.files import ANCHOR, Files, expiry
-from services.gateway.core.asgi import send_json
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.batches.files import ANCHOR, expiry
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import convert, read_query
+from services.gateway.intake.decoding import convert
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
-from shared.service.endpoints import Receive, Scope, Send
 
 PATH = "/v1/files"
 TAG = "Files"
@@ -134,39 +132,24 @@ def file_object(record: FileRecord) -> dict[str, Any]:
     }
 
 
-class FilesRoute(BackendRoute):
-    """POST and GET of /v1/files."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files, principal = self._backend.parts.files, scope["state"]["principal"]
-        tenant = principal.tenant
-        if scope["method"] == "POST":
-            await self._backend.parts.intake.count(principal, scope["state"]["answer_headers"])
-            record = await self._upload(files, tenant, scope, receive)
-            await send_json(send, 200, msgspec.json.encode(file_object(record)))
-        else:
-            await send_json(send, 200, msgspec.json.encode(await _list(files, tenant, scope)))
-
-    async def _upload(self, files: Files, tenant: str, scope: Scope, receive: Receive) -> FileRecord:
-        form = MultipartForm(scope, receive, self._settings.body_timeout, files.limit)
-        await form.until_file()
-        if "purpose" in form.fields:
-            convert(form.fields, UploadForm)  # refused before a byte is stored
-        async with files.receive(tenant, form.filename or "file", form.file_data(), form.announced) as record:
-            await form.rest()
-            fields = convert(form.fields, UploadForm)
-            seconds = _expires_after(fields)
-            now = time.time()
-            if not seconds and fields.purpose == "batch":
-                seconds = BATCH_EXPIRY
-            return await files.publish(
-                msgspec.structs.replace(
-                    record,
-                    purpose=fields.purpose,
-                    created_at=now,
-                    expires_at=now + seconds if seconds else 0.0,
-                )
-            )
+async def upload(ask: Ask) -> dict[str, Any]:
+    await ask.counted()
+    files = ask.parts.files
+    form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, files.limit)
+    await form.until_file()
+    if "purpose" in form.fields:
+        convert(form.fields, UploadForm)  # refused before a byte is stored
+    parts, size = form.file_data(), form.announced
+    async with files.receive(ask.tenant, form.filename or "file", parts, size) as record:
+        await form.rest()
+        fields = convert(form.fields, UploadForm)
+        seconds = _expires_after(fields)
+        now = time.time()
+        if not seconds and fields.purpose == "batch":
+            seconds = BATCH_EXPIRY
+        expires = now + seconds if seconds else 0.0
+        named = msgspec.structs.replace(record, purpose=fields.purpose, created_at=now, expires_at=expires)
+        return file_object(await files.publish(named))
 
 
 def _expires_after(form: UploadForm) -> float:
@@ -180,51 +163,43 @@ def _expires_after(form: UploadForm) -> float:
     return expiry(form.anchor, None if given is None else int(given), "expires_after")
 
 
-async def _list(files: Files, tenant: str, scope: Scope) -> dict[str, Any]:
-    wanted = read_query(scope["query_string"], FilesQuery)
-    records = await files.listed(tenant, wanted.purpose)
+async def list_files(ask: Ask) -> dict[str, Any]:
+    wanted = ask.query(FilesQuery)
+    records = await ask.parts.files.listed(ask.tenant, wanted.purpose)
     found, more = page(records, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
     return shown([file_object(record) for record in found], more)
 
 
-class FileRoute(BackendRoute):
-    """GET and DELETE of /v1/files/{id}."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files, file_id = self._backend.parts.files, scope["path_params"]["file"]
-        tenant = scope["state"]["principal"].tenant
-        if scope["method"] == "DELETE":
-            await files.delete(file_id, tenant)
-            gone = {"id": file_id, "object": "file", "deleted": True}
-            await send_json(send, 200, msgspec.json.encode(gone))
-        else:
-            record = await files.get(file_id, tenant)
-            await send_json(send, 200, msgspec.json.encode(file_object(record)))
+async def retrieve(ask: Ask) -> dict[str, Any]:
+    return file_object(await ask.parts.files.get(ask.named("file"), ask.tenant))
 
 
-class FileContentRoute(BackendRoute):
-    """GET of /v1/files/{id}/content: the bytes, a chunk at a time, as fast as the client takes them."""
+async def delete(ask: Ask) -> dict[str, Any]:
+    await ask.parts.files.delete(ask.named("file"), ask.tenant)
+    return {"id": ask.named("file"), "object": "file", "deleted": True}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        files = self._backend.parts.files
-        record = await files.get(scope["path_params"]["file"], scope["state"]["principal"].tenant)
-        async with contextlib.aclosing(files.content(record)) as parts:
-            first = await anext(parts, b"")  # what is wrong is said before the status is sent
-            head = [
-                (b"content-type", b"application/octet-stream"),
-                (b"content-length", str(record.bytes).encode()),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": head})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+
+async def content(ask: Ask) -> None:
+    """The bytes, a chunk at a time, as fast as the client takes them."""
+    files, send = ask.parts.files, ask.send
+    record = await files.get(ask.named("file"), ask.tenant)
+    async with contextlib.aclosing(files.content(record)) as parts:
+        first = await anext(parts, b"")  # what is wrong is said before the status is sent
+        head = [
+            (b"content-type", b"application/octet-stream"),
+            (b"content-length", str(record.bytes).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def file_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
     """For the application's router."""
     return [
-        ApiRoute(FilesRoute(backend, settings), UPLOAD, LIST),
-        ApiRoute(FileRoute(backend, settings), RETRIEVE, DELETE),
-        ApiRoute(FileContentRoute(backend, settings), CONTENT),
+        route(backend, settings, (UPLOAD, upload), (LIST, list_files)),
+        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
+        route(backend, settings, (CONTENT, content)),
     ]

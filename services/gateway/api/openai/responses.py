@@ -9,11 +9,10 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.errors import InvalidParameter, unsupported
 from services.gateway.core.pagination import ListPage, Order, PageQuery
 from services.gateway.core.settings import GatewaySettings
@@ -28,7 +27,6 @@ from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item
 from shared.errors import RyzansteinError
 from shared.messages.records import StoredResponse
-from shared.service.endpoints import Receive, Scope, Send
 
 Include = Annotated[
     list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]],
@@ -210,38 +208,35 @@ CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
 
 
-class ResponseRoute(BackendRoute):
-    """A response by its id: the object, its events, or with DELETE its end."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.parts.responses
-        public_id = scope["path_params"]["response"]
-        if scope["method"] == "DELETE":
-            await responses.delete(await responses.find(public_id, scope["state"]["principal"].tenant))
-            await send_json(send, 200, Deleted(public_id, "response", True))
-            return
-        wanted = retrieval(scope["query_string"])
-        found = await responses.find(public_id, scope["state"]["principal"].tenant)
-        scope["state"]["model"] = found.record.requests[0].model
-        if not wanted.stream:
-            await send_json(send, 200, await responses.shown(found))
-            return
-        after = positions_of(scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
-        run = await responses.read(found, after)
-        with reading(run, scope, receive):
-            await stream(run, send, scope["state"]["request_id"])
+async def retrieve(ask: Ask) -> bytes | None:
+    """The object, or its events."""
+    responses = ask.parts.responses
+    wanted = retrieval(ask.scope["query_string"])
+    found = await _found(ask)
+    if not wanted.stream:
+        return await responses.shown(found)
+    after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
+    run = await responses.read(found, after)
+    with reading(run, ask.scope, ask.receive):
+        await stream(run, ask.send, ask.request_id)
+    return None
 
 
-class CancelRoute(BackendRoute):
+async def delete(ask: Ask) -> Deleted:
+    responses, public_id = ask.parts.responses, ask.named("response")
+    await responses.delete(await responses.find(public_id, ask.tenant))
+    return Deleted(public_id, "response", True)
+
+
+async def cancel(ask: Ask) -> bytes:
     """Ends a response, for everybody. One that has ended is shown as it is."""
+    return await _cancelled(ask.parts.responses, await _found(ask))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.parts.responses
-        public_id = scope["path_params"]["response"]
-        found = await responses.find(public_id, scope["state"]["principal"].tenant)
-        scope["state"]["model"] = found.record.requests[0].model
-        shown = await _cancelled(responses, found)
-        await send_json(send, 200, shown)
+
+async def _found(ask: Ask) -> Found:
+    found = await ask.parts.responses.find(ask.named("response"), ask.tenant)
+    ask.of_model(found.record.requests[0].model)
+    return found
 
 
 async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
@@ -262,34 +257,27 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     return run.snapshot()
 
 
-class InputItemsRoute(BackendRoute):
+async def list_items(ask: Ask) -> ItemList:
     """The items that a response's request brought, page by page."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        responses = self._backend.parts.responses
-        wanted = read_query(scope["query_string"], ItemsQuery)
-        check_include(wanted.include)
-        found = await responses.find(scope["path_params"]["response"], scope["state"]["principal"].tenant)
-        items, _ = await responses.items(found)
-        await send_json(send, 200, item_list(items, wanted))
+    responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
+    check_include(wanted.include)
+    items, _ = await responses.items(await responses.find(ask.named("response"), ask.tenant))
+    return item_list(items, wanted)
 
 
-class InputTokensRoute(BackendRoute):
+async def count_tokens(ask: Ask) -> InputTokens:
     """How many tokens an input has."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake = self._backend.parts.intake
-        body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
-        tokens = await intake.responses.count(body, scope["state"]["principal"].tenant)
-        await send_json(send, 200, InputTokens("response.input_tokens", tokens))
+    intake = ask.parts.intake
+    tokens = await intake.responses.count(await ask.body(ask.settings.body_limit), ask.tenant)
+    return InputTokens("response.input_tokens", tokens)
 
 
 def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
     """All of them."""
     return [
         ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),
-        ApiRoute(InputTokensRoute(backend, settings), COUNT),
-        ApiRoute(ResponseRoute(backend, settings), RETRIEVE, DELETE),
-        ApiRoute(CancelRoute(backend, settings), CANCEL),
-        ApiRoute(InputItemsRoute(backend, settings), ITEMS),
+        route(backend, settings, (COUNT, count_tokens)),
+        route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
+        route(backend, settings, (CANCEL, cancel)),
+        route(backend, settings, (ITEMS, list_items)),
     ]

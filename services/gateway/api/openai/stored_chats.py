@@ -5,18 +5,16 @@ from typing import Any, Literal
 import msgspec
 from starlette.routing import BaseRoute
 
-from services.gateway.api.backend import Backend, BackendRoute
+from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai import shapes
 from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.operations import CHAT
-from services.gateway.api.openapi.operation import ApiRoute, Operation
-from services.gateway.core.asgi import read_body, send_json
+from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.pagination import ListPage
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.decoding import convert, decode, read_query
+from services.gateway.intake.decoding import convert, decode
 from services.gateway.intake.schemas import NamedMetadata
 from services.gateway.persistence.chats import ChatsQuery, MessagesQuery
-from shared.service.endpoints import Receive, Scope, Send
 
 PATH = "/v1/chat/completions"
 ONE = PATH + "/{generation}"
@@ -107,62 +105,44 @@ MESSAGES = Operation(
 
 
 BODY_BYTES = 64 << 10
+_decoder = msgspec.json.Decoder(ChangedChat)
 
 
-class ChatsRoute:
-    """POST makes a chat completion; GET lists those of the tenant that are stored, page by page."""
-
-    def __init__(self, backend: Backend, create: CompletionsRoute) -> None:
-        self._backend = backend
-        self._create = create
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST":
-            await self._create(scope, receive, send)
-            return
-        wanted = read_query(scope["query_string"], ChatsQuery)
-        convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
-        tenant = scope["state"]["principal"].tenant
-        await send_json(send, 200, await self._backend.parts.stored_chats.listed(tenant, wanted))
+async def list_chats(ask: Ask) -> bytes:
+    """Those of the tenant that are stored, page by page."""
+    wanted = ask.query(ChatsQuery)
+    convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
+    return await ask.parts.stored_chats.listed(ask.tenant, wanted)
 
 
-class ChatRoute:
-    """One of them."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._decoder = msgspec.json.Decoder(ChangedChat)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        chats, tenant = self._backend.parts.stored_chats, scope["state"]["principal"].tenant
-        public_id = scope["path_params"]["generation"]
-        if scope["method"] == "DELETE":
-            await chats.delete(public_id, tenant)
-            gone = DeletedChat(public_id, "chat.completion.deleted", True)
-            await send_json(send, 200, gone)
-        elif scope["method"] == "POST":
-            body = await read_body(scope, receive, BODY_BYTES, self._settings.body_timeout)
-            metadata = decode(body, self._decoder).metadata
-            await send_json(send, 200, await chats.change(public_id, tenant, metadata or {}))
-        else:
-            await send_json(send, 200, await chats.get(public_id, tenant))
+async def retrieve(ask: Ask) -> bytes:
+    return await ask.parts.stored_chats.get(ask.named("generation"), ask.tenant)
 
 
-class MessagesRoute(BackendRoute):
-    """What one of them answers."""
+async def change(ask: Ask) -> bytes:
+    chats = ask.parts.stored_chats
+    metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
+    return await chats.change(ask.named("generation"), ask.tenant, metadata or {})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wanted = read_query(scope["query_string"], MessagesQuery)
-        tenant, public_id = scope["state"]["principal"].tenant, scope["path_params"]["generation"]
-        await send_json(send, 200, await self._backend.parts.stored_chats.messages(public_id, tenant, wanted))
+
+async def delete(ask: Ask) -> DeletedChat:
+    await ask.parts.stored_chats.delete(ask.named("generation"), ask.tenant)
+    return DeletedChat(ask.named("generation"), "chat.completion.deleted", True)
+
+
+async def list_messages(ask: Ask) -> bytes:
+    wanted = ask.query(MessagesQuery)
+    return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted)
 
 
 def chat_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[BaseRoute]:
-    """For the application's router."""
-    one = ChatRoute(backend, settings)
+    """For the application's router. `create` answers a POST."""
+
+    async def created(ask: Ask) -> None:
+        await create(ask.scope, ask.receive, ask.send)
+
     return [
-        ApiRoute(ChatsRoute(backend, create), CHAT, LIST),
-        ApiRoute(one, RETRIEVE, CHANGE, DELETE),
-        ApiRoute(MessagesRoute(backend, settings), MESSAGES),
+        route(backend, settings, (CHAT, created), (LIST, list_chats)),
+        route(backend, settings, (RETRIEVE, retrieve), (CHANGE, change), (DELETE, delete)),
+        route(backend, settings, (MESSAGES, list_messages)),
     ]

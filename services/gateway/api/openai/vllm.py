@@ -6,20 +6,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from services.gateway.api.backend import Backend, BackendRoute
-from services.gateway.core.asgi import read_body, send_json
+from services.gateway.api.backend import Ask
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.chat import rendered
-from services.gateway.intake.decoding import decode, read_query
-from services.gateway.intake.intake import Intake
+from services.gateway.intake.decoding import decode
 from services.gateway.intake.rules import check_chat, check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, Messages, TokenId
 from services.gateway.tokenizer.encoding import INLINE
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.schemas import Tool
 from shared.messages import ModelCard
-from shared.service.endpoints import Receive, Scope, Send
+from shared.process import VERSION
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
@@ -78,9 +75,9 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(intake: Intake, body: bytes) -> Tokenized:
-    """Raises `InvalidParameter`, `UnknownModel`, `Unavailable`."""
-    request = decode(body, _tokenize_decoder)
+async def tokenize(ask: Ask) -> Tokenized:
+    intake = await ask.counted()
+    request = decode(await ask.body(ask.settings.body_limit), _tokenize_decoder)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidParameter(
             "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
@@ -113,39 +110,18 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
     return await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)
 
 
-async def detokenize(intake: Intake, body: bytes) -> Detokenized:
-    """Raises as `tokenize`."""
-    request = decode(body, _detokenize_decoder)
+async def detokenize(ask: Ask) -> Detokenized:
+    intake = await ask.counted()
+    request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
     card, tokenizer = await intake.speaker(request.model)
     check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 
-class TokenizerRoute:
-    """One of the two."""
-
-    def __init__(self, backend: Backend, settings: GatewaySettings, *, back: bool) -> None:
-        """`back`: from tokens to text."""
-        self._backend = backend
-        self._settings = settings
-        self._work = detokenize if back else tokenize
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake, state = self._backend.parts.intake, scope["state"]
-        await intake.count(state["principal"], state["answer_headers"])
-        body = await read_body(scope, receive, self._settings.body_limit, self._settings.body_timeout)
-        await send_json(send, 200, await self._work(intake, body))
-
-
-class TokenizerInfoRoute(BackendRoute):
-    """The configuration of a model's tokenizer."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake, state = self._backend.parts.intake, scope["state"]
-        await intake.count(state["principal"], state["answer_headers"])
-        model = read_query(scope["query_string"], ModelQuery).model
-        _, tokenizer = await intake.speaker(model)
-        await send_json(send, 200, tokenizer.info)
+async def tokenizer_info(ask: Ask) -> bytes:
+    intake = await ask.counted()
+    _, tokenizer = await intake.speaker(ask.query(ModelQuery).model)
+    return tokenizer.info
 
 
 PING = "/ping"
@@ -164,18 +140,13 @@ class Load(msgspec.Struct, frozen=True):
     """Requests that this gateway is answering, without the one that asks, and generations on WebSockets."""
 
 
-class SayRoute:
-    """The same for everybody."""
-
-    def __init__(self, answer: msgspec.Struct) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, 200, self._answer)
+async def version(ask: Ask) -> Version:
+    return Version(VERSION)
 
 
-class LoadRoute(BackendRoute):
-    """How much is under way."""
+async def ping(ask: Ask) -> Pong:
+    return Pong()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, 200, Load(self._backend.active_now - 1))
+
+async def load(ask: Ask) -> Load:
+    return Load(ask.backend.active_now - 1)

@@ -6,6 +6,9 @@ A new endpoint is one `Operation` beside its route and one line in the applicati
                            "Embeddings", request=EmbeddingRequest, response=EmbeddingList)
     ...
     ApiRoute(EmbeddingsRoute(backend), EMBEDDINGS)
+
+What one function answers from what a service holds is `route(backend, settings, (OPERATION, function))` of
+`api.backend`.
 """
 
 import re
