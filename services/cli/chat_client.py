@@ -78,9 +78,7 @@ class ChatClient:
         trust: ssl.SSLContext | bool = True,
     ) -> None:
         self.url = _checked(url)
-        self._client = httpx.Client(
-            timeout=_timeout(timeout), trust_env=False, headers=_bearer(api_key), verify=trust
-        )
+        self._client = httpx.Client(**_options(timeout, api_key, trust))
         self._headers = {"x-session-id": session} if session else {}
         self.model = model
         self.messages: list[Message] = []
@@ -106,17 +104,16 @@ class ChatClient:
         """Yields the answer's text as it comes, and keeps question and answer when it is whole. Of a model without a
         chat template, what `prompt` goes on with; nothing is kept."""
         question: Message = {"role": "user", "content": prompt}
-        body = _body(self.choose_model(), [*self.messages, question], max_tokens, temperature)
-        parts: list[str] = []
+        model, parts = self.choose_model(), list[str]()
         try:
-            for text in () if self.plain else self._stream(_chats(self.url), body):
+            chat = _request(self.url, model, [*self.messages, question], max_tokens, temperature)
+            for text in () if self.plain else self._stream(*chat):
                 parts.append(text)
                 yield text
         except NoChatTemplate:
             self.plain = True
         if self.plain:
-            body = _plain_body(self.model, prompt, max_tokens, temperature)
-            yield from self._stream(_completions(self.url), body)
+            yield from self._stream(*_request(self.url, model, prompt, max_tokens, temperature))
             return
         self.messages += [question, {"role": "assistant", "content": "".join(parts)}]
 
@@ -149,16 +146,11 @@ async def answer_once(
     """The greedy answer to a single question, or with `plain` what a text goes on with, as it comes; leaving it early
     ends it at the gateway too. Raises `NoChatTemplate` for a question to a model that knows no conversations."""
     url = _checked(url)
-    options: dict[str, Any] = {"timeout": _timeout(600), "trust_env": False, "headers": _bearer(api_key)}
-    options["verify"] = trust
-    async with httpx.AsyncClient(**options) as client:
+    async with httpx.AsyncClient(**_options(600, api_key, trust)) as client:
         try:
             model = _first_model(url, await _models(client, url))
-            if plain:
-                where, body = _completions(url), _plain_body(model, prompt, max_tokens, 0.0)
-            else:
-                where = _chats(url)
-                body = _body(model, [{"role": "user", "content": prompt}], max_tokens, 0.0)
+            said = prompt if plain else [{"role": "user", "content": prompt}]
+            where, body = _request(url, model, said, max_tokens, 0.0)
             async with client.stream("POST", where, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
@@ -187,34 +179,23 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _timeout(seconds: float) -> httpx.Timeout:
-    return httpx.Timeout(seconds, connect=5.0)
+def _options(timeout: float, api_key: str, trust: ssl.SSLContext | bool) -> dict[str, Any]:
+    """Of a client."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    seconds = httpx.Timeout(timeout, connect=5.0)
+    return {"timeout": seconds, "trust_env": False, "headers": headers, "verify": trust}
 
 
-def _chats(url: str) -> str:
-    return f"{url}/v1/chat/completions"
-
-
-def _completions(url: str) -> str:
-    return f"{url}/v1/completions"
-
-
-def _body(
-    model: str, messages: list[Message], max_tokens: int | None, temperature: float | None
-) -> dict[str, object]:
-    return {"model": model, "messages": messages, "stream": True, **_given(max_tokens, temperature)}
-
-
-def _plain_body(
-    model: str, prompt: str, max_tokens: int | None, temperature: float | None
-) -> dict[str, object]:
-    given = _given(max_tokens or PLAIN_TOKENS, temperature)
-    return {"model": model, "prompt": prompt, "stream": True, **given}
-
-
-def _given(max_tokens: int | None, temperature: float | None) -> dict[str, object]:
-    options = {"max_tokens": max_tokens, "temperature": temperature}
-    return {name: value for name, value in options.items() if value is not None}
+def _request(
+    url: str, model: str, said: list[Message] | str, max_tokens: int | None, temperature: float | None
+) -> tuple[str, dict[str, object]]:
+    """Where messages go, or a text that a model goes on with, and as what."""
+    plain = isinstance(said, str)
+    tokens = PLAIN_TOKENS if plain and not max_tokens else max_tokens
+    body: dict[str, object] = {"model": model, "prompt" if plain else "messages": said, "stream": True}
+    options = {"max_tokens": tokens, "temperature": temperature}
+    body |= {name: value for name, value in options.items() if value is not None}
+    return f"{url}/v1/{'completions' if plain else 'chat/completions'}", body
 
 
 async def _models(client: httpx.AsyncClient, url: str) -> httpx.Response:
@@ -256,14 +237,10 @@ def _text_of(url: str, line: str) -> str | None:
     return "".join(choice.delta.content or choice.text for choice in event.choices)
 
 
-def _bearer(api_key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {api_key}"} if api_key else {}
-
-
 def _refusal(response: httpx.Response) -> RyzansteinError:
-    if response.status_code == 401:
-        return KeyNeeded(f"{_error_of(response).message} Here: set RYZANSTEIN_API_KEY.")
     error = _error_of(response)
+    if response.status_code == 401:
+        return KeyNeeded(f"{error.message} Here: set RYZANSTEIN_API_KEY.")
     kind = NoChatTemplate if error.code == "no_chat_template" else RyzansteinError
     return kind(error.message)
 
