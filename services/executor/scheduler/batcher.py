@@ -202,11 +202,11 @@ class ContinuousBatcher:
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
-        pools = steps.pools_of(batch)
+        pools = steps.parts_of(batch, steps.VECTOR)
         plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=steps.rows_of_pools(pools))
-        scored = steps.scored_in(batch)
+        scored = steps.parts_of(batch, steps.SCORES)
         if scored:
             plan = steps.with_scored(plan, scored)
         rows = rows_of(sampled)

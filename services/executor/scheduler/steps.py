@@ -226,17 +226,13 @@ def _slots(chunk: Chunk, block_size: int) -> Int32Array:
     return blocks[positions // block_size - first] * np.int32(block_size) + positions % block_size
 
 
-def pools_of(batch: Seq[Chunk]) -> list[PromptPart]:
-    """What a step sums up."""
-    return _parts_of(batch, attrgetter("vector"))
+VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
+SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
 
 
-def scored_in(batch: Seq[Chunk]) -> list[PromptPart]:
-    return _parts_of(batch, attrgetter("scores"))
-
-
-def _parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
-    if all(wanted(chunk.sequence) is None for chunk in batch):  # nearly always
+def parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
+    """What of its prompts a step sums up (`wanted`: `VECTOR`) or scores (`SCORES`)."""
+    if not [chunk for chunk in batch if wanted(chunk.sequence) is not None]:  # nearly always
         return []
     found, row = [], 0
     for chunk in in_order(batch):
