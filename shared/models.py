@@ -4,6 +4,7 @@ reads, and of the parsers that an operator can choose (the gateway has the parse
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,12 +35,57 @@ _SAMPLE_BYTES = 1 << 20
 _FORM = b"linked"
 """What the directory holds; earlier versions unpacked the weights into it."""
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NO_MODEL = re.compile(r"(mmproj|imatrix)|.*[-._](mmproj|imatrix)\b", re.IGNORECASE)
+"""Names of GGUF files that belong to a model."""
+_LISTED = 30
+"""Models that an error names, at most."""
+HUB = "hf://"
 _LINK = re.compile(r"model(-\d{5}-of-\d{5})?\.gguf")
 
 
 def pulled_name(name: str) -> str:
     """The directory's name for a model with the (hub) name `name`."""
-    return name.replace("/", "--")
+    return name.removeprefix(HUB).replace("/", "--")
+
+
+def hub_name(name: str) -> tuple[str, str]:
+    """(repository, quantization) of a hub name: `org/name`, `org/name:Q4_K_M`, `hf://` before either; the second is
+    empty where the repository is a model directory."""
+    repository, _, quantization = name.removeprefix(HUB).partition(":")
+    return repository, quantization
+
+
+def choose_gguf(files: Iterable[str], repository: str, quantization: str) -> list[str]:
+    """Those of a repository's `files` that hold the model in `quantization`, which ends a file's name or is it.
+
+    Raises `ModelLoadError`, with what there is, where no model or more than one has it, or a part is missing.
+    """
+    models: dict[str, list[Path]] = {}
+    for file in sorted(files):
+        path = Path(file)
+        if path.suffix == ".gguf" and not _NO_MODEL.match(path.name):
+            split = _SPLIT.fullmatch(path.name)
+            stem = path.with_name(split["stem"] if split else path.stem)
+            models.setdefault(str(stem), []).append(path)
+    wanted = quantization.lower().removesuffix(".gguf")
+    found = [stem for stem in models if stem.lower().rpartition("/")[2] == wanted]
+    if not found:
+        found = [stem for stem in models if re.search(rf"(^|[-._]){re.escape(wanted)}$", stem.lower())]
+        dynamic = [stem for stem in found if stem.lower().endswith(f"-ud-{wanted}")]
+        found = [stem for stem in found if stem not in dynamic] or dynamic
+    if len(found) == 1:
+        held = models[found[0]]
+        wholes = [part for part in gguf_parts(held[0]) if part not in held]
+        if not wholes:
+            return [str(part) for part in gguf_parts(held[0])]
+        raise ModelLoadError(
+            f"The repository {repository} lacks {wholes[0]}, a part of {found[0]}; choose another."
+        )
+    listed = ", ".join(list(found or models)[:_LISTED]) or "no GGUF files"
+    kind = f"several models as {quantization}" if found else f"no model as {quantization}"
+    raise ModelLoadError(
+        f"The repository {repository} holds {kind}; there are: {listed}. Name one, by its quantization or whole."
+    )
 
 
 def gguf_parts(path: Path) -> list[Path]:

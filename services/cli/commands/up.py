@@ -23,7 +23,10 @@ _WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")
 def up(
     model: Annotated[
         str,
-        typer.Option(help="Built-in name, hub name, directory or .gguf file.", metavar="NAME|DIR|FILE.gguf"),
+        typer.Option(
+            help="Built-in name, hub name (of a GGUF file ORG/NAME:Q4_K_M), directory or .gguf file.",
+            metavar="NAME|DIR|FILE.gguf",
+        ),
     ] = model_store.DEFAULT_MODEL,
     tp: Annotated[
         int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)

@@ -1,6 +1,7 @@
 """Models on this machine: where they come from, how they are fetched, what is there.
 
-A model is named by a built-in name, a directory, a GGUF file or a Hugging Face hub name; whichever it is,
+A model is named by a built-in name, a directory, a GGUF file or a Hugging Face hub name, of GGUF files with the
+quantization (ORGANISATION/NAME:Q4_K_M); whichever it is,
 `ensure_model` returns a directory in Hugging Face's layout. `prepare_model` has that done by a process of its own: what
 fetches and converts a model (pip, the hub's threads, the converter) cannot be interrupted from within; as a process it
 can be ended at any time, and it leaves neither a half model nor a child behind.
@@ -9,6 +10,7 @@ can be ended at any time, and it leaves neither a half model nor a child behind.
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,7 +32,7 @@ from services.cli.models.downloads import (
     size_of,
 )
 from shared.errors import ConfigurationError, InternalError, ModelLoadError, RyzansteinError, error_from_code
-from shared.models import converted_name, linked_gguf, pulled_name, relink_gguf
+from shared.models import HUB, converted_name, hub_name, linked_gguf, pulled_name, relink_gguf
 from shared.process import die_with_parent
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -82,7 +84,7 @@ def is_ready(name: str, cache: Path) -> bool:
         return _is_whole(cache / built_in.name)
     if path.is_dir():
         return _is_whole(path)
-    if name.endswith(".gguf"):
+    if _is_file(name):
         return path.is_file() and _is_whole(cache / converted_name(path))
     return _is_whole(cache / pulled_name(name))
 
@@ -108,7 +110,7 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
-    if name.endswith(".gguf"):
+    if _is_file(name):
         directory = _converted(cache / converted_name(path), progress, lambda scratch: path)
         relink_gguf(directory, path)
         return path.stem, directory
@@ -117,7 +119,12 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
             "or a file that ends in .gguf."
         )
-    return name, _fetched(name, cache, progress)
+    return name.removeprefix(HUB), _fetched(name, cache, progress)
+
+
+def _is_file(name: str) -> bool:
+    """A file's path, whether it is there or not, and not a hub name with a file of the repository."""
+    return name.endswith(".gguf") and not (":" in name and not Path(name).expanduser().exists())
 
 
 def _built_in(name: str) -> WheelModel | None:
@@ -132,23 +139,28 @@ def _checked_directory(path: Path) -> Path:
     return path
 
 
-def _converted(directory: Path, progress: Progress, get_gguf: Callable[[Path], Path]) -> Path:
-    """`directory`, made where it is not there yet from the file that `get_gguf` brings (into a scratch
-    directory that it is given, or from elsewhere). It appears whole or not at all."""
+def _converted(
+    directory: Path, progress: Progress, get_gguf: Callable[[Path], Path], *, keep: bool = False
+) -> Path:
+    """`directory`, made where it is not there yet from the file that `get_gguf` brings (into a scratch directory that
+    it is given, or from elsewhere); `keep`: what is in that helps the next time. It appears whole or not at all."""
     if _is_whole(directory):
         return directory
-    with claimed(_partial(directory), lambda: progress("waiting for another process", 0, 0)) as scratch:
+    with claimed(
+        _partial(directory), lambda: progress("waiting for another process", 0, 0), keep=keep
+    ) as scratch:
         if not _is_whole(directory):  # the other one has made it
             file = get_gguf(scratch)
             convert_gguf(file, scratch / "model", progress)
             if file.is_relative_to(scratch):
                 for link in linked_gguf(scratch / "model"):
-                    file.replace(link)  # else it would go with `scratch`
+                    link.resolve().replace(link)  # else it would go with `scratch`
             try:
                 (scratch / "model").rename(directory)
             except OSError:
                 if not _is_whole(directory):  # else an executor has converted the same file meanwhile
                     raise
+            shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
@@ -159,16 +171,24 @@ def _fetched(name: str, cache: Path, progress: Progress) -> Path:
         return directory
     from services.cli.models import hub  # its packages take as long to import as the rest of the command line
 
-    if not hub.is_name(name):
+    repository, quantization = hub_name(name)
+    if not hub.is_name(repository) or name.endswith(":") or not hub.is_name(quantization or repository):
         raise ConfigurationError(
             f"{name!r} is no model: there is no such directory, GGUF file or built-in name "
-            f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME."
+            f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
+        )
+    if quantization:
+        return _converted(
+            directory,
+            progress,
+            lambda scratch: hub.fetch_gguf(repository, quantization, scratch, progress),
+            keep=True,
         )
     with claimed(
         _partial(directory), lambda: progress("waiting for another process", 0, 0), keep=True
     ) as partial:
         if not _is_whole(directory):
-            hub.fetch(name, partial, progress)
+            hub.fetch(repository, partial, progress)
             partial.rename(directory)
     return directory
 

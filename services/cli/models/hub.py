@@ -1,6 +1,7 @@
 """Models of the Hugging Face hub."""
 
 import contextlib
+import glob
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from services.cli.models.downloads import Progress, size_of
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
+from shared.models import choose_gguf
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _WANTED_PYTORCH = [*_WANTED, "pytorch_model*.bin"]
@@ -34,23 +36,47 @@ def fetch(name: str, directory: Path, progress: Progress) -> None:
     Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
     """
     progress("downloading", 0, 0)
+    _download(name, directory, *_survey(name), progress)
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"The repository {name} holds no config.json; it is not a model that can be served. Of GGUF files one is "
+            f"chosen by its quantization, as {name}:Q4_K_M."
+        )
+    shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def fetch_gguf(repository: str, quantization: str, directory: Path, progress: Progress) -> Path:
+    """The (first) GGUF file of the repository's model in `quantization`, with its other parts in `directory`.
+
+    Raises as `fetch` does.
+    """
+    progress("downloading", 0, 0)
     try:
-        patterns, total = _survey(name)
+        files = HfApi().model_info(repository, files_metadata=True).siblings or []
+    except Exception as error:  # of whichever HTTP library the hub's client is made with
+        raise _not_fetched(repository, error) from None
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    chosen = choose_gguf(sizes, repository, quantization)
+    patterns = [glob.escape(file) for file in chosen]
+    _download(repository, directory, patterns, sum(sizes[file] for file in chosen), progress)
+    return directory / chosen[0]
+
+
+def _download(name: str, directory: Path, patterns: list[str], total: int, progress: Progress) -> None:
+    try:
         with _watched(directory, lambda done: progress("downloading", min(done, total or done), total)):
             snapshot_download(name, local_dir=directory, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
             raise  # this machine's fault: no room, no permission
-        reason = reason_of(error)
-        raise ConfigurationError(
-            f"The model {name} is not in the cache and could not be fetched from the hub ({reason.rstrip('.')}); "
-            "check the name and the connection, or name a directory or a GGUF file."
-        ) from None
-    if not (directory / "config.json").is_file():
-        raise ModelLoadError(
-            f"The repository {name} holds no config.json; it is not a model that can be served."
-        )
-    shutil.rmtree(directory / ".cache", ignore_errors=True)
+        raise _not_fetched(name, error) from None
+
+
+def _not_fetched(name: str, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"The model {name} is not in the cache and could not be fetched from the hub ({reason_of(error)}); "
+        "check the name and the connection, or name a directory or a GGUF file."
+    )
 
 
 def _survey(name: str) -> tuple[list[str], int]:

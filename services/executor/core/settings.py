@@ -20,7 +20,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.models import ReasoningParser, ToolParser
+from shared.models import HUB, ReasoningParser, ToolParser
 
 BlockDType = Literal["bf16", "fp8", "int8"]
 """`bf16` means uncompressed: keys and values stay as the model computes them."""
@@ -148,7 +148,7 @@ class ExecutorSettings(CommonSettings):
     """One executor group: a tensor-parallel ring of `tp` ranks that serves one model."""
 
     model: str = ""
-    """Directory, GGUF file or hub name of the model."""
+    """Directory, GGUF file or hub name of the model; of GGUF files with the quantization, `org/name:Q4_K_M`."""
     served_model_name: str = ""
     """Name that clients use; empty: made from `model`."""
     group: str = ""
@@ -362,7 +362,7 @@ def served_name(settings: ExecutorSettings) -> str:
     path = Path(settings.model).expanduser()
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
-    return settings.model
+    return settings.model.removeprefix(HUB)
 
 
 def thread_count(settings: ExecutorSettings) -> int:

@@ -5,6 +5,7 @@ weights are served from it. What is not served so (`gguf_weights.ARCHITECTURES`)
 directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
+import glob
 import json
 import re
 import shutil
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from shared.errors import ModelLoadError, reason_of
-from shared.models import converted_name, link_gguf, linked_gguf, pulled_name, relink_gguf
+from shared.models import (
+    choose_gguf,
+    converted_name,
+    hub_name,
+    link_gguf,
+    linked_gguf,
+    pulled_name,
+    relink_gguf,
+)
 
 if TYPE_CHECKING:  # with gguf, which a rank whose weights are cached does without
     from services.executor.model.loading.gguf_file import GgufFile, Value
@@ -69,20 +78,26 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
                 "give the GGUF file by its own path, where it is now."
             )
         return path
-    if path.suffix == ".gguf":
-        target = cache_dir / converted_name(path)
-        if not target.is_dir():
-            convert_gguf(path, target, progress)
-        relink_gguf(target, path)
-        log.info("gguf_file", file=name_or_path, weights="as they are" if linked_gguf(target) else "unpacked")
-        return target
+    if path.suffix == ".gguf" and (path.exists() or ":" not in name_or_path):
+        return _of_gguf(path, cache_dir, progress)
     if path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a .gguf file; give one of these or a hub name."
         )
-    if not _HUB_NAME.fullmatch(name_or_path):
+    repository, quantization = hub_name(name_or_path)
+    if not _HUB_NAME.fullmatch(repository):
         raise ModelLoadError(f"The model {name_or_path} does not exist; check the path.")
-    return _fetch(name_or_path)
+    fetched = _fetch(repository, quantization)
+    return _of_gguf(fetched, cache_dir, progress) if quantization else fetched
+
+
+def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
+    target = cache_dir / converted_name(file)
+    if not target.is_dir():
+        convert_gguf(file, target, progress)
+    relink_gguf(target, file)
+    log.info("gguf_file", file=str(file), weights="as they are" if linked_gguf(target) else "unpacked")
+    return target
 
 
 def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpack: bool = False) -> None:
@@ -250,14 +265,21 @@ def _publish(made: Path, target: Path) -> None:
         shutil.rmtree(made)
 
 
-def _fetch(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetch(name: str, quantization: str) -> Path:
+    """A directory, or with a `quantization` a GGUF file."""
+    from huggingface_hub import HfApi, snapshot_download
 
     try:
+        if quantization:
+            chosen = choose_gguf(HfApi().list_repo_files(name), name, quantization)
+            directory = Path(snapshot_download(name, allow_patterns=[glob.escape(file) for file in chosen]))
+            return directory / chosen[0]
         directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
         if not any(directory.glob("*.safetensors")):
             directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED_PYTORCH)))
         return directory
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(
             f"The model {name!r} is no directory here and cannot be fetched from the hub ({reason_of(error)}); "
