@@ -7,7 +7,7 @@ import pytest
 
 from services.executor.core.step_plan import StepPlan
 from services.executor.leader import tracing
-from services.executor.leader.tracing import Attempts, AttemptTraces
+from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Chunk
 from shared.messages import GenerationRequest, TokenEntry
@@ -58,29 +58,29 @@ def traced(name: str, attempt: int = 1) -> GenerationRequest:
 
 
 def test_a_later_attempt_replaces_the_one_before(spans: list[Noted]) -> None:
-    traces = AttemptTraces("g", 1, list)
-    traces.begin(traced("a", 2))
-    traces.begin(traced("a", 1))
+    traces = Attempts("g", 1, list)
+    traces.taken(traced("a", 2), None, repeated=False)
+    traces.taken(traced("a", 1), None, repeated=False)
     assert [span.name for span in spans] == ["generate g", "queue"], "an earlier attempt begins nothing"
-    traces.begin(traced("a", 3))
+    traces.taken(traced("a", 3), None, repeated=False)
     assert (spans[0].failed, spans[0].ended, spans[1].ended) == ("replaced", True, True)
-    traces.end(TokenEntry("a", 2, 0, [], finish="stop"))
-    assert traces, "what the earlier attempt still says ends nothing"
-    traces.end(TokenEntry("a", 3, 0, [], finish="error", error_code="ring_lost"))
-    assert not traces
+    traces.ended(TokenEntry("a", 2, 0, [], finish="stop"))
+    assert traces.traced, "what the earlier attempt still says ends nothing"
+    traces.ended(TokenEntry("a", 3, 0, [], finish="error", error_code="ring_lost"))
+    assert not traces.traced
     assert (spans[2].failed, spans[2].ended) == ("ring_lost", True)
 
 
 def test_a_preemption_is_an_event_and_what_is_computed_again_is_counted(spans: list[Noted]) -> None:
-    traces, request = AttemptTraces("g", 1, list), traced("a")
-    traces.begin(request)
+    traces, request = Attempts("g", 1, list), traced("a")
+    traces.taken(request, None, repeated=False)
     sequence = Sequence(request, 0, 16, b"", 0)
     prefill, again = Chunk(sequence, 5), Chunk(sequence, 3)
     for chunk in (prefill, again, again):
         traces.begin_step(PLAN, [chunk])
         traces.end_step(0.5)
         sequence.preempted = True
-    traces.end(TokenEntry("a", 1, 0, [7], finish="stop"))
+    traces.ended(TokenEntry("a", 1, 0, [7], finish="stop"))
     decode = next(span for span in spans if span.name == "decode")
     assert decode.events == ["preempted"]
     assert decode.attributes["ryzanstein.recomputed_tokens"] == 6
