@@ -1,6 +1,14 @@
-"""How far the journal is behind, by what it has stored and what it has not."""
+"""How far the journal is behind, and what is told of records that it does not take or give."""
 
-from services.gateway.lifecycle.records import WINDOW, JournalLag
+import asyncio
+import time
+
+import pytest
+
+from services.gateway.lifecycle.records import WINDOW, JournalLag, RecordReader, RecordWriter
+from shared.errors import BrokerUnavailable, LinkLost, RyzansteinError
+from shared.messages.records import GenerationRecord
+from tests.unit.executor.scheduler.stepped_ring import ask
 
 
 def test_what_waits_counts_with_its_age_and_what_is_stored_with_the_time_it_took() -> None:
@@ -23,3 +31,66 @@ def test_many_records_of_a_second_take_no_room() -> None:
         lag.given(number / 1000)
         lag.stored(number / 1000 + 0.0005)
     assert len(lag._slowest) <= WINDOW + 1
+
+
+class Lines:
+    """A bus of which the first `lost` messages are lost with their connection."""
+
+    max_payload = 1 << 20
+
+    def __init__(self, lost: int, error: RyzansteinError) -> None:
+        self.lost, self.error = lost, error
+        self.stored = 0
+
+    async def publish_durable(self, subject: str, message: object) -> int:
+        if self.lost:
+            self.lost -= 1
+            raise self.error
+        self.stored += 1
+        return self.stored
+
+
+class End:
+    """Of a journal: how far it has come is of no interest here."""
+
+    def stored(self, number: int) -> None:
+        return
+
+
+def writer_on(bus: Lines) -> RecordWriter:
+    return RecordWriter(bus, "w", End(), None)  # type: ignore[arg-type]
+
+
+def record() -> GenerationRecord:
+    return GenerationRecord("0" * 32, "chat", 0.0, [ask(f"{'0' * 32}-0")])
+
+
+async def test_what_was_lost_with_a_connection_is_stored_again() -> None:
+    bus = Lines(1, LinkLost("cut"))
+    writer = writer_on(bus)
+    await writer.write(record())
+    await writer.stop()
+    assert bus.stored == 1
+
+
+async def test_what_is_not_stored_is_told_to_whoever_waits() -> None:
+    writer = writer_on(Lines(1, BrokerUnavailable("no answer")))
+    stored = writer.write(record())
+    with pytest.raises(BrokerUnavailable, match="no answer"):
+        await stored
+    await writer.stop()
+    assert writer.lag.seconds(time.monotonic()) < WINDOW
+
+
+async def test_a_journal_that_does_not_answer_is_told_to_all_who_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = RecordReader(None, None)  # type: ignore[arg-type]
+
+    async def nothing(spot: object, wanted: set[str]) -> dict[str, GenerationRecord]:
+        raise TimeoutError
+
+    monkeypatch.setattr(reader, "collect", nothing)
+    identity = "0" * 32
+    found = await asyncio.gather(reader.find(identity), reader.find(identity), return_exceptions=True)
+    assert [type(error) for error in found] == [BrokerUnavailable, BrokerUnavailable]
