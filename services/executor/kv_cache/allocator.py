@@ -34,7 +34,6 @@ from itertools import islice
 
 from services.executor.kv_cache.block_pool import (
     BlockPool,
-    Census,
     Copies,
     PendingCopies,
     SessionPins,
@@ -43,6 +42,7 @@ from services.executor.kv_cache.block_pool import (
 )
 from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root
+from shared.messages.debugging import AllocatorDump, HolderDump
 
 MOST_PINNED = 0.5
 """Share of a format's blocks that sessions may pin."""
@@ -354,17 +354,27 @@ class BlockAllocator:
 
     # --- checks ----------------------------------------------------------------------------------
 
-    def census(self) -> Census:
+    def census(self) -> AllocatorDump:
+        """How many blocks are in which state; of their holders, sessions alone."""
         used = [block for block, references in enumerate(self._references) if references]
         hot = sum(1 for block in used if block < self.num_hot)
-        return Census(
+        sessions = [HolderDump("session", *of) for of in self._pins.blocks_by_session().items()]
+        (host_slots, host_used), (disk_slots, disk_used) = self._tiers.host_counts, self._tiers.disk_counts
+        return AllocatorDump(
+            block_size=self.block_size,
             hot=self._hot.counts(hot),
             cold=self._cold.counts(len(used) - hot),
             private=sum(1 for block in used if block not in self._index),
             shared=sum(1 for block in used if self._references[block] > 1),
-            host=self._tiers.host_counts,
-            disk=self._tiers.disk_counts,
-            pinned_for=self._pins.blocks_by_session(),
+            promised=0,
+            reserve=0,
+            host_slots=host_slots,
+            host_used=host_used,
+            disk_slots=disk_slots,
+            disk_used=disk_used,
+            sessions=len(sessions),
+            holders=sessions,
+            invariants="",
         )
 
     def check(

@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, KeysView, Sequence
 from typing import NamedTuple
 
 from services.executor.kv_cache.prefix_index import PrefixIndex
+from shared.messages.debugging import PoolDump
 
 
 class _Session:
@@ -109,16 +110,6 @@ class SessionPins:
         assert all(entry.blocks for entry in self._sessions.values()), "a session without blocks is kept"
 
 
-class PoolCounts(NamedTuple):
-    """The blocks of one format, by what they are."""
-
-    total: int
-    empty: int
-    cached: int
-    pinned: int
-    used: int
-
-
 class BlockPool:
     """Unused blocks among the ids [first, first + size). Which blocks are in use is the allocator's to know."""
 
@@ -201,9 +192,9 @@ class BlockPool:
         else:
             del self._pinned[block]
 
-    def counts(self, used: int) -> PoolCounts:
+    def counts(self, used: int) -> PoolDump:
         """`used`: blocks in use, which the allocator knows."""
-        return PoolCounts(self.size, len(self._empty), len(self._cached), len(self._pinned), used)
+        return PoolDump(self.size, len(self._empty), len(self._cached), len(self._pinned), used)
 
     def unused(self) -> tuple[set[int], set[int], set[int]]:
         """(empty, cached, pinned). Raises AssertionError where a block is in two of them. For checks."""
@@ -253,20 +244,6 @@ class PendingCopies:
         copies = Copies(saves, self._restores)
         self._saves, self._restores = {}, []
         return copies
-
-
-class Census(NamedTuple):
-    """How many blocks are in which state."""
-
-    hot: PoolCounts
-    cold: PoolCounts
-    private: int
-    shared: int
-    host: tuple[int, int]
-    """(spill slots, used) in host memory."""
-    disk: tuple[int, int]
-    pinned_for: dict[str, int]
-    """Blocks by session."""
 
 
 def check_regions(

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Executor
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from services.executor.core import spans
@@ -18,9 +19,8 @@ from services.executor.ipc.flight_recorder import FlightRecorder, StepTimes
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.stats import BatcherView
 from services.executor.scheduler.steps import Row
-from shared.messages.debugging import AllocatorDump, HolderDump, LeaderDump, PoolDump, QueuedDump
+from shared.messages.debugging import LeaderDump, QueuedDump
 
 log = structlog.get_logger(__name__)
 
@@ -164,13 +164,15 @@ MOST_HOLDERS = 10
 
 def describe(batcher: ContinuousBatcher, now: float, by_loop: bool) -> LeaderDump:
     """`now`: of the clock by which the batcher takes requests on."""
-    view = batcher.look()
+    sequences, blocks = batcher.look()
     counts: dict[str, int] = {}
-    for sequence in view.sequences:
+    for sequence in sequences:
         for key in (sequence.state.value, f"{sequence.state.value} {sequence.request.lane}"):
             counts[key] = counts.get(key, 0) + 1
-    listed = [_queued(sequence, now) for sequence in view.sequences[:MOST_QUEUED]]
-    return LeaderDump(listed, counts, _allocator(view, _invariants(batcher)), by_loop)
+    listed = [_queued(sequence, now) for sequence in sequences[:MOST_QUEUED]]
+    holders, invariants = blocks.holders[:MOST_HOLDERS], _invariants(batcher)
+    allocator = msgspec.structs.replace(blocks, holders=holders, invariants=invariants)
+    return LeaderDump(listed, counts, allocator, by_loop)
 
 
 def _queued(sequence: Sequence, now: float) -> QueuedDump:
@@ -189,29 +191,6 @@ def _queued(sequence: Sequence, now: float) -> QueuedDump:
         session=bool(request.session),
         in_step=sequence.in_flight,
         restoring=len(sequence.restoring),
-    )
-
-
-def _allocator(view: BatcherView, invariants: str) -> AllocatorDump:
-    blocks = view.blocks
-    holders = [HolderDump("sequence", s.request.generation_id, s.blocks) for s in view.sequences if s.blocks]
-    holders += [HolderDump("session", name, count) for name, count in blocks.pinned_for.items()]
-    holders.sort(key=lambda holder: -holder.blocks)
-    return AllocatorDump(
-        block_size=view.spec.block_size,
-        hot=PoolDump(*blocks.hot),
-        cold=PoolDump(*blocks.cold),
-        private=blocks.private,
-        shared=blocks.shared,
-        promised=view.promised,
-        reserve=view.reserve,
-        host_slots=blocks.host[0],
-        host_used=blocks.host[1],
-        disk_slots=blocks.disk[0],
-        disk_used=blocks.disk[1],
-        sessions=len(blocks.pinned_for),
-        holders=holders[:MOST_HOLDERS],
-        invariants=invariants,
     )
 
 

@@ -43,12 +43,13 @@ from services.executor.scheduler.overlap import (
     step_ahead,
 )
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
-from services.executor.scheduler.stats import BatcherView, Stages, load_of, view_of
+from services.executor.scheduler.stats import Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
 from services.executor.structured_output import GrammarState
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
+from shared.messages.debugging import AllocatorDump
 
 Entries = dict[str, list[TokenEntry]]
 """New tokens and endings by consumer."""
@@ -332,9 +333,9 @@ class ContinuousBatcher:
         """The sequences of the step that was scheduled last, in the order of its plan."""
         return [chunk.sequence for chunk in in_order(self._steps.newest.batch)]
 
-    def look(self) -> BatcherView:
+    def look(self) -> tuple[list[Sequence], AllocatorDump]:
         """All there is, as it stands. For whoever looks into a ring: nothing of it may be changed."""
-        return view_of(self._planner, self._tables, self._held.values(), self._spec)
+        return view_of(self._planner, self._tables, self._held.values())
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""

@@ -18,11 +18,12 @@ from collections.abc import Collection, Iterable
 
 from services.executor.core.engine import EngineSpec
 from services.executor.kv_cache.allocator import BlockAllocator
-from services.executor.kv_cache.block_pool import Census, Copies
+from services.executor.kv_cache.block_pool import Copies
 from services.executor.kv_cache.offload_tiers import SpillTiers
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.sequence import Sequence
+from shared.messages.debugging import AllocatorDump
 
 DISK_COST = 4
 """What a restore from disk counts for, against one from host memory."""
@@ -311,7 +312,7 @@ class BlockTables:
 
     # --- what others see -------------------------------------------------------------------------
 
-    def census(self) -> Census:
+    def census(self) -> AllocatorDump:
         return self._allocator.census()
 
     def reserve(self, running: int) -> int:

@@ -9,35 +9,32 @@ No clock: the time (seconds, monotonic) comes in.
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from services.executor.core.engine import EngineSpec
 from services.executor.ipc.board import Kind, RingBoard
-from services.executor.kv_cache.block_pool import Census
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.step_planner import StepPlanner
 from shared.messages import GroupLoad
-
-
-class BatcherView(NamedTuple):
-    sequences: list[Sequence]
-    spec: EngineSpec
-    blocks: Census
-    promised: int
-    """Blocks that running sequences will still need."""
-    reserve: int
-    """Blocks that an admission leaves to them."""
+from shared.messages.debugging import AllocatorDump, HolderDump
 
 
 def view_of(
-    planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
-) -> BatcherView:
-    """All there is, as it stands. Nothing of it may be changed."""
-    missing = sum(tables.missing(sequence) for sequence in planner.running)
-    reserve = tables.reserve(len(planner.running))
+    planner: StepPlanner, tables: BlockTables, held: Collection[Sequence]
+) -> tuple[list[Sequence], AllocatorDump]:
+    """All sequences, and the KV blocks with all who hold some, the largest first, as they stand. Nothing of it may be
+    changed."""
     sequences = [*planner.running, *planner.waiting, *held]
-    return BatcherView(sequences, spec, tables.census(), missing, reserve)
+    blocks = tables.census()
+    holders = [HolderDump("sequence", s.request.generation_id, s.blocks) for s in sequences if s.blocks]
+    return sequences, msgspec.structs.replace(
+        blocks,
+        promised=sum(tables.missing(sequence) for sequence in planner.running),
+        reserve=tables.reserve(len(planner.running)),
+        holders=sorted([*holders, *blocks.holders], key=lambda holder: -holder.blocks),
+    )
 
 
 def load_of(
