@@ -184,14 +184,12 @@ def _kernels(model: Path, threads: int, effort: int) -> Iterator[Pair]:
         return  # this machine has no native kernels: PyTorch would be held against itself
     native = make_step(model, "bf16", threads)
     os.environ[library.DISABLE] = "0"
-    for known in (library.why_not, library.load_library):
-        known.cache_clear()
+    library.why_not.cache_clear()
     try:
         plain = make_step(model, "bf16", threads)
     finally:
         del os.environ[library.DISABLE]
-        for known in (library.why_not, library.load_library):
-            known.cache_clear()
+        library.why_not.cache_clear()
     assert native.spent is not None, "the kernels compute"
     assert plain.spent is None, "PyTorch computes"
     from benchmarks.engine.steps import Decode, Prefill
