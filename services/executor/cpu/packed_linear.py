@@ -15,14 +15,16 @@ import structlog
 import torch
 from torch import Tensor
 
-from services.executor.cpu.quantized import PANEL, PackedFormat, pack_rows, servable
+from services.executor.cpu.quantized import PANEL, PackedFormat, format_of, pack_rows, servable
 from services.executor.model.loading.arena import fresh
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight
 from services.executor.native.library import Linear
 
 log = structlog.get_logger(__name__)
 
+_CODES_AT_ONCE = 8 << 20
+"""Codes, a byte each, that are packed together: they are read from the files no sooner."""
 GATE_RUN = 16
 """Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
 
@@ -146,13 +148,18 @@ def _of_one_format(pieces: list[Piece]) -> list[list[Piece]]:
 
 
 def _alike(one: Weight, other: Weight) -> bool:
-    if isinstance(one, QuantizedRows) and isinstance(other, QuantizedRows):
-        return one.same_format(other)
+    formats = [weight.like if isinstance(weight, DeferredRows) else weight for weight in (one, other)]
+    if isinstance(formats[0], QuantizedRows) and isinstance(formats[1], QuantizedRows):
+        return formats[0].same_format(formats[1])
     return isinstance(one, Tensor) and isinstance(other, Tensor)
 
 
 def _unified(pieces: list[Piece]) -> list[Piece]:
-    weights = [piece.weight for piece in pieces]
+    if all(_alike(pieces[0].weight, piece.weight) for piece in pieces[1:]):
+        return pieces
+    weights = [
+        piece.weight.read() if isinstance(piece.weight, DeferredRows) else piece.weight for piece in pieces
+    ]
     coded = [weight for weight in weights if isinstance(weight, QuantizedRows)]
     if not coded:
         return pieces
@@ -189,14 +196,38 @@ def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
 
 
 def _pack_quantized(library: Any, pieces: list[Piece], pool: Executor, threads: int) -> PackedLinear:
-    coded = [piece.weight for piece in pieces if isinstance(piece.weight, QuantizedRows)]
-    weight = servable(coded[0] if len(coded) == 1 else QuantizedRows.joined(coded))
-    places = torch.cat([piece.places() for piece in pieces])
-    if not torch.equal(places, torch.arange(len(places))):
-        weight = weight.picked(places.argsort())
-    packed, form = pack_rows(library, weight, pool, threads)
-    bias = _joined_bias(pieces, weight.outputs)
-    return PackedLinear(packed, bias, weight.outputs, weight.inputs, form, weight.permutation)
+    weight = pieces[0].weight
+    like = servable(weight.like if isinstance(weight, DeferredRows) else _coded(weight))
+    outputs = sum(piece.rows for piece in pieces)
+    step = max(PANEL, _CODES_AT_ONCE // like.columns_stored // PANEL * PANEL)
+    blocks = (
+        servable(_block(pieces, first, min(first + step, outputs))) for first in range(0, outputs, step)
+    )
+    form = format_of(like)
+    packed = pack_rows(library, blocks, form, outputs, pool, threads)
+    bias = _joined_bias(pieces, outputs)
+    return PackedLinear(packed, bias, outputs, like.inputs, form, like.permutation)
+
+
+def _block(pieces: list[Piece], first: int, end: int) -> QuantizedRows:
+    """The outputs [first, end) of all `pieces`; those of weights in files are read."""
+    held, places = [], []
+    for piece in pieces:
+        there = piece.places()
+        low, high = torch.searchsorted(there, torch.tensor([first, end])).tolist()
+        if low < high:
+            held.append(_coded(_rows(piece.weight, low, high)))
+            places.append(there[low:high] - first)
+    weight = held[0] if len(held) == 1 else QuantizedRows.joined(held)
+    order = torch.cat(places)
+    return weight if torch.equal(order, torch.arange(len(order))) else weight.picked(order.argsort())
+
+
+def _coded(weight: Weight) -> QuantizedRows:
+    if isinstance(weight, DeferredRows):
+        return weight.read()
+    assert isinstance(weight, QuantizedRows), "others are packed as bf16"
+    return weight
 
 
 def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:

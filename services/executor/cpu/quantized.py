@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -69,12 +70,27 @@ def servable(weight: QuantizedRows) -> QuantizedRows:
 
 
 def pack_rows(
-    library: Any, weight: QuantizedRows, pool: Executor, threads: int
-) -> tuple[Tensor, PackedFormat]:
-    """`weight`, which is `servable`, packed with `threads` threads of `pool`."""
-    made = format_of(weight)
+    library: Any,
+    blocks: Iterable[QuantizedRows],
+    made: PackedFormat,
+    outputs: int,
+    pool: Executor,
+    threads: int,
+) -> Tensor:
+    """A weight of `outputs` outputs packed with `threads` threads of `pool`: `blocks` of it, which are `servable` and
+    of whole panels but for the last, are taken one after the other."""
     described = made.describe(None)
-    packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), weight.outputs))
+    packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), outputs))
+    place, panel = packed.data_ptr(), library.rz_quantized_bytes(ctypes.byref(described), PANEL)
+    for weight in blocks:
+        _pack_block(library, weight, described, place, pool, threads)
+        place += -(-weight.outputs // PANEL) * panel
+    return packed
+
+
+def _pack_block(
+    library: Any, weight: QuantizedRows, described: Format, place: int, pool: Executor, threads: int
+) -> None:
     parts = [_with_dense_rows(getattr(weight, name)) for name in ("codes", *_SCALES)]
     minimums = parts[2] if parts[2] is not None else parts[3]
     held = [parts[0], parts[1], minimums, parts[4], parts[5]]
@@ -88,7 +104,7 @@ def pack_rows(
     jobs = [
         pool.submit(
             library.rz_quantized_pack,
-            packed.data_ptr(),
+            place,
             ctypes.byref(described),
             ctypes.byref(codes),
             first,
@@ -98,7 +114,6 @@ def pack_rows(
     ]
     for job in jobs:
         job.result()
-    return packed, made
 
 
 _SCALES = ("scales", "mins", "zeros", "supers", "super_mins")

@@ -15,7 +15,7 @@ from torch.nn import functional
 from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.parallel.layers import LinearShard
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Weight, WeightCodec
 from shared.errors import ConfigurationError
@@ -48,6 +48,8 @@ def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
     if isinstance(weight, Tensor):
         return PlainProduct(weight, bias)
+    if isinstance(weight, DeferredRows):
+        weight = weight.read()
     if isinstance(weight, QuantizedRows):
         return UnpackedProduct(weight, bias)
     from services.executor.gpu.quantized_matmul import coded_product  # with Triton, which not every host has

@@ -37,6 +37,7 @@ from services.executor.gpu.kernels.matmul import (
     multiply_few,
 )
 from services.executor.kv_cache.codecs import FP8
+from services.executor.model.quantized import DeferredRows
 from services.executor.model.weight_formats import Quantized, Weight
 
 FEW = {torch.float8_e4m3fn: 32, torch.int8: MOST_ROWS}
@@ -89,6 +90,7 @@ class InvariantProduct:
     """With any weight, in tiles and splits that depend on its shape alone."""
 
     def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        assert not isinstance(weight, DeferredRows), "codes are read later for CPUs alone"
         self._codes = weight if isinstance(weight, Tensor) else weight.codes
         self._scales = None if isinstance(weight, Tensor) else weight.scales
         self._bias = bias

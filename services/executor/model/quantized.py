@@ -11,7 +11,7 @@ Codes and scales are a file's own, bit for bit: nothing is rounded again. The na
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -320,6 +320,30 @@ class QuantizedRows:
             **parts,
             **supers,
         )
+
+
+@dataclass(frozen=True)
+class DeferredRows:
+    """A weight that lies in its files until it is packed, since codes take a byte each until then."""
+
+    like: QuantizedRows
+    """Its first row: the format"""
+    first: int
+    end: int
+    """Its outputs, of those that `reader` reads"""
+    reader: Callable[[int, int], QuantizedRows]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.first, self.like.inputs
+
+    def rows(self, first: int, end: int) -> "DeferredRows":
+        """The outputs [first, end)."""
+        return replace(self, first=self.first + first, end=self.first + end)
+
+    def read(self) -> QuantizedRows:
+        """Reads them, each time anew."""
+        return self.reader(self.first, self.end)
 
 
 _ROW_PARTS = ("codes", "scales", "mins", "zeros", "supers", "super_mins")

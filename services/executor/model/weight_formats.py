@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from services.executor.kv_cache.codecs import Codec
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 
 _AT_ONCE = 1 << 24
@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
         return Quantized(self.codes[first:end], self.scales[first:end])
 
 
-Weight = Tensor | Quantized | QuantizedRows
+Weight = Tensor | Quantized | QuantizedRows | DeferredRows
 """[out, in]"""
 
 

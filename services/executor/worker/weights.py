@@ -150,7 +150,15 @@ class _BuiltShare(Share):
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
         keep_codes = settings.weight_dtype == "auto" and device.type == "cpu" and self.dtype is torch.bfloat16
         self._model: Any = load_model(
-            directory, self.dtype, self.layout, collectives, device, report, codec, keep_codes=keep_codes
+            directory,
+            self.dtype,
+            self.layout,
+            collectives,
+            device,
+            report,
+            codec,
+            keep_codes=keep_codes,
+            defer_codes=keep_codes,
         )
         self._device, self._collectives = device, collectives
         self.reads_compressed = backend.reads_compressed(

@@ -5,7 +5,7 @@ added, which is undone as rows are read: a row of codes is as good as a row of n
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +14,13 @@ import structlog
 import torch
 from torch import Tensor
 
+from services.executor.core.sharding import Span
 from services.executor.model.loading.composition import Composition, Part
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.reading import Meter, Progress, Read
 from services.executor.model.loading.sources import Sources
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight, quantize
 from shared.errors import ModelLoadError
 from shared.models import linked_gguf
@@ -78,8 +79,7 @@ class GgufWeights:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tensors.clear()
-        self._files.clear()
+        """Weights that have been deferred keep the files open, each until it is let go."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -135,17 +135,23 @@ class GgufWeights:
         made: list[Weight] = []
         unpacked: dict[str, list[str]] = {}
         for read in reads:
-            weight: Weight | None = self._codes(read, config, meter) if read.keeps_codes else None
+            weight: Weight | None = None
+            if read.keeps_codes:
+                weight = (self._deferred if read.defers else self._codes)(read, config, meter)
             if weight is None:
                 self._note(read, unpacked)
                 weight = self._plain(read, config, device, meter)
             made.append(weight)
-            for part in read.content.parts:
-                self._tensors[part.source][0].release()
+            self._release(read)
         for kind, names in unpacked.items():
             log.info("weights_unpacked", type=kind, tensors=len(names), names=names[:_NAMED])
-        meter.finish()
+        if not any(isinstance(weight, DeferredRows) for weight in made):
+            meter.finish()
         return made
+
+    def _release(self, read: Read) -> None:
+        for part in read.content.parts:
+            self._tensors[part.source][0].release()
 
     def _note(self, read: Read, unpacked: dict[str, list[str]]) -> None:
         """Which quantized weights are not kept so."""
@@ -153,6 +159,23 @@ class GgufWeights:
         for kind in kinds:
             if kind.name not in _NUMBERS:
                 unpacked.setdefault(kind.name, []).append(read.content.parts[0].source)
+
+    def _deferred(self, read: Read, config: Any, meter: Meter) -> DeferredRows | None:
+        """As `_codes`, which the files are kept open for."""
+
+        def rows(first: int, end: int, meter: Meter) -> QuantizedRows | None:
+            return self._codes(
+                replace(read, content=read.content.selected(0, [Span(first, end)])), config, meter
+            )
+
+        def reader(first: int, end: int) -> QuantizedRows:
+            codes = rows(first, end, meter)
+            assert codes is not None, "the first row could be cut as well"
+            self._release(read)
+            return codes
+
+        like = rows(0, 1, Meter(lambda done, total: None, 0))
+        return None if like is None else DeferredRows(like, 0, read.content.shape[0], reader)
 
     def _codes(self, read: Read, config: Any, meter: Meter) -> QuantizedRows | None:
         """None where the parts have no codes, or none that are cut as is asked for."""

@@ -43,7 +43,7 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError, reason_of
@@ -101,11 +101,13 @@ def load_model(
     codec: WeightCodec | None = None,
     *,
     keep_codes: bool = False,
+    defer_codes: bool = False,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
     With a `codec` the weights of its linear layers are quantised as they are read, on CPUs those of head and
     embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked.
+    With `defer_codes` those of GGUF files are read when they are packed.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -125,7 +127,7 @@ def load_model(
             sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
-        plan = _plan_reads(parameters, sources, codec, keep_codes)
+        plan = _plan_reads(parameters, sources, codec, keep_codes, defer_codes)
         _check_leftovers(model, parameters, sources, files, directory)
         reads = [read for _, read in plan]
         if isinstance(files, GgufWeights):
@@ -225,7 +227,11 @@ def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
 
 
 def _plan_reads(
-    parameters: list[_Parameter], sources: Sources, codec: WeightCodec | None, keep_codes: bool
+    parameters: list[_Parameter],
+    sources: Sources,
+    codec: WeightCodec | None,
+    keep_codes: bool,
+    defer_codes: bool,
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
     plan = []
@@ -245,7 +251,9 @@ def _plan_reads(
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
         keeps = keep_codes and parameter.may_be_quantized
-        plan.append((parameter, Read(content, parameter.dtype, parameter.codec_of(codec), keeps)))
+        plan.append(
+            (parameter, Read(content, parameter.dtype, parameter.codec_of(codec), keeps, defer_codes))
+        )
     return plan
 
 
@@ -306,7 +314,9 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
     """Makes plain weights of those that have stayed quantized, for models that PyTorch computes."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module, WeightShard) and isinstance(stored := module.stored, QuantizedRows):
+        if isinstance(module, WeightShard) and isinstance(
+            stored := module.stored, QuantizedRows | DeferredRows
+        ):
             if id(stored) not in made:
                 made[id(stored)] = nn.Parameter(_unpacked(stored, dtype), requires_grad=False)
             module.keep_quantized(None)
@@ -315,12 +325,14 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
         log.info("weights_unpacked", tensors=len(made), reason="PyTorch computes this model")
 
 
-def _unpacked(weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
+def _unpacked(weight: QuantizedRows | DeferredRows, dtype: torch.dtype) -> Tensor:
     plain = torch.empty(weight.shape, dtype=dtype)
-    step = max(1, _UNPACKED_TOGETHER // weight.inputs)
-    for first in range(0, weight.outputs, step):
-        end = min(first + step, weight.outputs)
-        plain[first:end] = weight.rows(first, end).dequantized()
+    outputs, inputs = weight.shape
+    step = max(1, _UNPACKED_TOGETHER // inputs)
+    for first in range(0, outputs, step):
+        end = min(first + step, outputs)
+        part = weight.rows(first, end)
+        plain[first:end] = (part.read() if isinstance(part, DeferredRows) else part).dequantized()
     return plain
 
 

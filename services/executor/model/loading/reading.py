@@ -21,7 +21,7 @@ from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.composition import Composition, Part
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Weight, WeightCodec, empty, quantize
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,8 @@ class Read:
     """Of a weight [out, in] that is quantised from what it is in `dtype`."""
     keeps_codes: bool = False
     """Whether a weight [out, in] stays quantized where the files have it so."""
+    defers: bool = False
+    """Whether codes that are kept may be read when they are packed."""
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +127,7 @@ def _streamed(read: Read, into: Weight, files: WeightFiles) -> Iterator[streamin
     for part in read.content.parts:
         if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"
+            assert not isinstance(into, DeferredRows), "codes are read later from GGUF files alone"
             yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
         else:
             yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
@@ -237,9 +240,9 @@ class Meter:
     def add(self, count: int) -> None:
         """`count` more bytes are done."""
         self._done += count
-        if self._done < self._total and self._done - self._told >= self._total / _REPORTS:
-            self._told = self._done
-            self._progress(self._done, self._total)
+        if self._done - self._told >= self._total / _REPORTS and self._told < self._total:
+            self._told = min(self._done, self._total)
+            self._progress(self._told, self._total)
 
     def finish(self) -> None:
         self._progress(self._total, self._total)

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import Span, split_dimension
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
 
@@ -93,14 +93,14 @@ class WeightShard(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._quantized: Quantized | QuantizedRows | None = None
+        self._quantized: Quantized | QuantizedRows | DeferredRows | None = None
 
     @property
     def stored(self) -> Weight:
         """The weight [out, in] as it was loaded: plain or quantised."""
         return self.weight if self._quantized is None else self._quantized
 
-    def keep_quantized(self, weight: Quantized | QuantizedRows | None) -> None:
+    def keep_quantized(self, weight: Quantized | QuantizedRows | DeferredRows | None) -> None:
         """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
         self._quantized = weight
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)

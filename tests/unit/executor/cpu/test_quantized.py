@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.executor.cpu import packed_linear
 from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
-from services.executor.cpu.quantized import pack_rows, servable, unpacked
-from services.executor.model.quantized import QuantizedRows
+from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.native.library import Model, kernels_at, levels, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
@@ -126,10 +127,41 @@ def test_what_is_packed_is_the_weight(kernels: Kernels, form: str, dtype: torch.
             weight = random_rows(
                 form, OUTPUTS, COLUMNS, bits, group, per=1 if group >= 320 else 5, dtype=dtype
             )
-            packed, made = pack_rows(kernels.library, servable(weight), kernels.pool, 2)
+            whole = servable(weight)
+            made = format_of(whole)
+            blocks = (whole.rows(0, 32), whole.rows(32, OUTPUTS))
+            packed = pack_rows(kernels.library, blocks, made, OUTPUTS, kernels.pool, 2)
             torch.testing.assert_close(
                 unpacked(kernels.library, packed, made, OUTPUTS), weight.dequantized(), rtol=0, atol=1e-6
             )
+
+
+@pytest.mark.parametrize("form", ["offset", "zeros"])
+def test_codes_in_files_are_read_a_few_rows_at_a_time(
+    kernels: Kernels, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three weights one after the other, and of two that alternate, packed as when they are held."""
+    monkeypatch.setattr(packed_linear, "_CODES_AT_ONCE", 32 * COLUMNS)
+    most: list[int] = []
+
+    def deferred(weight: QuantizedRows) -> DeferredRows:
+        def read(first: int, end: int) -> QuantizedRows:
+            most.append(end - first)
+            return weight.rows(first, end)
+
+        return DeferredRows(weight.rows(0, 1), 0, weight.outputs, read)
+
+    three = [random_rows(form, rows, COLUMNS, 4, 32, per=5) for rows in (70, 48, 33)]
+    two = [random_rows(form, 96, COLUMNS, 4, 32, per=5) for _ in range(2)]
+    for make, weights in (
+        (lambda held: one_after_another((weight, None) for weight in held), three),
+        (lambda held: alternating(*((weight, None) for weight in held)), two),
+    ):
+        expected = kernels.pack(*make(weights))
+        made = kernels.pack(*make([deferred(weight) for weight in weights]))
+        assert torch.equal(made.packed, expected.packed)
+        assert made.form == expected.form
+    assert 0 < max(most) <= 32
 
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 576])

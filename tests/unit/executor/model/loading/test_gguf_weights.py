@@ -19,7 +19,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model, unpack
 from services.executor.model.parallel.layers import WeightShard
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
@@ -66,11 +66,10 @@ def converted(file: Path, *, unpacked: bool = False) -> Path:
     return target
 
 
-def load(directory: Path, dtype: torch.dtype, *, keep_codes: bool = False) -> Any:
+def load(directory: Path, dtype: torch.dtype, *, keep_codes: bool = False, defer_codes: bool = False) -> Any:
     layout = ShardLayout.from_config(load_config(directory), 1, 0)
-    return load_model(
-        directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, keep_codes=keep_codes
-    )
+    how = {"keep_codes": keep_codes, "defer_codes": defer_codes}
+    return load_model(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, **how)
 
 
 def values_of(model: Any) -> dict[str, Tensor]:
@@ -79,6 +78,8 @@ def values_of(model: Any) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = model.get_submodule(name.rpartition(".")[0])
         stored = owner.stored if isinstance(owner, WeightShard) and name.endswith(".weight") else parameter
+        if isinstance(stored, DeferredRows):
+            stored = stored.read()
         found[name] = stored.dequantized() if isinstance(stored, QuantizedRows) else stored.detach().float()
     return found
 
@@ -107,6 +108,12 @@ def test_weights_are_held_as_the_file_has_them(tmp_path: Path, kind: gguf.GGMLQu
     assert all(isinstance(module.stored, QuantizedRows) for module in held)
     expected = theirs(file)
     check(values_of(model), expected)
+    later = load(converted(file), torch.float32, keep_codes=True, defer_codes=True)
+    held = [module for module in later.modules() if isinstance(module, WeightShard)]
+    assert all(isinstance(module.stored, DeferredRows) for module in held)
+    check(values_of(later), expected)
+    unpack(later, torch.float32)
+    check(values_of(later), expected)
     unpack(model, torch.float32)
     check(values_of(model), expected)
     assert model.lm_head.weight is model.model.embed_tokens.weight
