@@ -70,11 +70,6 @@ class SharedArea:
             self._map.close()
 
 
-def host_has_shared_areas() -> bool:
-    """Whether this platform has anonymous files that processes can pass on (Linux)."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
-
-
 PIECE_BYTES = 128 * 1024
 """Of one rank's contribution that are in the area at a time: what a core's second-level cache holds well."""
 IDLE_TIMEOUT = 86400.0
@@ -89,8 +84,8 @@ _REASONS = {
 
 
 def can_share_memory() -> bool:
-    """Whether this host can run `SharedMemory`: Linux, and the compiled library."""
-    return host_has_shared_areas() and compiled() is not None
+    """Whether this host can run `SharedMemory`: Linux, with files that have no name, and the compiled library."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and compiled() is not None
 
 
 def make_area(world_size: int, lanes: int) -> SharedArea:

@@ -117,8 +117,7 @@ class PinMover:
         """Where each is pinned to; empty: nowhere, as far as can be told."""
         found: list[str] = []
         for start in range(0, len(sessions), AT_A_TIME):
-            some = sessions[start : start + AT_A_TIME]
-            found += await asyncio.gather(*(self._group_of(session) for session in some))
+            found += await asyncio.gather(*map(self._group_of, sessions[start : start + AT_A_TIME]))
         return found
 
     async def move(self, sessions: Sequence[str], group: str, epoch: int) -> None:

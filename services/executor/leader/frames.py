@@ -62,14 +62,10 @@ class Gathering:
         first token is waited for most."""
         entries, self._entries = self._entries, {}
         for news in entries.values():
-            news.sort(key=_goes_on)
+            news.sort(key=lambda entry: entry.position > 0)
         self._last.clear()
         self._taken_at = now
         return entries
-
-
-def _goes_on(entry: TokenEntry) -> bool:
-    return entry.position > 0
 
 
 def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
