@@ -1,5 +1,4 @@
-"""NATS object stores: files of any size in and out in chunks (`Objects`), and values that are held whole
-(`ObjectStore`).
+"""NATS object stores: files of any size, in and out in chunks.
 
 The layout is that of the NATS object store (nats-architecture-and-design, ADR-20), so that any NATS client
 reads and writes the same objects.
@@ -16,6 +15,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable
 from datetime import UTC, datetime
@@ -24,21 +24,18 @@ from typing import Any
 import msgspec
 import structlog
 from nats.js.api import Header, ObjectStoreConfig, RawStreamMsg
-from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
-from nats.js.object_store import ObjectStore as NatsObjectStore
+from nats.js.errors import NotFoundError
+from nats.js.object_store import ObjectStore
 
 from shared.errors import BrokerFull, BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
 from shared.nats.bus import LEADER_PAUSE, Bus
 from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_room, reason_of, translated
 from shared.nats.streams import create_replicated, when_led
-from shared.nats.subjects import escape
 
 log = structlog.get_logger(__name__)
 
 CHUNK = 128 << 10
 """Bytes of a chunk, as nats-py and the nats command write them."""
-READ_TIMEOUT = 10.0
-"""Seconds to read a whole object: nats-py waits for ever for a part that is lost."""
 READ_PAUSE = 0.5
 """Seconds between two tries to read a chunk."""
 _DIGEST = "SHA-256="
@@ -80,7 +77,7 @@ class Objects:
             self._max_bytes = 0
             await self.open()
 
-    def _create(self, replicas: int) -> Awaitable[NatsObjectStore]:
+    def _create(self, replicas: int) -> Awaitable[ObjectStore]:
         config = ObjectStoreConfig(bucket=self._name, replicas=replicas, max_bytes=self._max_bytes or None)
         return self._bus.jetstream().create_object_store(self._name, config)
 
@@ -123,6 +120,14 @@ class Objects:
             raise
         await self._try_to_purge(nuid)
         return size
+
+    async def put(self, name: str, data: bytes, *, fresh: bool = False) -> None:
+        """As `write`, what is held whole."""
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            yield data
+
+        await self.write(name, parts(), nuid=secrets.token_hex(11), fresh=fresh)
 
     async def _write_chunks(
         self, nuid: str, parts: AsyncIterable[bytes], limit: int
@@ -196,6 +201,10 @@ class Objects:
         if left or (wanted and base64.urlsafe_b64decode(wanted) != digest.digest()):
             raise InternalError(f"The object {name} of {self._name} is not what was written; write it again.")
 
+    async def get(self, name: str) -> bytes:
+        """As `read`, all of it."""
+        return b"".join([part async for part in self.read(name)])
+
     async def _patient_info(self, name: str, patience: float) -> ObjectInfo | None:
         give_up = time.monotonic() + patience
         while True:
@@ -262,38 +271,3 @@ async def _chunks(parts: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
             del held[:CHUNK]
     if held:
         yield bytes(held)
-
-
-class ObjectStore:
-    """Large values under names of our choice. Methods raise `BrokerUnavailable`."""
-
-    def __init__(self, bus: Bus, name: str) -> None:
-        self._bus = bus
-        self._name = name
-
-    async def put(self, key: str, data: bytes) -> None:
-        """Stores `data`; the store is created where it does not exist."""
-        jetstream = self._bus.jetstream()
-        with translated(f"store an object in {self._name}"):
-            try:
-                store = await jetstream.object_store(self._name)
-            except (BucketNotFoundError, NotFoundError):
-                store = await create_replicated(self._bus, self._create) or await jetstream.object_store(
-                    self._name
-                )
-            await store.put(escape(key), data)
-
-    async def get(self, key: str) -> bytes | None:
-        """The data under `key`, or None."""
-        with translated(f"read an object of {self._name}"):
-            try:
-                async with asyncio.timeout(READ_TIMEOUT):
-                    store = await self._bus.jetstream().object_store(self._name)
-                    result = await store.get(escape(key))
-            except (BucketNotFoundError, ObjectNotFoundError, NotFoundError):
-                return None
-        return result.data
-
-    def _create(self, replicas: int) -> Awaitable[NatsObjectStore]:
-        config = ObjectStoreConfig(bucket=self._name, replicas=replicas)
-        return self._bus.jetstream().create_object_store(self._name, config)

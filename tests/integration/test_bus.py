@@ -23,7 +23,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.journal import Begin, replay
 from shared.nats.kv import Bucket
-from shared.nats.objects import ObjectStore
+from shared.nats.objects import MissingObject, Objects
 from shared.nats.streams import ensure_streams
 from tests.chaos.links import Forwarder
 
@@ -123,12 +123,14 @@ async def test_a_key_that_is_being_written_is_among_the_items(bus: Bus) -> None:
 
 
 async def test_objects_come_back_whole(bus: Bus) -> None:
-    store = ObjectStore(bus, subjects.TOKENIZERS_STORE)
-    assert await store.get("missing") is None
+    store = Objects(bus, subjects.TOKENIZERS_STORE)
+    assert await store.info("missing") is None
+    await store.open()
     data = bytes(range(256)) * 20_000
     await store.put("tokenizer", data)
     assert await store.get("tokenizer") == data
-    assert await store.get("missing") is None
+    with pytest.raises(MissingObject):
+        await store.get("missing")
 
 
 async def test_unreachable_broker_is_named_without_its_password() -> None:
@@ -181,7 +183,7 @@ async def test_a_broker_without_jetstream_is_told_with_the_remedy(tmp_path: Path
         with pytest.raises(BrokerUnavailable, match="without JetStream; start nats-server with -js"):
             await Bucket.open(connection, subjects.GROUPS_BUCKET, SessionPin)
         with pytest.raises(BrokerUnavailable, match="tokenizers: it runs without JetStream"):
-            await ObjectStore(connection, subjects.TOKENIZERS_STORE).get("a")
+            await Objects(connection, subjects.TOKENIZERS_STORE).get("a")
         await connection.close()
     finally:
         await server.stop()
@@ -389,8 +391,8 @@ async def test_a_closed_connection_is_no_riddle(nats_settings: CommonSettings) -
         await pins.get("a")
     with pytest.raises(BrokerUnavailable, match="did not write to the bucket sessions"):
         await pins.put("a", SessionPin("g", 1))
-    with pytest.raises(BrokerUnavailable, match="did not store an object"):
-        await ObjectStore(connection, "files").put("a", b"x")
+    with pytest.raises(BrokerUnavailable, match="did not store a part of an object"):
+        await Objects(connection, "files").put("a", b"x")
 
 
 async def test_more_replicas_than_there_are_servers_are_refused_in_one_sentence(

@@ -49,7 +49,7 @@ from shared.messages import (
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from shared.nats.objects import ObjectStore
+from shared.nats.objects import Objects
 from shared.process import freeze_gc_after_startup
 
 log = structlog.get_logger(__name__)
@@ -219,9 +219,10 @@ class Leader:
         card, group = with_parsers(card, self._settings), self._spec.group
         await check_name(self._bus, card, group)
         if bundle:
-            store = ObjectStore(self._bus, subjects.TOKENIZERS_STORE)
-            if await store.get(card.tokenizer) is None:
-                await store.put(card.tokenizer, bundle)
+            store = Objects(self._bus, subjects.TOKENIZERS_STORE)
+            if await store.info(card.tokenizer) is None:
+                await store.open()
+                await store.put(card.tokenizer, bundle, fresh=True)
         await (await Bucket.open(self._bus, subjects.MODELS_BUCKET, ModelCard)).put(self._model, card)
         # Gateways take the tokenizer in meanwhile.
         await asyncio.to_thread(self._grammars.load, card, bundle)

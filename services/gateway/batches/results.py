@@ -13,7 +13,6 @@ writings the first one stays.
 
 import asyncio
 import hashlib
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal
@@ -209,11 +208,7 @@ class Results:
 
     async def _put_aside(self, batch: str, result: LineResult) -> LineResult:
         name = f"{batch}-{result.line}"
-
-        async def parts() -> AsyncGenerator[bytes, None]:
-            yield result.text
-
-        await self._objects.write(name, parts(), nuid=secrets.token_hex(11), fresh=True)
+        await self._objects.put(name, result.text, fresh=True)
         return msgspec.structs.replace(result, text=b"", object_name=name, size=len(result.text))
 
     def _turn(self, batch: str, size: int) -> _Turn:
@@ -258,9 +253,7 @@ class Results:
 
     async def text(self, result: LineResult) -> bytes:
         """The line of `result`, wherever it lies."""
-        if not result.object_name:
-            return result.text
-        return b"".join([part async for part in self._objects.read(result.object_name)])
+        return await self._objects.get(result.object_name) if result.object_name else result.text
 
     async def clear(self, batch: str) -> None:
         """The batch's files are written: forgets its results."""

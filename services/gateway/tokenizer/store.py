@@ -17,7 +17,7 @@ from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.objects import ObjectStore
+from shared.nats.objects import MissingObject, Objects
 from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ class TokenizerStore:
 
     def __init__(self, bus: Bus, *, special_tokens_in_messages: bool = False) -> None:
         """`special_tokens_in_messages`: see `ModelTokenizer`."""
-        self._objects = ObjectStore(bus, subjects.TOKENIZERS_STORE)
+        self._objects = Objects(bus, subjects.TOKENIZERS_STORE)
         self._special_tokens_in_messages = special_tokens_in_messages
         self._loading: OrderedDict[str, asyncio.Task[Tokenizer]] = OrderedDict()
         self._renderers: dict[str, TemplateProcess] = {}
@@ -69,9 +69,10 @@ class TokenizerStore:
             self._forget(name)
 
     async def _load(self, name: str) -> Tokenizer:
-        data = await self._objects.get(name)
-        if data is None:
-            raise Unavailable(f"The tokenizer {name} is not stored in NATS yet; try again.")
+        try:
+            data = await self._objects.get(name)
+        except MissingObject:
+            raise Unavailable(f"The tokenizer {name} is not stored in NATS yet; try again.") from None
         files = msgspec.msgpack.decode(data, type=TokenizerBundle).files
         del data
         renderer = await self._renderer(name, files)

@@ -14,7 +14,7 @@ from shared.config import CommonSettings
 from shared.messages import GenerationRequest, TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.objects import ObjectStore
+from shared.nats.objects import Objects
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.fake_ring import FakeRing, stub_card
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -90,7 +90,9 @@ async def test_a_taken_port_is_named(nats_settings: CommonSettings) -> None:
 
 
 async def test_a_model_with_a_tokenizer_of_its_own(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> None:
-    await ObjectStore(bus, subjects.TOKENIZERS_STORE).put("tiny", encode(TokenizerBundle(tiny_files())))
+    store = Objects(bus, subjects.TOKENIZERS_STORE)
+    await store.open()
+    await store.put("tiny", encode(TokenizerBundle(tiny_files())))
     await ring.add_model(stub_card("tiny", tokenizer="tiny", vocab_size=258, eos_token_ids=[1]))
     await until_listed(http, "tiny")
 
@@ -116,7 +118,9 @@ async def test_a_broken_tokenizer_is_a_fault_of_ours(
     http: httpx.AsyncClient, ring: FakeRing, bus: Bus
 ) -> None:
     broken = TokenizerBundle({"tokenizer.json": b"{}"})
-    await ObjectStore(bus, subjects.TOKENIZERS_STORE).put("broken", encode(broken))
+    store = Objects(bus, subjects.TOKENIZERS_STORE)
+    await store.open()
+    await store.put("broken", encode(broken))
     await ring.add_model(stub_card("broken", tokenizer="broken"))
     await until_listed(http, "broken")
     answer = await http.post("/v1/completions", json={"model": "broken", "prompt": "x"})

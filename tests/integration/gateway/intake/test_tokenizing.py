@@ -9,7 +9,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.messages import TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.objects import ObjectStore
+from shared.nats.objects import Objects
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -20,7 +20,9 @@ HELLO = [{"role": "user", "content": "Hi"}]
 @pytest.fixture
 async def tiny(http: httpx.AsyncClient, ring: FakeRing, bus: Bus) -> str:
     """A model with a byte-level tokenizer: 0 and 1 are <|start|> and <|end|>."""
-    await ObjectStore(bus, subjects.TOKENIZERS_STORE).put("tiny-files", encode(TokenizerBundle(tiny_files())))
+    store = Objects(bus, subjects.TOKENIZERS_STORE)
+    await store.open()
+    await store.put("tiny-files", encode(TokenizerBundle(tiny_files())))
     await ring.add_model(stub_card("tiny", tokenizer="tiny-files", vocab_size=258))
     await until_listed(http, "tiny")
     return "tiny"
@@ -96,7 +98,9 @@ async def test_a_template_without_end_takes_its_own_model_down_and_no_other(
 ) -> None:
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     bundle = TokenizerBundle(tiny_files(template=loops))
-    await ObjectStore(bus, subjects.TOKENIZERS_STORE).put("endless-files", encode(bundle))
+    store = Objects(bus, subjects.TOKENIZERS_STORE)
+    await store.open()
+    await store.put("endless-files", encode(bundle))
     await ring.add_model(stub_card("endless", tokenizer="endless-files", vocab_size=258))
     await until_listed(http, "endless")
     assert (await post(http, "/tokenize", model=tiny, messages=HELLO))["count"]
