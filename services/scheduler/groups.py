@@ -31,6 +31,7 @@ TIMEOUT_DOUBLINGS = 3
 """After a time-out the open time doubles so often at most: a group that is back shall not wait long."""
 
 
+@dataclass(slots=True)
 class CircuitBreaker:
     """One group's, as one scheduler sees it: who has failed is left alone for a while, and is then tried with one
     request. Times are monotonic seconds.
@@ -45,17 +46,14 @@ class CircuitBreaker:
     health monitor says (open until it says otherwise). After M. Nygard, Release It! (2007).
     """
 
-    __slots__ = ("_pause", "_probing", "_timeout_pause", "open_until", "state")
-
-    def __init__(self, timeout_pause: float = 1.0) -> None:
-        """`timeout_pause`: seconds for which the group is left alone after the first time-out."""
-        self._timeout_pause = timeout_pause
-        self._pause = 0.0
-        """The last open time; 0 after a success."""
-        self._probing = False
-        self.state: State = "closed"
-        self.open_until = 0.0
-        """While it is open: when it will be half-open; infinite when only the health monitor can say."""
+    timeout_pause: float = 1.0
+    """Seconds for which the group is left alone after the first time-out."""
+    state: State = "closed"
+    open_until: float = 0.0
+    """While it is open: when it will be half-open; infinite when only the health monitor can say."""
+    _pause: float = 0.0
+    """The last open time; 0 after a success."""
+    _probing: bool = False
 
     @property
     def allows(self) -> bool:
@@ -81,7 +79,7 @@ class CircuitBreaker:
 
     def timed_out(self, now: float) -> None:
         """The group has not answered."""
-        self._fail(now, self._timeout_pause, self._timeout_pause * 2.0**TIMEOUT_DOUBLINGS)
+        self._fail(now, self.timeout_pause, self.timeout_pause * 2.0**TIMEOUT_DOUBLINGS)
 
     def trip(self) -> None:
         """The health monitor says that the ring is out of service."""

@@ -53,34 +53,28 @@ class Usual:
         self.speed = load.prompt_tokens_per_second or self.speed
 
 
+@dataclass(slots=True)
 class TtftEstimator:
     """One group's figures, put together once per change and not per request."""
 
-    __slots__ = ("_latency", "queue_seconds", "seconds", "seconds_per_token", "slots")
-
-    def __init__(self) -> None:
-        self._latency = 0.0
-        self.slots = UNKNOWN_SLOTS
-        self.seconds = 0.0
-        """Until the first token of a request all of whose tokens are cached."""
-        self.seconds_per_token = 1 / UNKNOWN_SPEED
-        """What each token of its own adds that is not cached."""
-        self.queue_seconds = 0.0
-        """Work on prompts that lies before it."""
-
-    @property
-    def latency(self) -> float:
-        """Running average of the round trips, in seconds."""
-        return self._latency
+    latency: float = 0.0
+    """Running average of the round trips, in seconds."""
+    slots: int = UNKNOWN_SLOTS
+    seconds: float = 0.0
+    """Until the first token of a request all of whose tokens are cached."""
+    seconds_per_token: float = 1 / UNKNOWN_SPEED
+    """What each token of its own adds that is not cached."""
+    queue_seconds: float = 0.0
+    """Work on prompts that lies before it."""
 
     def answered(self, seconds: float) -> None:
         """A dispatch was answered after `seconds`. Takes effect with the next `update`."""
-        counted = min(seconds, max(_OUTLIER * self._latency, _ORDINARY))
-        self._latency += _MEMORY * (counted - self._latency) if self._latency else counted
+        counted = min(seconds, max(_OUTLIER * self.latency, _ORDINARY))
+        self.latency += _MEMORY * (counted - self.latency) if self.latency else counted
 
     def rested(self) -> None:
         """Nothing was asked of the group for a while: what was seen counts less, from the next `update` on."""
-        self._latency *= 1 - _MEMORY
+        self.latency *= 1 - _MEMORY
 
     def update(
         self, load: GroupLoad, sent_requests: int, sent_tokens: int, weight: float, usual: Usual
@@ -101,7 +95,7 @@ class TtftEstimator:
         self.queue_seconds = queued * per_token
         self.seconds_per_token = per_token
         self.seconds = (
-            self._latency
+            self.latency
             + step * (1 + sequences / self.slots)
             + (queued + SEQUENCE_TOKENS * sequences) * per_token
             + EXPECTED_OUTPUT * step * beyond / self.slots
