@@ -22,7 +22,7 @@ models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, r
 @models_app.command("pull")
 def models_pull(
     name: Annotated[
-        str, typer.Argument(help="Built-in name, hub name or .gguf file.")
+        str, typer.Argument(help="Built-in name, hub name (ORG/NAME:Q4_K_M) or .gguf file.")
     ] = catalog.DEFAULT_MODEL,
 ) -> None:
     """Fetch a model and make it ready to be served."""
@@ -88,6 +88,12 @@ def models_convert(
     dtype: Annotated[
         str, typer.Option(help="Of the weights: bf16, f16, f32, q8_0, q4_k_m, int8, int4-g128, ...")
     ] = "bf16",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text, such as the model will read: codes of int4 are chosen by what it makes of that."
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -100,6 +106,8 @@ def models_convert(
         raise ConfigurationError(f"--to {to} is no format that is written; give gguf or safetensors.")
     screen = console()
     command = ["convert", _path(source), str(target.expanduser()), "--to", to, "--dtype", dtype]
+    if calibrate is not None:
+        command += ["--calibrate", str(calibrate.expanduser())]
     with model_bars(screen) as report:
         result = _convert([*command, *(["--check"] if check else [])], report)
     say(screen, f"{target} is ready, {megabytes(result['bytes'])}")

@@ -63,13 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("target", type=Path)
     other.add_argument("--to", choices=sorted(FORMATS), required=True)
     other.add_argument("--dtype", required=True)
+    other.add_argument("--calibrate", type=Path, help="a text by which codes of 4 bits are chosen")
     other.add_argument("--check", action="store_true", help="compare logits before and after")
     return parser
 
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:
     report = _reporter()
-    size = convert(options.source, options.target, options.to, options.dtype, report)
+    size = convert(
+        options.source, options.target, options.to, options.dtype, report, calibrate=options.calibrate
+    )
     checked = compare(options.source, options.target, report) if options.check else None
     return {"bytes": size, "check": checked}
 

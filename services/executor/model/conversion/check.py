@@ -8,11 +8,10 @@ from pydoc_data.topics import topics
 import msgspec
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from services.executor.model.conversion.convert import open_model
-from services.executor.model.conversion.models import SourceModel, empty_model
-from shared.errors import ModelLoadError, reason_of
+from services.executor.model.conversion.models import SourceModel, empty_model, tokens_of
+from shared.errors import ModelLoadError
 
 _TOKENS = 512
 """Of the text that are read; their logits are held twice, of 256,000 tokens 1 GB."""
@@ -63,14 +62,7 @@ def compare(source: Path, target: Path, report: Callable[[str, int, int], None])
 
 def _ids(model: SourceModel) -> list[int]:
     text = "\n\n".join(topics[name] for name in sorted(topics))[:_CHARACTERS]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model.directory), local_files_only=True)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:
-        raise ModelLoadError(
-            f"The tokenizer in {model.directory} cannot be read ({reason_of(error)})."
-        ) from error
-    return ids[:_TOKENS]
+    return tokens_of(model, text)[:_TOKENS]
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
+from services.executor.model.conversion.calibration import Calibration
 from services.executor.model.conversion.models import (
     SourceModel,
     SourceTensor,
@@ -45,20 +47,27 @@ _TEXTS_BYTES = 64 << 20
 """Room for configuration and tokenizer."""
 
 
-def convert(source: Path, target: Path, to: str, dtype: str, report: Progress) -> int:
+def convert(
+    source: Path, target: Path, to: str, dtype: str, report: Progress, calibrate: Path | None = None
+) -> int:
     """Writes the model `source`, a directory or a .gguf file, to `target`: a .gguf file or a directory of safetensors.
 
-    `target` appears whole or not at all; what a killed run had finished is kept for the next. Returns its bytes. Raises
+    `target` appears whole or not at all; what a killed run had finished is kept for the next. `calibrate` is
+    a text by which codes of 4 bits are chosen. Returns its bytes. Raises
     `ModelLoadError` for models, `ConfigurationError` for everything else that is in the way, `OSError`.
     """
     _check(target, to, dtype)
+    if calibrate is not None and not (to == "safetensors" and safetensors_file.DTYPES[dtype].group):
+        raise ConfigurationError(
+            "--calibrate is for groups of 4 bits; give --to safetensors --dtype int4-g128, or leave it out."
+        )
     linked = linked_gguf(source)
     if to == "gguf" and (linked or is_gguf(source)):
         return _between_types(linked[0] if linked else source, target, gguf_types.DTYPES[dtype], report)
     with open_model(source) as model:
         if to == "gguf":
             return _to_gguf(model, source, target, gguf_types.DTYPES[dtype], report)
-        return _to_safetensors(model, source, target, safetensors_file.DTYPES[dtype], report)
+        return _to_safetensors(model, source, target, safetensors_file.DTYPES[dtype], report, calibrate)
 
 
 @contextlib.contextmanager
@@ -167,25 +176,35 @@ def _write_gguf(
     report: Progress,
 ) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with partial_directory(target, digest_of(source, header, dtype.name)) as partial:
-        made = partial / target.name
+    with partial_directory(target, digest_of(source, header, dtype.name)) as directory:
+        made = directory / target.name
         _write(made, header, tensors, gguf_header.ALIGNMENT, 0, report)
         made.rename(target)
     return target.stat().st_size
 
 
 def _to_safetensors(
-    model: SourceModel, source: Path, target: Path, dtype: safetensors_file.SafetensorsDtype, report: Progress
+    model: SourceModel,
+    source: Path,
+    target: Path,
+    dtype: safetensors_file.SafetensorsDtype,
+    report: Progress,
+    text: Path | None,
 ) -> int:
     changes = safetensors_file.configuration(dtype)
     if model.gguf is not None and (factors := model.gguf.rotary_factors()) is not None:
         changes["rope_parameters"] = _rope_parameters(model.config.to_dict(), factors)
     safetensors_file.check(model, dtype)
-    header, written = safetensors_file.file_of(model, dtype)
-    with partial_directory(target, digest_of(source, header, dtype.name)) as partial:
-        made = partial / "model"
+    rounded = partial(safetensors_file.quantize, dtype=dtype)
+    calibration = None if text is None else Calibration(model, text, rounded, report)
+    header, written = safetensors_file.file_of(model, dtype, calibration.rows if calibration else rounded)
+    made_by = [dtype.name, *([str(text.resolve()), str(text.stat().st_mtime_ns)] if text else [])]
+    with partial_directory(target, digest_of(source, header, " ".join(made_by))) as directory:
+        made = directory / "model"
         made.mkdir(exist_ok=True)
         weights = made / "model.safetensors"
+        if calibration is not None:
+            calibration.directory = directory
         _write(weights, header, written, safetensors_file.ALIGNMENT, _TEXTS_BYTES, report)
         copy_texts(model.directory, made, changes)
         made.rename(target)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.executor.core.sharding import Span
 from services.executor.model.loading.composition import Composition
@@ -20,7 +20,7 @@ from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.reading import Read
 from services.executor.model.loading.weight_files import WeightFiles
-from shared.errors import ModelLoadError
+from shared.errors import ModelLoadError, reason_of
 
 _AT_ONCE = 1 << 22
 """Values that are read together."""
@@ -102,6 +102,18 @@ def empty_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """As transformers builds it: parameters without memory, real buffers."""
     with init_empty_weights(include_buffers=False):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def tokens_of(model: SourceModel, text: str) -> list[int]:
+    """Without special tokens. Raises `ModelLoadError`."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model.directory), local_files_only=True)
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:
+        raise ModelLoadError(
+            f"The tokenizer in {model.directory} cannot be read ({reason_of(error)})."
+        ) from error
+    return ids
 
 
 def _gguf_reader(weights: GgufWeights, content: Composition, config: Any) -> Callable[[], Iterator[Tensor]]:

@@ -11,6 +11,7 @@ src/compressed_tensors/compressors.
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,16 +86,24 @@ def _bytes(tensor: Tensor) -> NDArray[np.generic]:
     return values
 
 
-def file_of(model: SourceModel, dtype: SafetensorsDtype) -> tuple[bytes, list[WrittenTensor]]:
-    """The file's header and its tensors. Raises `ModelLoadError` for what cannot be quantized so."""
+def file_of(
+    model: SourceModel, dtype: SafetensorsDtype, rows_of: Callable[[SourceTensor], QuantizedRows]
+) -> tuple[bytes, list[WrittenTensor]]:
+    """The file's header and its tensors, in the order of the layers; `rows_of` quantizes."""
     linear = model.linear_weights() if dtype.bits else frozenset()
     stored: list[_Stored] = []
-    for tensor in model.tensors:
+    for tensor in sorted(model.tensors, key=by_layer):
         if tensor.name in linear:
-            stored += _quantized(tensor, dtype)
+            stored += _quantized(tensor, dtype, rows_of)
         else:
             stored.append(_Stored(tensor.name, dtype.plain, tensor.shape, tensor.pieces))
     return _header(stored), [one.written() for one in stored]
+
+
+def by_layer(tensor: SourceTensor) -> list[tuple[int, str]]:
+    """By which tensors are sorted: numbers in their names as such."""
+    words = re.split(r"(\d+)", tensor.name)
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 
 
 def configuration(dtype: SafetensorsDtype) -> dict[str, Any]:
@@ -165,14 +174,16 @@ def _header(stored: Sequence[_Stored]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _quantized(tensor: SourceTensor, dtype: SafetensorsDtype) -> list[_Stored]:
+def _quantized(
+    tensor: SourceTensor, dtype: SafetensorsDtype, rows_of: Callable[[SourceTensor], QuantizedRows]
+) -> list[_Stored]:
     outputs, inputs = tensor.shape
     base = tensor.name.removesuffix(".weight")
     per_word, groups = 32 // dtype.bits, inputs // dtype.group if dtype.group else 1
 
     @functools.lru_cache(maxsize=1)
     def rows() -> QuantizedRows:
-        return quantize(tensor, dtype)
+        return rows_of(tensor)
 
     def zeros() -> Iterator[Tensor]:
         held = rows().zeros

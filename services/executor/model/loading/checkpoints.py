@@ -112,6 +112,11 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
 
     files = open_parts(file)
     architecture = files[0].header.metadata.get("general.architecture")
+    if unpack and architecture in _OWN:
+        raise ModelLoadError(
+            f"Transformers does not read {architecture} from GGUF; `ryzanstein models convert {file} DIRECTORY --to "
+            "safetensors` writes it unpacked."
+        )
     unpack = unpack or architecture not in ARCHITECTURES
     if unpack and len(files) > 1:
         raise ModelLoadError(
@@ -140,7 +145,7 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
 
 
 def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     def stage(name: str) -> None:
         progress(name, _STAGES.index(name), len(_STAGES) - 1)
@@ -152,7 +157,8 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     model = _unpacked_model(file, named) if unpack else None
     config = model.config if model is not None else _config(files, named)
     stage("tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **named)
+    reader = PreTrainedTokenizerFast if header.get("general.architecture") in _OWN else AutoTokenizer
+    tokenizer = reader.from_pretrained(str(file.parent), **named)
     stage("write")
     if model is not None:
         model.save_pretrained(str(made))
@@ -176,12 +182,15 @@ def _unpacked_model(file: Path, named: dict[str, Any]) -> Any:
 
 
 def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
-    """The configuration as transformers reads it, and what it leaves out."""
+    """The configuration as transformers reads it, or by our own table, and what it leaves out."""
     import torch
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.from_pretrained(str(files[0].path.parent), **named)
+    if files[0].header.metadata["general.architecture"] in _OWN:
+        config = AutoConfig.for_model(**_own_settings(files))
+    else:
+        config = AutoConfig.from_pretrained(str(files[0].path.parent), **named)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = torch.bfloat16
     header = files[0].header.metadata
@@ -193,6 +202,69 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     if scaling := _rope_scaling(files):
         config.rope_parameters = {**(config.rope_parameters or {}), **scaling}
     return config
+
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""What a file has to say, behind its architecture's name, and config.json's word for it."""
+_OWN: dict[str, dict[str, str]] = {
+    "gemma": {},
+    "granite": {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "seed_oss": {},
+    "smollm3": {},
+}
+"""Architectures that transformers does not read from GGUF, with what they have to say beside. Source: llama.cpp,
+convert_hf_to_gguf.py; it gives SmolLM3's layers rotary positions as config.json does by default."""
+
+
+def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
+    """Of config.json. Raises `ModelLoadError` where the file does not say what it has to."""
+    header = files[0].header.metadata
+    architecture = str(header["general.architecture"])
+    said = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in header.items()
+        if isinstance(value, int | float)
+    }
+    wanted = _SETTINGS | _OWN[architecture]
+    if missing := [key for key in wanted if key not in said]:
+        raise ModelLoadError(
+            f"The file {files[0].path} does not say {architecture}.{missing[0]}, without which the model cannot be "
+            "built; fetch it again, or choose another."
+        )
+    tensors = {tensor.name: tensor for file in files for tensor in file.header.tensors}
+    if (embedding := tensors.get("token_embd.weight")) is None:
+        raise ModelLoadError(
+            f"The file {files[0].path} has no tensor token_embd.weight; it holds no language model."
+        )
+    heads = said["attention.head_count"]
+    tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
+    return {
+        "model_type": architecture,
+        **{name: said[key] for key, name in wanted.items()},
+        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        "head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads)),
+        "vocab_size": embedding.shape[0],
+        "rope_parameters": {"rope_type": "default", "rope_theta": said.get("rope.freq_base", 10_000.0)},
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        **{f"{name}_token_id": number for name, number in tokens.items()},
+    }
+
+
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
 def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:

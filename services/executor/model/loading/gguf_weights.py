@@ -53,6 +53,10 @@ ARCHITECTURES = {
     "qwen2": Architecture(),
     "qwen3": Architecture(),
     "phi3": Architecture(),
+    "granite": Architecture(pairs=True),
+    "smollm3": Architecture(pairs=True),
+    "seed_oss": Architecture(),
+    "gemma": Architecture(norm_offset=1.0),
     "gemma2": Architecture(norm_offset=1.0),
     "gemma3": Architecture(norm_offset=1.0),
 }

@@ -17,6 +17,9 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
+OWN = {name: name for name in ("gemma", "granite", "smollm3", "seed_oss")}
+"""Those that transformers does not read."""
+ALL = ARCHITECTURES | OWN
 """Model type -> as GGUF calls it."""
 _QUANTIZABLE = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F32", "F16", "BF16", "TQ2_0")
 """Types that `gguf` writes; of others any codes are a weight."""
@@ -29,11 +32,11 @@ def write_gguf(
     one of `extra` says of that type. `scaling`: what is said of rotary positions."""
     config = AutoConfig.from_pretrained(str(directory))
     model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-    writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
+    writer = gguf.GGUFWriter(str(path), ALL[config.model_type])
     add_metadata(writer, config)
     for name, value in (scaling or {}).items():
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        add(f"{ARCHITECTURES[config.model_type]}.rope.scaling.{name}", value)
+        add(f"{ALL[config.model_type]}.rope.scaling.{name}", value)
     add_tensors(writer, model, config, kind, extra)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -54,6 +57,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type in OWN:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     tokens = ["!!", *(chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)])]
@@ -67,7 +77,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, extra: dict[str, str]) -> None:
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = ALL[config.model_type]
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -75,7 +85,11 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        if architecture == "llama" and (".attn_q." in stored or ".attn_k." in stored):
+        if (
+            architecture in ("llama", "granite", "smollm3")
+            and stored.endswith(".weight")
+            and (".attn_q." in stored or ".attn_k." in stored)
+        ):
             heads = config.num_attention_heads if ".attn_q." in stored else config.num_key_value_heads
             tensor = tensor.view(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and stored.endswith("norm.weight"):

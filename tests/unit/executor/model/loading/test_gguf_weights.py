@@ -23,7 +23,7 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
-from tests.unit.executor.model.gguf_models import ARCHITECTURES, write_gguf
+from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, write_gguf
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
 from tests.unit.executor.model.ring import CPU, mixed_script
 from tests.unit.executor.model.tiny import make_model
@@ -117,6 +117,53 @@ def test_weights_are_held_as_the_file_has_them(tmp_path: Path, kind: gguf.GGMLQu
     unpack(model, torch.float32)
     check(values_of(model), expected)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+OWN_CHANGES: dict[str, dict[str, Any]] = {
+    "granite": {
+        "attention_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.25,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "rope_theta": 5e4},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_architectures_of_our_own_table_are_the_models(tmp_path: Path, model_type: str) -> None:
+    """Which transformers does not read from GGUF: held against what the file was made of."""
+    file = make(tmp_path, model_type, "F32", OWN_CHANGES.get(model_type))
+    source, made = tmp_path / "plain", converted(file)
+    plain = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32)
+    ours, expected = values_of(load(made, torch.float32)), dict(plain.state_dict())
+    assert ours.keys() == expected.keys()
+    for name, value in ours.items():  # Gemma's norms have one added, and taken away again
+        assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
+    before, after = load_config(source).to_dict(), load_config(made).to_dict()
+    for name in before.keys() - NOT_OF_THE_FILE:
+        expected = before[name]
+        assert after[name] == (pytest.approx(expected) if isinstance(expected, float) else expected), name
+
+
+NOT_OF_THE_FILE = {
+    "_name_or_path",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+}
+
+
+def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
+    file = make(tmp_path, "granite", "F32")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"granite.logit_scale", b"granite.logit_scald"))
+    with pytest.raises(ModelLoadError, match=r"does not say granite\.logit_scale"):
+        converted(file)
 
 
 @pytest.mark.parametrize(
