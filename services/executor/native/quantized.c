@@ -11,7 +11,8 @@ enum {
     FEW = PIECE,                  /* blocks that are unpacked together for one tile of rows */
     SLAB_GROUPS = 2 * SLAB,       /* at most */
     ROWS = VECTORS >= 32 ? 6 : 2, /* of a register tile */
-    FEWEST = 2,                   /* rows that are multiplied by codes as they are packed, at most */
+    FEWEST = 2,                   /* rows that memory bounds: they take a few blocks at a time */
+    PREFETCHED = 3,               /* rows for which the processor itself brings codes of 8 bits in time */
 };
 
 /* --- activations --------------------------------------------------------------------------------------- */
@@ -32,12 +33,12 @@ rz_rounded rz_rounded_in(void *memory, const rz_format *format, long rows)
     return to;
 }
 
-/* int8 of a half block; returns their sum. */
-RZ_INLINE int round_half(int8_t *to, f32 values, f32 inverse)
+/* int8 of a half block; returns them. */
+RZ_INLINE f32 round_half(int8_t *to, f32 values, f32 inverse)
 {
     f32 rounded = f32_round(f32_mul(values, inverse));
     f32_store_i8(to, rounded);
-    return (int)f32_sum(rounded);
+    return rounded;
 }
 
 RZ_INLINE f32 half_of(const bf16 *x, const int32_t *order, long column, long columns)
@@ -56,7 +57,7 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
 {
     const long blocks = blocks_of(format), columns = format->permutation ? format->columns : inputs;
     const int offset = unpacked_offset(format), by_halves = format->group == BLOCK / 2;
-    const long together = blocks_together(format);
+    const long together = blocks_together(format), shift = __builtin_ctzl((unsigned long)together);
     int8_t *codes = to->codes + row * to->columns;
     float *scales = to->scales + row * blocks, *sums = to->sums + row * blocks * 2, sum = 0;
     int32_t *starts = to->starts + row * blocks * 2;
@@ -68,16 +69,19 @@ void rz_round_row(const rz_rounded *to, const rz_format *format, long row, const
         const float most = f32_largest(f32_max(f32_abs(left), f32_abs(right)));
         const f32 inverse = f32_set1(most > 0 ? 127.0f / most : 0);
         const float scale = scales[block] = most / 127.0f;
-        const int first = round_half(codes, left, inverse), second = round_half(codes + LANES, right, inverse);
+        left = round_half(codes, left, inverse);
+        right = round_half(codes + LANES, right, inverse);
         if (by_halves) {
-            starts[block * 2] = -offset * first;
-            starts[block * 2 + 1] = -offset * second;
-            sums[block * 2] = scale * (float)first;
-            sums[block * 2 + 1] = scale * (float)second;
+            const float first = f32_sum(left), second = f32_sum(right);
+            starts[block * 2] = -offset * (int)first;
+            starts[block * 2 + 1] = -offset * (int)second;
+            sums[block * 2] = scale * first;
+            sums[block * 2 + 1] = scale * second;
         } else {
-            starts[block] = -offset * (first + second);
-            sum = (block % together ? sum : 0) + scale * (float)(first + second);
-            sums[block / together] = sum;
+            const float both = f32_sum(f32_add(left, right));
+            starts[block] = -offset * (int)both;
+            sum = (block & (together - 1) ? sum : 0) + scale * both;
+            sums[block >> shift] = sum;
         }
     }
     if (f32_sum(flaws) != 0) /* infinity or NaN, which int8 would hide */
@@ -155,25 +159,28 @@ RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
 /* A panel's slab, ready for tiles. */
 typedef struct {
     const uint8_t *codes;             /* [blocks][8 quads][left, right][64]; or as they are packed */
-    const uint8_t *zeros;             /* [groups][32], where codes are packed and have zero points */
     float scales[SLAB_GROUPS][PANEL];
     float minimums[SLAB_GROUPS][PANEL]; /* negative */
     ptrdiff_t ahead;                    /* as in places, where codes are read as they are packed */
-    uint8_t unpacked[SLAB * BLOCK_BYTES];
+    size_t head;                        /* likewise: bytes between pieces */
+    union {
+        uint8_t unpacked[SLAB * BLOCK_BYTES];
+        uint8_t added[SLAB][2 * LINE_BYTES]; /* by groups: for zero points, to the codes of each side as they are packed */
+    };
 } slab;
 
 /* Those of the groups of a slab; of a group that is summed in parts, its own for each. */
 RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format *format, const places *at, long first,
                                 long blocks, slab *to)
 {
-    const long width = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
-    const long groups = (blocks * BLOCK + width - 1) / width, begin = first * BLOCK / width;
+    const long many = blocks_together(format), halves = format->group == BLOCK / 2 ? 2 : 1;
+    const long parts = (blocks * halves + many - 1) / many, begin = first * halves / many;
+    /* How many parts a group is summed in: larger ones than MANY blocks. */
+    const long times = format->group > MANY * BLOCK ? format->group / (MANY * BLOCK) : 1;
     const int two = format->per > 0, zeros = format->minimums == RZ_ZEROS;
-    for (long i = 0; i < groups; i++) {
-        long group = begin + i;
-        if (format->group != width)
-            group = format->group ? group * width / format->group : 0;
-        const long over = two ? group / format->per : 0;
+    long group = format->group ? begin / times : 0, part = begin % times;
+    long over = two ? group / format->per : 0, under = two ? group % format->per : 0;
+    for (long i = 0; i < parts; i++) {
         const uint8_t *scales = group_at(at, at->scales, type_bytes(type), group);
         const uint8_t *minimums = group_at(at, at->minimums, type_bytes(at->minimum_type), group);
         for (int side = 0; side < 2; side++) {
@@ -188,6 +195,14 @@ RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format
             if (zeros || two)
                 least = f32_mul(least, zeros ? scale : scales_at(at->super_minimums, super, there));
             f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), least));
+        }
+        if (format->group && ++part == times) {
+            part = 0;
+            group++;
+            if (two && ++under == format->per) {
+                under = 0;
+                over++;
+            }
         }
     }
 }
@@ -213,6 +228,19 @@ RZ_INLINE void amend_zeros(amends *amend, const uint8_t *zeros, int bits)
         i32 here = i32_sub(i32_set1(1 << bits), i32_load_u8(zeros + side * LANES));
         i32_store(more, i32_mul(here, i32_set1(0x01010101)));
         amend->more[side] = bytes_load(more);
+    }
+}
+
+/* What zero points add to the codes of a slab. */
+static void unpack_zeros(const rz_format *format, const places *at, long first, long blocks, slab *to)
+{
+    const long many = blocks_together(format);
+    for (long i = 0; i * many < blocks; i++) {
+        amends amend;
+        const long group = format->group ? (first + i * many) * BLOCK / format->group : 0;
+        amend_zeros(&amend, group_at(at, at->minimums, 1, group), format->bits);
+        bytes_store(to->added[i], amend.more[0]);
+        bytes_store(to->added[i] + LINE_BYTES, amend.more[1]);
     }
 }
 
@@ -277,11 +305,6 @@ typedef struct {
 
 enum { BY_HALVES, BY_BLOCKS, BY_MANY /* blocks */ };
 
-RZ_INLINE f32 product_of(i32 dot, const float *scale)
-{
-    return f32_mul(f32_from_i32(dot), f32_set1(*scale));
-}
-
 /* dots[row] += quads [from, end) of a block: of unpacked codes, where `bits` is 8, else of packed ones. */
 RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
                          const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from,
@@ -297,8 +320,9 @@ RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*
             left = quad_codes(bits, codes, quad, 0);
             right = quad_codes(bits, codes, quad, 1);
         }
-        if (rows <= FEWEST && bits <= 4) /* what has more bits comes by itself in time */
-            ask_for(codes + ahead + (size_t)quad * LINE_BYTES * bits / 4, LINE_BYTES);
+        if (bits < 7 || (bits == 8 && rows > PREFETCHED))
+            ask_for(codes + ahead + quad * bits / 4 * LINE_BYTES,
+                    (size_t)((quad + 1) * bits / 4 - quad * bits / 4) * LINE_BYTES);
         if (zeros) {
             left = bytes_add(left, amend->more[0]);
             right = bytes_add(right, amend->more[1]);
@@ -329,13 +353,14 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
         }
     for (long block = 0, group = 0; block < blocks;) {
         const long end = grouping == BY_MANY ? (block + many < blocks ? block + many : blocks) : block + 1;
-        f32 parts[ROWS][2];
+        f32 parts[ROWS][2]; /* of this row's scales or, by halves, of the weight's */
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++)
             parts[row][0] = parts[row][1] = f32_zero();
         if (zeros)
-            amend_zeros(&amend, from->zeros + group * PANEL, bits);
+            amend = (amends){ .more = { bytes_load(from->added[group]), bytes_load(from->added[group] + LINE_BYTES) } };
         for (; block < end; block++, codes += block_bytes(bits))
+#pragma GCC unroll 2
             for (int half = 0; half < halves; half++, group += grouping != BY_MANY) {
                 i32 dots[ROWS][2];
 #pragma GCC unroll 6
@@ -352,6 +377,7 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
                 if (grouping == BY_MANY) {
 #pragma GCC unroll 6
                     for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
                         for (int side = 0; side < 2; side++) {
                             f32 scale = f32_set1(x.scales[row * x.blocks + block]);
                             parts[row][side] =
@@ -363,9 +389,13 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
                 const f32 right = f32_load(from->scales[group] + LANES);
 #pragma GCC unroll 6
                 for (int row = 0; row < rows; row++) {
-                    const float *scale = x.scales + row * x.blocks + block;
-                    totals[row][0] = f32_fma(product_of(dots[row][0], scale), left, totals[row][0]);
-                    totals[row][1] = f32_fma(product_of(dots[row][1], scale), right, totals[row][1]);
+                    parts[row][0] = f32_fma(f32_from_i32(dots[row][0]), left, parts[row][0]);
+                    parts[row][1] = f32_fma(f32_from_i32(dots[row][1]), right, parts[row][1]);
+                    if (half + 1 < halves)
+                        continue;
+                    const f32 scale = f32_set1(x.scales[row * x.blocks + block]);
+                    totals[row][0] = f32_fma(parts[row][0], scale, totals[row][0]);
+                    totals[row][1] = f32_fma(parts[row][1], scale, totals[row][1]);
                 }
                 if (minimums)
 #pragma GCC unroll 6
@@ -379,6 +409,7 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
         if (grouping == BY_MANY) {
 #pragma GCC unroll 6
             for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
                 for (int side = 0; side < 2; side++) {
                     float *at = sums + row * PANEL + side * LANES;
                     f32 total = f32_fma(parts[row][side],
@@ -391,6 +422,8 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
                 }
             group++;
         }
+        if (block % PIECE == 0)
+            codes += from->head;
     }
     if (grouping != BY_MANY)
 #pragma GCC unroll 6
@@ -417,16 +450,16 @@ typedef void (*slab_function)(const slab *, long, long, tile_rows, float *);
       { name(BY_MANY, 0), name(BY_MANY, 1) } }
 
 EVERY_GROUPING(TILES_OF, 1) EVERY_GROUPING(TILES_OF, 2)
+#define FEW_ROWS(bits, zeros, kind) NULL, slab_1_##bits##_##zeros##_##kind, slab_2_##bits##_##zeros##_##kind
 #if MOST_AT_ONCE > 6
 EVERY_GROUPING(TILES_OF, 3) EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF, 5) EVERY_GROUPING(TILES_OF, 6)
-#define MORE_ROWS(bits, zeros, kind) \
-    , slab_3_##bits##_##zeros##_##kind, slab_4_##bits##_##zeros##_##kind, slab_5_##bits##_##zeros##_##kind, \
-        slab_6_##bits##_##zeros##_##kind
+#define MORE_ROWS(bits, kind) , slab_3_##bits##_0_##kind, slab_4_##bits##_0_##kind, slab_5_##bits##_0_##kind, \
+        slab_6_##bits##_0_##kind
 #else
-#define MORE_ROWS(bits, zeros, kind)
+#define MORE_ROWS(bits, kind)
 #endif
 
-#define UNPACKED_AS(bits, kind) { NULL, slab_1_##bits##_0_##kind, slab_2_##bits##_0_##kind MORE_ROWS(bits, 0, kind) }
+#define UNPACKED_AS(bits, kind) { FEW_ROWS(bits, 0, kind) MORE_ROWS(bits, kind) }
 #define UNPACKED(grouping, minimums) UNPACKED_AS(8, grouping##_##minimums)
 #define UNPACKED7(grouping, minimums) UNPACKED_AS(7, grouping##_##minimums)
 
@@ -434,24 +467,42 @@ EVERY_GROUPING(TILES_OF, 3) EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF,
 static const slab_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
 static const slab_function TILES7[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED7);
 
-/* Few rows read the codes as they are packed. */
+/* Few rows read codes of every format as they are packed; more rows, where there are registers for their sums, those
+ * of the formats that files have: the units that do not multiply unpack meanwhile. */
 #define PACKED_OF(n, grouping, minimums) \
     TILE_OF(n, 2, 0, grouping, minimums) TILE_OF(n, 3, 0, grouping, minimums) TILE_OF(n, 4, 0, grouping, minimums) \
     TILE_OF(n, 5, 0, grouping, minimums) TILE_OF(n, 6, 0, grouping, minimums)
 #define ZEROS_OF(n) TILE_OF(n, 4, 1, BY_BLOCKS, 0) TILE_OF(n, 4, 1, BY_MANY, 0)
 #define PACKED(grouping, minimums) \
-    { [2] = PACKED_ROWS(2, 0, grouping, minimums), [3] = PACKED_ROWS(3, 0, grouping, minimums), \
-      [4] = PACKED_ROWS(4, 0, grouping, minimums), [5] = PACKED_ROWS(5, 0, grouping, minimums), \
-      [6] = PACKED_ROWS(6, 0, grouping, minimums), [8] = UNPACKED(grouping, minimums) }
-#define PACKED_ROWS(bits, zeros, grouping, minimums) \
-    { NULL, slab_1_##bits##_##zeros##_##grouping##_##minimums, slab_2_##bits##_##zeros##_##grouping##_##minimums }
-
+    { [2] = { FEW_ROWS(2, 0, grouping##_##minimums) }, [3] = { FEW_ROWS(3, 0, grouping##_##minimums) }, \
+      [4] = { FEW_ROWS(4, 0, grouping##_##minimums) }, [5] = { FEW_ROWS(5, 0, grouping##_##minimums) }, \
+      [6] = { FEW_ROWS(6, 0, grouping##_##minimums) } }
 EVERY_GROUPING(PACKED_OF, 1) EVERY_GROUPING(PACKED_OF, 2) ZEROS_OF(1) ZEROS_OF(2)
 
-/* [grouping][minimums][bits][rows]; NULL: they are unpacked first */
-static const slab_function PACKED_TILES[3][2][9][ROWS + 1] = EACH_GROUPING(PACKED);
-static const slab_function PACKED_ZEROS[3][ROWS + 1] = {
-    [BY_BLOCKS] = PACKED_ROWS(4, 1, BY_BLOCKS, 0), [BY_MANY] = PACKED_ROWS(4, 1, BY_MANY, 0) };
+#if MOST_AT_ONCE > 6
+#define OF_FILES(make) \
+    make(2, 0, BY_HALVES, 1) make(3, 0, BY_HALVES, 0) make(4, 0, BY_BLOCKS, 0) make(4, 0, BY_BLOCKS, 1) \
+    make(4, 1, BY_BLOCKS, 0) make(4, 0, BY_MANY, 0) make(4, 0, BY_MANY, 1) make(4, 1, BY_MANY, 0) \
+    make(5, 0, BY_BLOCKS, 0) make(5, 0, BY_BLOCKS, 1) make(6, 0, BY_HALVES, 0)
+#define WIDE_OF(bits, zeros, grouping, minimums) \
+    TILE_OF(3, bits, zeros, grouping, minimums) TILE_OF(4, bits, zeros, grouping, minimums) \
+    TILE_OF(5, bits, zeros, grouping, minimums) TILE_OF(6, bits, zeros, grouping, minimums)
+#define WIDE_AT(n, bits, zeros, grouping, minimums) \
+    [zeros][grouping][minimums][bits][n] = slab_##n##_##bits##_##zeros##_##grouping##_##minimums,
+#define WIDE(bits, zeros, grouping, minimums) \
+    WIDE_AT(3, bits, zeros, grouping, minimums) WIDE_AT(4, bits, zeros, grouping, minimums) \
+    WIDE_AT(5, bits, zeros, grouping, minimums) WIDE_AT(6, bits, zeros, grouping, minimums)
+OF_FILES(WIDE_OF)
+#else
+#define OF_FILES(make)
+#endif
+
+/* [zeros][grouping][minimums][bits][rows]; NULL: they are unpacked first */
+static const slab_function PACKED_TILES[2][3][2][9][ROWS + 2] = {
+    [0] = EACH_GROUPING(PACKED),
+    [1][BY_BLOCKS][0][4] = { FEW_ROWS(4, 1, BY_BLOCKS_0) }, [1][BY_MANY][0][4] = { FEW_ROWS(4, 1, BY_MANY_0) },
+    OF_FILES(WIDE)
+};
 
 RZ_INLINE int grouping_of(const rz_format *format)
 {
@@ -467,21 +518,12 @@ RZ_INLINE int is_narrow(const rz_format *format)
     return FASTER_BELOW_128 && format->bits < 8 && most + (format->has_table ? unpacked_offset(format) : 0) < 128;
 }
 
-/* What multiplies `rows` rows by codes as they are packed, or NULL. */
-static slab_function packed_product(const rz_format *format, long rows)
+/* What multiplies up to ROWS of `rows` rows by codes as they are packed, or NULL: they are to be unpacked. */
+static const slab_function *packed_tiles(const rz_format *format, long rows)
 {
-    const int grouping = grouping_of(format);
-    if (rows > ROWS || format->has_table)
-        return NULL;
-    if (format->minimums == RZ_ZEROS && format->bits < 8)
-        return format->bits == 4 && format->group <= MANY * BLOCK && format->group ? PACKED_ZEROS[grouping][rows] : NULL;
-    return PACKED_TILES[grouping][has_minimums(format)][format->bits][rows];
-}
-
-/* Blocks that are unpacked together for `rows` rows; those of 8 bits, which are not, lie together in pieces. */
-RZ_INLINE long slab_of(const rz_format *format, long rows)
-{
-    return rows <= ROWS || (format->bits == 8 && format->group && format->group <= PIECE * BLOCK) ? FEW : SLAB;
+    const int zeros = format->minimums == RZ_ZEROS && format->bits < 8;
+    const slab_function *tiles = PACKED_TILES[zeros][grouping_of(format)][has_minimums(format)][format->bits];
+    return !format->has_table && tiles[rows <= FEWEST ? 1 : FEWEST + 1] ? tiles : NULL;
 }
 
 void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const rz_rounded *x,
@@ -489,8 +531,8 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
 {
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
-    const long blocks = blocks_of(format), many = blocks_together(format), most = slab_of(format, rows);
-    const slab_function packed = packed_product(format, rows);
+    const long blocks = blocks_of(format), many = blocks_together(format), most = rows <= FEWEST ? FEW : SLAB;
+    const slab_function *packed = packed_tiles(format, rows);
     const slab_function *tiles = (is_narrow(format) ? TILES7 : TILES)[grouping_of(format)][has_minimums(format)];
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
     slab here;
@@ -498,21 +540,23 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     for (long block = 0; block < blocks; block += most) {
         const long some = blocks - block < most ? blocks - block : most, group = block * halves / many;
         unpack_scales(format, &at, block, some, &here);
+        for (long piece = block; piece < block + some; piece += PIECE)
+            ask_for(block_at(&at, format->bits, piece) + at.ahead - at.head, at.head);
         if (packed) {
             here.codes = block_at(&at, format->bits, block);
-            here.zeros = group_at(&at, at.minimums, 1, format->group ? block * BLOCK / format->group : 0);
-            if (format->bits <= 4)
-                ask_for(here.codes + at.ahead - at.head, at.head);
+            if (format->minimums == RZ_ZEROS)
+                unpack_zeros(format, &at, block, some, &here);
         } else {
             unpack_codes(format, &at, block, some, &here);
         }
+        here.head = packed || format->bits == 8 ? at.head : 0;
         here.ahead = packed || format->bits == 8 ? at.ahead : 0;
         for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
             const long count = (rows - row + left - 1) / left, r = first + row;
             tile_rows some_rows = { x->codes + r * x->columns + block * BLOCK, x->scales + r * blocks + block,
                                     x->sums + r * blocks * 2 + group, x->starts + r * blocks * 2 + block * halves,
                                     x->columns, blocks };
-            (packed ? packed : tiles[count])(&here, some, many, some_rows, sums + row * PANEL);
+            (packed ? packed : tiles)[count](&here, some, many, some_rows, sums + row * PANEL);
             row += count;
             here.ahead = 0;
         }

@@ -17,8 +17,10 @@
  * than a piece, they are ahead of all pieces. A panel begins with what multiplies scales, then what multiplies minimums
  * [groups / per][32]. So a panel is read as it lies in memory.
  *
- * Few rows and many go the same way: a slab of columns is unpacked to 8 bits into the first cache and multiplied by
- * all rows of the task, so a row's bits do not depend on the others. What comes from memory is the packed form.
+ * A slab of columns is multiplied by all rows of the task while it is in the first cache. Codes are taken apart in
+ * registers, by the vector units that do not multiply; those with a table, and other rare ones, are first unpacked to 8
+ * bits for many rows. A row's sums are in the same order either way, so its bits do not depend on the others. What
+ * comes from memory is the packed form, and is asked for one panel ahead.
  */
 #ifndef RZ_QUANTIZED_H
 #define RZ_QUANTIZED_H

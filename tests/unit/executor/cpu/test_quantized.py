@@ -120,6 +120,19 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, form: str) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", [256, 512])
+def test_groups_that_are_summed_in_parts(kernels: Kernels, form: str, group: int) -> None:
+    x = activations(7, 1024)
+    for bits in widths(form):
+        weight = random_rows(form, OUTPUTS, 1024, bits, group, per=1024 // group)
+        for rows in (1, 7):
+            found, wanted = kernels.of(weight, x[:rows]), expected(weight, x[:rows])
+            torch.testing.assert_close(
+                found.double(), wanted, rtol=0, atol=2e-6 * wanted.abs().max().item(), msg=f"{bits} {rows}"
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_what_is_packed_is_the_weight(kernels: Kernels, form: str, dtype: torch.dtype) -> None:
     for bits in widths(form):
