@@ -1,20 +1,26 @@
-"""`python -m tests.docs`: writes what is made of the code: docs/configuration.md, the folders in docs/architecture.md.
+"""`python -m tests.docs`: writes what is made of the code: docs/configuration.md, docs/models.md, and the
+folders in docs/architecture.md.
 
 With `--check` it only says whether they are stale.
 """
 
 import sys
 
-from tests.docs.configuration import page
+from tests.docs import configuration, models
 from tests.docs.folders import with_folders
 from tests.docs.pages import ROOT
 
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+MODELS = ROOT / "docs" / "models.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
 def main() -> None:
-    made = {CONFIGURATION: page(), ARCHITECTURE: with_folders(ARCHITECTURE.read_text())}
+    made = {
+        CONFIGURATION: configuration.page(),
+        MODELS: models.page(),
+        ARCHITECTURE: with_folders(ARCHITECTURE.read_text()),
+    }
     if sys.argv[1:] != ["--check"]:
         for path, text in made.items():
             path.write_text(text)

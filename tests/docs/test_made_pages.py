@@ -2,7 +2,8 @@
 
 import re
 
-from tests.docs.__main__ import ARCHITECTURE, CONFIGURATION
+from tests.docs import models
+from tests.docs.__main__ import ARCHITECTURE, CONFIGURATION, MODELS
 from tests.docs.configuration import OTHERS, names, page, undescribed
 from tests.docs.folders import folders, with_folders
 from tests.docs.pages import ROOT
@@ -10,6 +11,10 @@ from tests.docs.pages import ROOT
 
 def test_the_page_is_made_of_the_settings() -> None:
     assert CONFIGURATION.read_text() == page(), "python -m tests.docs writes it anew"
+
+
+def test_the_models_are_those_of_the_catalogue() -> None:
+    assert MODELS.read_text() == models.page(), "python -m tests.docs writes it anew"
 
 
 def test_the_folders_are_those_that_are_there() -> None:

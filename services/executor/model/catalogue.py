@@ -1,5 +1,4 @@
-"""The architectures that are served, and why others are not. `python -m services.executor.model.catalogue`
-prints docs/models.md.
+"""The architectures that are served, and why others are not; `python -m tests.docs` makes docs/models.md of them.
 
 An architecture stands here when tests/unit/executor/model/test_architectures.py proves it: its logits equal
 transformers' own. Others are refused at load, because a model that computes something else than its
@@ -7,17 +6,12 @@ authors meant answers without an error. A model is refused by its configuration 
 the reason, before a byte of its weights is read.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from shared.errors import ModelLoadError
-
-PROVEN_RANKS = (1, 2, 3)
-PROVEN_ERROR = 1e-4
-"""Largest absolute difference of any logit from transformers', float32."""
 
 
 @dataclass(frozen=True)
@@ -131,22 +125,6 @@ REFUSED: tuple[Refusal, ...] = (
     ]),
 )  # fmt: skip
 
-BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
-    ("encoder-decoders, and decoders with cross-attention", "there is no encoder"),
-    ("models that take more than text", "only the text is served"),
-    (
-        "weights quantized otherwise than docs/quantization.md lists",
-        "what their codes stand for is not known here",
-    ),
-    ("attention that looks ahead (`use_bidirectional_attention`)", "a token is computed once, when it comes"),
-    ("layer types other than full and sliding attention", "the KV cache holds keys and values only"),
-    (
-        "contexts beyond the length of first training with LongRoPE (Phi-3 128k, Phi-4-mini: 4096 tokens)",
-        "its frequencies would then follow the longest sequence of the batch, and a text depend on its neighbours",
-    ),
-    ("more ranks than attention heads", "a rank needs a head; use a smaller `--tp`"),
-)
-
 
 def refusal_of(model_type: str) -> str | None:
     """Why the architecture is not served, as the end of "its architecture ..."; None where it is."""
@@ -156,51 +134,6 @@ def refusal_of(model_type: str) -> str | None:
         if model_type in refusal.model_types:
             return refusal.because
     return "is not among those proven to compute what transformers computes (docs/models.md lists them)"
-
-
-def document() -> str:
-    """docs/models.md."""
-    ranks = ", ".join(str(ranks) for ranks in PROVEN_RANKS)
-    lines = [
-        "# Models",
-        "",
-        "<!-- Printed by `python -m services.executor.model.catalogue > docs/models.md` -->",
-        "",
-        f"{len(SERVED)} architectures are served, over any number of ranks up to the number of attention heads.",
-        "Each is proven by `tests/unit/executor/model/test_architectures.py`: a small model with random weights,",
-        "built in the test, runs a prefill in chunks and 16 decode steps over the paged cache, beside other",
-        "sequences, and the logits of every token are compared with transformers' own forward of the whole text, in",
-        "fp32. Heads, widths and vocabulary do not divide by the ranks. A run in bf16 shows that the type people",
-        "serve in works as well.",
-        "",
-        "| architecture | `model_type` | for example | shown | ranks | largest error |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {ranks} | < {PROVEN_ERROR} |"
-        for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
-    ]
-    lines += [
-        "",
-        "How each is split stands in `services/executor/model/parallel/plans.py`; what a plan does not name is "
-        "replicated.",
-        "",
-        "## Refused",
-        "",
-        "Refused at load, with the reason, before a byte of the weights is read:",
-        "",
-        "| architectures | why: the architecture ... |",
-        "| --- | --- |",
-    ]
-    lines += [f"| {', '.join(f'`{name}`' for name in row.model_types)} | {row.because} |" for row in REFUSED]
-    lines += [f"| all others | {refusal_of('')} |", "", "And of the architectures that are served:", ""]
-    lines += ["| what | why |", "| --- | --- |"]
-    lines += [f"| {what} | {why} |" for what, why in BY_CONFIGURATION]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(document())
 
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

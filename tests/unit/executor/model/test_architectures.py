@@ -1,8 +1,6 @@
 """Every architecture that is served, against transformers' own forward: same weights, same tokens, same logits."""
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +9,9 @@ import pytest
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.model.catalogue import PROVEN_ERROR, PROVEN_RANKS, SERVED, document
+from services.executor.model.catalogue import SERVED
 from services.executor.model.parallel.layers import piece_of
+from tests.docs.models import PROVEN_ERROR, PROVEN_RANKS
 from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import decode_script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of
@@ -112,17 +111,3 @@ def test_only_routers_and_position_embeddings_are_whole_on_every_rank(on_two_ran
 
 def test_every_architecture_that_is_served_is_proven() -> None:
     assert {name.partition("/")[0] for name in ARCHITECTURES} == set(SERVED)
-
-
-def test_documentation_is_what_the_command_prints() -> None:
-    page = Path(__file__).parents[4] / "docs" / "models.md"
-    assert page.read_text(encoding="utf-8") == document(), (
-        "run: python -m services.executor.model.catalogue > docs/models.md"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-m", "services.executor.model.catalogue"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert printed.stdout == document()
