@@ -19,6 +19,9 @@ import typer
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import RowsCodec
+
 DEVIATION = 0.02
 """Of the weights."""
 
@@ -153,6 +156,30 @@ def write_checkpoint(directory: Path, shape: LlamaShape, threads: int | None = N
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def random_rows(codec: RowsCodec, outputs: int, inputs: int, device: torch.device) -> QuantizedRows:
+    """A weight as `codec` makes them, of random codes and scales: values of about `DEVIATION`."""
+    made, generator = codec.empty(outputs, inputs).to(device), torch.Generator(device).manual_seed(1)
+    half = 1 << (made.bits - 1)
+    step = DEVIATION / (0.58 * half)
+
+    def near(part: torch.Tensor, value: float) -> None:
+        """Between half of it and one and a half."""
+        spread = torch.rand(part.shape, generator=generator, device=device) + 0.5
+        part.copy_(spread.mul_(value).round_() if not part.is_floating_point() else spread.mul_(value))
+
+    made.codes.random_(0, 2 * half, generator=generator)
+    near(made.scales, step if made.supers is None else 32)
+    for part, value in (
+        (made.zeros, half),
+        (made.mins, 32),
+        (made.supers, step / 32),
+        (made.super_mins, step * half / 32),
+    ):
+        if part is not None:
+            near(part, value)
+    return made
 
 
 def shape_of(text: str) -> LlamaShape:

@@ -31,7 +31,7 @@ def main(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="A first look, in two minutes: is everything right, and how fast is it."
+            "--quick", help="A first look, in some three minutes: is everything right, and how fast is it."
         ),
     ] = False,
     list_sections: Annotated[bool, typer.Option("--list", help="Name the sections, and end.")] = False,

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -27,15 +28,19 @@ from benchmarks.on_gpu.launched import (
     meta,
 )
 from services.executor.gpu.kernels import attention_launch, elementwise, sampling
+from services.executor.gpu.kernels.grouped import multiply_grouped
 from services.executor.gpu.kernels.matmul import (
     arrivals_for,
     decode_rows,
     encode_rows,
     multiply_few,
     multiply_one,
+    tiles_of,
 )
 from services.executor.gpu.kernels.tiles import SHARED, rows_for
+from services.executor.gpu.quantized_matmul import packed_rows
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.quantizing import CODECS as QUANTIZERS
 
 MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
@@ -247,6 +252,16 @@ def few(rows: int, outputs: int, inputs: int, codec: Codec, bias: bool) -> None:
     multiply_few(meta(rows, inputs), codes, scales, meta(outputs) if bias else None, arrivals, PROCESSORS)
 
 
+def few_grouped(rows: int, kind: str, bias: bool) -> None:
+    """Launches a product of `rows` with codes that have scales for groups, of 64 outputs."""
+    packed = packed_rows(QUANTIZERS[kind].empty(64, 4096))
+    parts = {name: part.to("meta") for name, part in vars(packed).items() if isinstance(part, Tensor)}
+    arrivals = arrivals_for(64, torch.device("meta"))
+    cut = tiles_of(rows, 64, 4096, PROCESSORS)
+    out, addend = meta(rows, 64), meta(64) if bias else None
+    multiply_grouped(meta(rows, 4096), replace(packed, **parts), addend, arrivals, cut, out)
+
+
 def widen(codec: Codec) -> None:
     """Launches the widening of rows."""
     decode_rows(meta(64, 4096, dtype=codec.dtype), meta(64, dtype=torch.float32), meta(64, 4096))
@@ -257,6 +272,7 @@ def product_kernels(every: bool) -> Iterator[Compiled]:
     yield from compile_work("few rows", partial(few, 64, 4096, 4096, FP8, bias=True))
     yield from compile_work("one row", partial(few, 1, 4096, 4096, FP8, bias=True))
     yield from compile_work("encode", partial(encode_rows, meta(64, 28_672), FP8))
+    yield from compile_work("few rows int4", partial(few_grouped, 1, "int4", bias=False))
     if not every:
         return
     for codec in (FP8, INT8):
@@ -264,6 +280,8 @@ def product_kernels(every: bool) -> Iterator[Compiled]:
             name = f"{codec.name} {rows} x {outputs} x {inputs}"
             yield from compile_work(name, partial(few, rows, outputs, inputs, codec, bias))
         yield from compile_work(f"widen {codec.name}", partial(widen, codec))
+    for kind, rows in product(("int4", "q4_k", "q6_k", "q8_0"), (1, 64)):
+        yield from compile_work(f"{kind} {rows}", partial(few_grouped, rows, kind, bias=True))
     yield from compile_work("encode 5120", partial(encode_rows, meta(64, 5120), FP8))
     yield from compile_work(
         "one row bf16", partial(multiply_one, meta(1, 4096), meta(4096, 4096), None, None)

@@ -1,6 +1,7 @@
 """Whether the parts around attention are right, each on its own: small, and for a GPU that was never tried.
 
-products    with bf16, fp8 and int8 weights, by each way that the number of rows chooses, against float64
+products    with bf16, fp8 and int8 weights and codes with scales for groups, by each way that the number of rows
+            chooses, against float64
 blocks      compressed by the kernel, against the codec in PyTorch
 loading     a checkpoint on the device, bit by bit what its files hold; and quantised on the way
 sums        over as many GPUs as there are, by NCCL and by symmetric memory, captured in graphs
@@ -17,13 +18,14 @@ from torch import Tensor
 from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.collective_speed import collective_speed
 from benchmarks.on_gpu.machine import release
-from benchmarks.random_model import SHAPES, LlamaShape, write_checkpoint
+from benchmarks.random_model import SHAPES, LlamaShape, random_rows, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, quantize
 
 ROUNDED = 0.01
@@ -33,6 +35,8 @@ FAST_SUMS = 0.02
 """The same for e4m3 by e4m3, which the library adds up in 14 bits."""
 WEIGHT = (6144, 4096)
 """[out, in]: the query, key and value product of an 8B model."""
+GROUPED = ("int4", "q4_k", "q6_k", "q8_0")
+"""`--weight-dtype`s whose products are checked: zero points, minimums, two levels of scales, 4, 6 and 8 bits."""
 ROWS = (1, 2, 8, 32, 33, 128, 129, 512)
 MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)
 """0.3 GB: more than one buffer of the loader's."""
@@ -73,13 +77,14 @@ def products(bench: Bench) -> None:
 def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """(name, product, the same in float64, what its error may be); both with `bias`."""
     from services.executor.gpu.kernels.matmul import encode_rows, multiply_one
-    from services.executor.gpu.quantized_matmul import FEW, coded_product
+    from services.executor.gpu.quantized_matmul import FEW, GroupedProduct, coded_product, packed_rows
 
     if len(x) == 1:
         plain = x.double() @ weight.double().t() + bias.double()
         yield "bf16", multiply_one(x, weight, None, bias), plain, ROUNDED
     for codec in (FP8, INT8):
         coded = quantize(weight, codec)
+        assert isinstance(coded, Quantized)
         wide = coded.codes.double() * coded.scales.double()[:, None]
         # On a CPU there is no library's product of e4m3 by e4m3.
         product = coded_product(coded, bias) if x.is_cuda else coded_product(coded, bias, None)
@@ -89,6 +94,10 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Te
             codes, scales = encode_rows(x, FP8)
             rows = codes.double() * scales.double()[:, None]
         yield codec.name, product(x), rows @ wide.t() + bias.double(), FAST_SUMS if scaled else ROUNDED
+    for name in GROUPED:
+        grouped = random_rows(CODECS[name], *weight.shape, weight.device)
+        expected = x.double() @ grouped.dequantized().double().t() + bias.double()
+        yield name, GroupedProduct(packed_rows(grouped), bias)(x), expected, ROUNDED
 
 
 def blocks(bench: Bench) -> None:

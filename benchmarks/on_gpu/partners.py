@@ -23,6 +23,11 @@ def collectives(bench: Bench) -> None:
     _measure(bench, "collectives", "collective_speed")
 
 
+def products(bench: Bench) -> None:
+    limits = {"bandwidth": bench.bandwidth, "matrix_rate": bench.matrix_rate("bf16")}
+    _measure(bench, "products", "product_speed", brief=True, **limits)
+
+
 def loading(bench: Bench) -> None:
     """Of a checkpoint in page cache."""
     try:

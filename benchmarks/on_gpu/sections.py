@@ -69,6 +69,7 @@ CORRECTNESS = (
     Section("kernels", "whether attention is right", 100, 40, f"{HERE}.correctness:kernels", beside=True),
     Section("parts", "whether each other part is right", 100, 40, f"{HERE}.part_cases:run", beside=True),
 )
+PRODUCTS = Section("products", "products with quantized weights", 50, 25, f"{HERE}.partners:products")
 SECTIONS = (
     MACHINE,
     *CORRECTNESS,
@@ -77,7 +78,8 @@ SECTIONS = (
     Section("overhead", "what a served step costs besides", 80, 35, f"{HERE}.overhead:overhead"),
     Section("transformers", "against transformers", 90, 40, f"{HERE}.against_transformers:run"),
     Section("loading", "loading, 13B", 75, 45, f"{HERE}.partners:loading"),
-    Section("decode-fp8", "decode, 8B, fp8 and int8 weights", 90, 35, f"{HERE}.throughput:coded_8b"),
+    Section("decode-fp8", "decode, 8B, quantized weights", 110, 35, f"{HERE}.throughput:coded_8b"),
+    PRODUCTS,
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
@@ -93,10 +95,10 @@ SECTIONS = (
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
 own."""
 HEADLINE = Section(
-    "headline", "one figure of decode and one of prefill", 60, 25, f"{HERE}.throughput:headline"
+    "headline", "two figures of decode and one of prefill", 70, 25, f"{HERE}.throughput:headline"
 )
-QUICK = (MACHINE, *CORRECTNESS, HEADLINE)
-"""A first look at a machine, in two minutes: whether everything is right, and the two figures that matter most."""
+QUICK = (MACHINE, *CORRECTNESS, HEADLINE, PRODUCTS)
+"""A first look at a machine, in some three minutes: whether everything is right, and the figures that matter most."""
 
 
 def section_of(name: str) -> Section:

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.on_gpu.shapes import BLOCK, Shape
+from benchmarks.random_model import random_rows
 from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
@@ -36,9 +37,10 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.attention import register_attention
 from services.executor.model.loading import loader
-from services.executor.model.parallel.layers import LinearShard, VocabParallelHead
+from services.executor.model.parallel.layers import VocabParallelEmbedding, VocabParallelHead, WeightShard
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
+from services.executor.model.quantizing import RowsCodec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker import backend
@@ -65,12 +67,19 @@ def served_model(
 
 
 def _quantize(model: nn.Module, codec: Any) -> None:
-    """One layer after the other, so that both kinds of weights are held of one alone."""
+    """One layer after the other, so that both kinds of weights are held of one alone. Embedding and head by codecs that
+    have another for them."""
     from services.executor.model.weight_formats import quantize
 
+    vocabulary = codec.for_vocabulary() if isinstance(codec, RowsCodec) else None
     for module in model.modules():
-        if isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead):
-            module.keep_quantized(quantize(module.weight, codec))
+        if isinstance(module, WeightShard):
+            of_vocabulary = isinstance(module, VocabParallelHead | VocabParallelEmbedding)
+            chosen = vocabulary if of_vocabulary else codec
+            if isinstance(chosen, RowsCodec):
+                module.keep_quantized(random_rows(chosen, *module.weight.shape, module.weight.device))
+            elif chosen is not None:
+                module.keep_quantized(quantize(module.weight, chosen))
 
 
 def plain_model(

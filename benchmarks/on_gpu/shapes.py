@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 KvDType = Literal["bf16", "fp8", "int8"]
-WeightDType = Literal["bf16", "fp8", "int8"]
+WeightDType = Literal["bf16", "fp8", "int8", "int4", "q4_k"]
+BITS: dict[WeightDType, tuple[float, float]] = {
+    "bf16": (16, 16),
+    "fp8": (8, 16),
+    "int8": (8, 16),
+    "int4": (4.375, 6.5625),
+    "q4_k": (4.625, 6.5625),
+}
+"""Of a weight of the layers, scales included, and of one of the embedding and the head."""
 BLOCK = 16
 """Tokens of a KV block."""
 
@@ -48,13 +56,13 @@ class Shape:
         return self.layers * self.layer_weights + 2 * self.head_weights
 
     def weight_bytes(self, dtype: WeightDType) -> int:
-        """That a decode step reads. The head stays bf16 whatever the layers are."""
-        each = 2 if dtype == "bf16" else 1
-        return self.layers * self.layer_weights * each + self.head_weights * 2
+        """That a decode step reads."""
+        of_layers, of_head = BITS[dtype]
+        return int(self.layers * self.layer_weights * of_layers + self.head_weights * of_head) // 8
 
     def held_bytes(self, dtype: WeightDType) -> int:
         """On the device, the embedding included."""
-        return self.weight_bytes(dtype) + self.head_weights * 2
+        return self.weight_bytes(dtype) + int(self.head_weights * BITS[dtype][1]) // 8
 
     def kv_bytes(self, dtype: KvDType) -> float:
         """Of one token in all layers, keys and values, scales included."""

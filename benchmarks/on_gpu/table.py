@@ -42,6 +42,7 @@ def aims(report: Report) -> list[Aim]:
             0.6,
         ),
         _kv(report),
+        _int4(report),
         _loaded(report),
     ]
 
@@ -72,6 +73,15 @@ def _kv(report: Report) -> Aim:
     case = "context {}, batch {}".format(*key.split("/")[-2:])
     # A hundredth is what two runs of one case differ by.
     return Aim(what, "met" if worst >= 0.99 else "not met", f"at least {worst:.2f} of its tokens/s ({case})")
+
+
+def _int4(report: Report) -> Aim:
+    what = "int4 weights twice as fast as bf16 at batch 1 (8B, context 1024)"
+    four, plain = (report.row(f"decode/8b/{weights}/kv-bf16/1024/1") for weights in ("int4", "bf16"))
+    if four is None or plain is None or not four.figure or not plain.figure:
+        return Aim(what, "not measured", "")
+    times = four.figure / plain.figure
+    return Aim(what, "met" if times >= 2 else "not met", f"{times:.2f} times")
 
 
 def _loaded(report: Report) -> Aim:
@@ -136,7 +146,15 @@ def _other_predictions() -> list[Prediction]:
     flops = LLAMA_8B.flops(8192)
     seconds = flops / H200_BF16
     held = LLAMA_13B.held_bytes("bf16") / 1e9
+    four = LLAMA_8B.decode_bytes(1, 1024, "int4", "bf16")
     return [
+        Prediction(
+            "decode/8b/int4/kv-bf16/1024/1",
+            "decode 8B, int4 weights, bf16 KV, batch 1, context 1024",
+            f"at most {H200_BANDWIDTH / four:,.0f} tok/s; 500 to 650",
+            f"{four / 1e9:.2f} GB / 4.8 TB/s = {four / H200_BANDWIDTH * 1e3:.2f} ms; but some 5 instructions for each "
+            "weight, counted in the kernel's machine code, are two thirds of that rate",
+        ),
         Prediction(
             "prefill/bf16/8192/2048",
             "prefill 8B, bf16, prompt 8192 in chunks of 2048",

@@ -58,14 +58,17 @@ CODED_8B = [
     *_cases("fp8", "bf16", (1, 8, 32, 128), (1, 32)),
     *_cases("fp8", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
     *_cases("int8", "bf16", (1, 32), ()),
+    *_cases("int4", "bf16", (1, 8, 32, 128), ()),
+    *_cases("q4_k", "bf16", (1, 32), ()),
 ]
+HEADLINE_8B = [*_cases("bf16", "bf16", (1,), ()), *_cases("int4", "bf16", (1,), ())]
 CASES_13B = [
     *_cases("bf16", "bf16", (1, 8, 32, 128), (1, 8, 128)),
     *_cases("fp8", "fp8", (1, 8, 32, 128), (1, 8, 32, 128)),
     *_cases("bf16", "fp8", (1, 32), (1, 8)),
 ]
 TINY_CASES = [Case("bf16", "bf16", 40, 1), Case("bf16", "fp8", 40, 2)]
-TINY_CODED = [Case("fp8", "bf16", 40, 1)]
+TINY_CODED = [Case("fp8", "bf16", 40, 1), Case("int4", "bf16", 40, 1)]
 
 
 def bf16_8b(bench: Bench) -> None:
@@ -73,7 +76,7 @@ def bf16_8b(bench: Bench) -> None:
 
 
 def coded_8b(bench: Bench) -> None:
-    """Weights of eight bits are for GPUs alone: a dry run learns that they are refused."""
+    """Weights in fp8 are for GPUs alone: a dry run learns that they are refused."""
     measure_decode(bench, TINY if bench.tiny else LLAMA_8B, TINY_CODED if bench.tiny else CODED_8B)
 
 
@@ -219,5 +222,5 @@ def headline(bench: Bench) -> None:
     if bench.tiny:
         measure_decode(bench, TINY, TINY_CASES[:1])
     else:
-        measure_decode(bench, LLAMA_8B, CASES_8B[:1])
+        measure_decode(bench, LLAMA_8B, HEADLINE_8B)
     measure_prefill(bench, "bf16", (8192,), (2048,))

@@ -36,8 +36,7 @@ def up(
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Data type of weights; quantized while loading: int8, on GPUs also fp8, on CPUs also "
-            "q8_0, q6_k, q4_k and int4.",
+            help="Data type of weights; quantized while loading: int8, q8_0, q6_k, q4_k and int4, on GPUs also fp8.",
             metavar="|".join(_WEIGHT_DTYPES),
             show_default="auto",
         ),

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from services.executor.collectives.base import Collectives, InRankOrder
 from services.executor.core.progress import Progress
@@ -20,14 +19,21 @@ from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.attention import GpuKernels
 from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise
-from services.executor.gpu.linear import MakeProduct, Product, invariant_product, make_product
+from services.executor.gpu.linear import (
+    MakeProduct,
+    Product,
+    invariant_product,
+    make_joined,
+    make_lookup,
+    make_product,
+)
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
-    joined_gate_up,
-    joined_qkv,
+    gate_up_of,
     linears_of,
+    qkv_of,
     release,
     sums_of,
     vocabulary,
@@ -96,10 +102,10 @@ class GpuDecoder:
         self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
         self._final_norm = lowered.final_norm
         embedding, self._first_token, self._split = vocabulary(lowered)
-        assert isinstance(embedding, Tensor), "on GPUs embeddings are kept as they are"
-        self._embedding = embedding
+        self._embedded = make_lookup(embedding, store.shape.dtype)
+        self._embeddings = embedding.shape[0]
         self._head = make(*weights_of(lowered.head))
-        self.vocab_rows = len(lowered.head.weight)
+        self.vocab_rows = lowered.head.stored.shape[0]
         release(lowered.head)
         release(lowered.embedding)
         self.processors = 0 if batch_invariant else self._attention.processors
@@ -181,11 +187,11 @@ class GpuDecoder:
         """[T, hidden], whole on every rank, in memory of its own."""
         if self._split and self._collectives.world_size > 1:
             local = token_ids - self._first_token
-            foreign = (local < 0) | (local >= len(self._embedding))
-            rows = functional.embedding(local.masked_fill(foreign, 0), self._embedding)
+            foreign = (local < 0) | (local >= self._embeddings)
+            rows = self._embedded(local.masked_fill(foreign, 0))
             rows = self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
         else:
-            rows = functional.embedding(token_ids, self._embedding)
+            rows = self._embedded(token_ids)
         scale = self._scalars.embedding_scale
         return rows if scale == 1.0 else rows.mul_(scale)
 
@@ -233,9 +239,9 @@ class GpuDecoder:
         made = _Layer(
             norms=norms,
             head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
-            qkv=make(*joined_qkv(attention)),
+            qkv=make_joined(qkv_of(attention), make),
             output=make(*weights_of(attention.o_proj)),
-            gate_up=make(*joined_gate_up(feed_forward)),
+            gate_up=make_joined(gate_up_of(feed_forward), make),
             down=make(*weights_of(feed_forward.down_proj)),
             rotary=layer.rotary,
             index=index,

@@ -26,18 +26,20 @@ from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.inputs import (
+    Ints,
     Part,
+    Staging,
     StepArrays,
     StepInputs,
     arrays_of,
     as_inputs,
     is_decode,
     splits_for,
+    to_device,
 )
 from services.executor.gpu.kernels.attention_launch import rows_for
 from services.executor.gpu.kernels.tiles import Tiles, splits_of
 from services.executor.gpu.sampling import resolve
-from services.executor.gpu.staging import Ints, Staging, to_device
 from services.executor.model.lowering import sums_of
 from shared.errors import reason_of
 

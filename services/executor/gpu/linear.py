@@ -5,8 +5,8 @@ What a product multiplies by says how: a plain weight by the library's product, 
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from torch.nn import functional
 
 from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
-from services.executor.model.parallel.layers import LinearShard
+from services.executor.model.lowering import Weights
+from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
-from services.executor.model.weight_formats import Weight, WeightCodec
+from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, joined
 from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:  # it imports Triton, which not every host has
+    from services.executor.gpu.kernels.grouped import PackedRows
 
 Product = Callable[[Tensor], Tensor]
 """[T, in] in the model's dtype times a weight, plus its bias where there is one: [T, out], the same dtype."""
@@ -44,6 +48,16 @@ class PlainProduct:
         return functional.linear(x, self._weight, self._bias)
 
 
+class JoinedProduct:
+    """Several, of the same inputs, with their outputs end to end."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = products
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([product(x) for product in self._products], dim=1)
+
+
 def make_product(weight: Weight, bias: Tensor | None) -> Product:
     """`weight` [out, in] and `bias` [out], on the device they are used on."""
     if isinstance(weight, Tensor):
@@ -52,25 +66,95 @@ def make_product(weight: Weight, bias: Tensor | None) -> Product:
         weight = weight.read()
     if isinstance(weight, QuantizedRows):
         return UnpackedProduct(weight, bias)
-    from services.executor.gpu.quantized_matmul import coded_product  # with Triton, which not every host has
+    from services.executor.gpu import quantized_matmul  # with Triton, which not every host has
 
-    return coded_product(weight, bias)
+    if isinstance(weight, Quantized):
+        return quantized_matmul.coded_product(weight, bias)
+    return quantized_matmul.GroupedProduct(cast("PackedRows", weight), bias)
 
 
 def invariant_product(weight: Weight, bias: Tensor | None) -> Product:
     """One whose every row has the same bits whatever the others are: its tiles depend on the weight alone."""
-    from services.executor.gpu.quantized_matmul import (
-        InvariantProduct,  # with Triton, which not every host has
-    )
+    from services.executor.gpu import quantized_matmul
 
-    return InvariantProduct(weight, bias)
+    if isinstance(weight, Tensor | Quantized):
+        return quantized_matmul.InvariantProduct(weight, bias)
+    return quantized_matmul.GroupedProduct(cast("PackedRows", weight), bias, invariant=True)
+
+
+def make_joined(linears: Sequence[Weights], make: MakeProduct) -> Product:
+    """Linears of the same inputs as one; those of one format by one product."""
+    products = [make(*linear) for linear in _joined(linears)]
+    return products[0] if len(products) == 1 else JoinedProduct(products)
+
+
+def _joined(linears: Sequence[Weights]) -> list[Weights]:
+    """Neighbours of one format as one, which is a copy."""
+    runs: list[list[Weights]] = []
+    for linear in linears:
+        if runs and _can_follow(runs[-1][-1][0], linear[0]):
+            runs[-1].append(linear)
+        else:
+            runs.append([linear])
+    return [run[0] if len(run) == 1 else _as_one(run) for run in runs]
+
+
+def _can_follow(weight: Weight, other: Weight) -> bool:
+    if isinstance(weight, Tensor | Quantized):
+        return isinstance(other, Tensor if isinstance(weight, Tensor) else Quantized)
+    from services.executor.gpu.kernels.grouped import PackedRows
+
+    return isinstance(weight, PackedRows) and isinstance(other, PackedRows) and weight.can_precede(other)
+
+
+def _as_one(linears: Sequence[Weights]) -> Weights:
+    biases = [bias for _, bias in linears if bias is not None]
+    assert len(biases) in (0, len(linears)), "of linears that are one, some have a bias and some have none"
+    weights = [weight for weight, _ in linears]
+    bias = torch.cat(biases) if biases else None
+    if isinstance(weights[0], Tensor | Quantized):
+        return joined(weights), bias
+    return type(cast("PackedRows", weights[0])).joined(cast("list[PackedRows]", weights)), bias
+
+
+def make_lookup(weight: Weight, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Integers [T] -> those rows of `weight` [T, in], in `dtype`, in memory of their own."""
+    if isinstance(weight, Tensor):
+        return lambda rows: functional.embedding(rows, weight)
+    from services.executor.gpu.quantized_matmul import PackedLookup
+
+    return PackedLookup(cast("PackedRows", weight), dtype)
+
+
+def pack_for_gpu(model: Any, device: torch.device) -> None:
+    """Has the weights of `model` that are codes with scales for groups lie on `device` as the GPU's kernels read them,
+    one after the other; tied ones once. What is packed already stays so."""
+    holders: dict[int, list[WeightShard]] = {}
+    for module in model.modules():
+        if isinstance(module, WeightShard) and isinstance(module.stored, QuantizedRows | DeferredRows):
+            holders.setdefault(id(module.stored), []).append(module)
+    for modules in holders.values():
+        from services.executor.gpu.quantized_matmul import packed_rows  # with Triton
+
+        stored = modules[0].stored
+        rows = stored.read() if isinstance(stored, DeferredRows) else stored
+        assert isinstance(rows, QuantizedRows), "others are not packed"
+        packed = packed_rows(rows.to(device))
+        for module in modules:
+            module.keep_quantized(packed)
 
 
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
-    """Has the quantised linear layers of `model`, which PyTorch runs, multiply by `make`'s products."""
+    """Has the quantised layers of `model`, which PyTorch runs, multiply by `make`'s products, and look up in them."""
     for module in model.modules():
-        if isinstance(module, LinearShard) and not isinstance(module.stored, Tensor):
+        if not isinstance(module, WeightShard) or isinstance(module.stored, Tensor):
+            continue
+        if isinstance(module, LinearShard):
             module.multiply_by(make(module.stored, module.bias))
+        elif isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module.stored, QuantizedRows | DeferredRows
+        ):
+            module.look_up_by(make_lookup(module.stored, module.weight.dtype))
 
 
 _CODECS: dict[str, Codec] = {"fp8": FP8, "int8": INT8}
@@ -86,11 +170,11 @@ def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) ->
     if kind in ("auto", "bf16"):
         return None
     on_gpu = device.type == "cuda"
-    served: Mapping[str, WeightCodec] = _CODECS if on_gpu else CODECS
+    served: Mapping[str, WeightCodec] = {**CODECS, **_CODECS} if on_gpu else CODECS
     if kind not in served:
         raise ConfigurationError(
-            f"--weight-dtype {kind} is for {'CPUs' if on_gpu else 'GPUs'} and this rank computes on the "
-            f"{'GPU' if on_gpu else 'CPU'}; leave it at auto, or choose one of: {', '.join(served)}."
+            f"--weight-dtype {kind} is for GPUs and this rank computes on the CPU; leave it at auto, or choose one of: "
+            f"{', '.join(served)}."
         )
     codec = served[kind]
     if not on_gpu:

@@ -1,7 +1,7 @@
 """Products with quantised weights, by how many rows `x` has.
 
-                rows          e4m3                                     int8
-    few         to 32, 128    weights widened in registers, activations in bf16 (`kernels/matmul.py`)
+                rows          e4m3                                     int8, and codes with scales for groups
+    few         to 32, 128    weights widened in registers, activations in bf16 (`kernels/matmul.py`, `grouped.py`)
     many        more          activations to e4m3, a scale for each    weights widened into a scratch, a part at
                               row, torch._scaled_mm                    a time, torch.addmm in bf16
 
@@ -22,23 +22,30 @@ keep some 14 bits (DeepSeek-AI, "DeepSeek-V3", https://arxiv.org/abs/2412.19437,
 three bits of e4m3's mantissa.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from services.executor.gpu.attention import processors_of
+from services.executor.gpu.kernels.grouped import PARTS, PackedRows, multiply_grouped, widened
 from services.executor.gpu.kernels.matmul import (
+    BATCH_INVARIANT_PROCESSORS,
+    BATCH_INVARIANT_ROWS,
+    BLOCK_N,
     MOST_ROWS,
     arrivals_for,
     decode_rows,
     encode_rows,
     multiply_alike,
     multiply_few,
+    tiles_of,
 )
 from services.executor.kv_cache.codecs import FP8
-from services.executor.model.quantized import DeferredRows
-from services.executor.model.weight_formats import Quantized, Weight
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.weight_formats import Quantized
 
 FEW = {torch.float8_e4m3fn: 32, torch.int8: MOST_ROWS}
 """Rows up to which weights are widened in registers."""
@@ -46,6 +53,12 @@ MULTIPLE = 16
 """Of the sizes that `_scaled_mm` takes."""
 SCRATCH = 64 << 20
 """Bytes of widened weights."""
+
+_PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
+"""Bits of a code: (its lowest, its highest), packed by themselves."""
+_KINDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_AT_ONCE = 1 << 24
+"""Codes that are packed together."""
 
 Scaled = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(codes [T, in], scales [T], weight codes [out, in], weight scales [out], bias) -> bf16 [T, out]"""
@@ -87,10 +100,9 @@ class CodedProduct:
 
 
 class InvariantProduct:
-    """With any weight, in tiles and splits that depend on its shape alone."""
+    """With a plain weight or codes with a scale for each row, in tiles and splits that depend on its shape alone."""
 
-    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
-        assert not isinstance(weight, DeferredRows), "codes are read later for CPUs alone"
+    def __init__(self, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         self._codes = weight if isinstance(weight, Tensor) else weight.codes
         self._scales = None if isinstance(weight, Tensor) else weight.scales
         self._bias = bias
@@ -98,6 +110,35 @@ class InvariantProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return multiply_alike(x, self._codes, self._scales, self._bias, self._arrivals)
+
+
+class GroupedProduct:
+    """With codes that have scales for groups. `invariant`: in tiles and splits that depend on its shape alone."""
+
+    def __init__(self, weight: PackedRows, bias: Tensor | None, *, invariant: bool = False) -> None:
+        self._weight, self._bias, self._invariant = weight, bias, invariant
+        self._arrivals = arrivals_for(weight.outputs, weight.device)
+        self._processors = processors_of(weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._weight, self._bias
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+            if weight.idle is not None:
+                x.masked_fill_(weight.idle, 0)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty((len(x), weight.outputs), dtype=x.dtype, device=x.device)
+        if self._invariant:
+            cut = tiles_of(BATCH_INVARIANT_ROWS, weight.outputs, weight.columns, BATCH_INVARIANT_PROCESSORS)
+            for first in range(0, len(x), MOST_ROWS):
+                end = first + MOST_ROWS
+                multiply_grouped(x[first:end], weight, bias, self._arrivals, cut, out[first:end])
+        elif len(x) > MOST_ROWS:
+            multiply_widened_groups(x, weight, bias, out)
+        elif len(x):
+            cut = tiles_of(len(x), weight.outputs, weight.columns, self._processors)
+            multiply_grouped(x, weight, bias, self._arrivals, cut, out)
+        return out
 
 
 def coded_product(
@@ -118,9 +159,119 @@ def multiply_widened(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tenso
         part = weight.rows(first, first + step)
         wide = scratch[: len(part.codes)]
         decode_rows(part.codes, part.scales, wide)
-        into = out[:, first : first + step]
-        if bias is None:
-            torch.mm(x, wide.t(), out=into)
-        else:
-            torch.addmm(bias[first : first + step], x, wide.t(), out=into)
+        _multiply_part(x, wide, bias, first, out)
     return out
+
+
+def multiply_widened_groups(x: Tensor, weight: PackedRows, bias: Tensor | None, out: Tensor) -> None:
+    """The same into `out` [T, outputs]; `x` in the order of the weight's columns."""
+    step = min(weight.outputs, max(BLOCK_N, SCRATCH // (weight.columns * x.element_size())))
+    scratch = torch.empty((step, weight.columns), dtype=x.dtype, device=x.device)
+    for first in range(0, weight.outputs, step):
+        wide = scratch[: min(step, weight.outputs - first)]
+        widened(weight, first, wide)
+        _multiply_part(x, wide, bias, first, out)
+
+
+def _multiply_part(x: Tensor, wide: Tensor, bias: Tensor | None, first: int, out: Tensor) -> None:
+    """The outputs from `first` on, as many as `wide` has rows."""
+    into = out[:, first : first + len(wide)]
+    if bias is None:
+        torch.mm(x, wide.t(), out=into)
+    else:
+        torch.addmm(bias[first : first + len(wide)], x, wide.t(), out=into)
+
+
+class PackedLookup:
+    """Rows of a packed weight, by their numbers."""
+
+    def __init__(self, weight: PackedRows, dtype: torch.dtype) -> None:
+        assert weight.order is None, "rows are looked up in the order of the inputs"
+        self._weight, self._dtype = weight, dtype
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T, inputs] of `rows` integers [T], each below the weight's outputs"""
+        out = torch.empty((len(rows), self._weight.inputs), dtype=self._dtype, device=rows.device)
+        widened(self._weight, 0, out, rows)
+        return out
+
+
+def packed_rows(weight: QuantizedRows) -> PackedRows:
+    """`weight`, packed where it is."""
+    lanes = 32 if weight.groups == 1 or weight.group % 32 == 0 else 16
+    block = PARTS * lanes
+    weight = _servable(weight, block)
+    low, high = _PLANES[weight.bits]
+    blocks = -(-weight.columns_stored // block)
+    groups = 1 if weight.groups == 1 else max(1, block // weight.group)
+    run = blocks if weight.groups == 1 else max(1, weight.group // block)
+    order = weight.permutation
+    unused = None if order is None else order < 0
+    return PackedRows(
+        outputs=weight.outputs,
+        inputs=weight.inputs,
+        columns=weight.columns_stored,
+        bits=weight.bits,
+        codes=_packed_codes(weight.codes, 0, low, lanes),
+        high=_packed_codes(weight.codes, low, high, lanes) if high else None,
+        scales=_packed_scales(weight.scales, groups),
+        zeros=None if weight.zeros is None else _packed_scales(weight.zeros, groups),
+        mins=None if weight.mins is None else _packed_scales(weight.mins, groups),
+        supers=None if weight.supers is None else _packed_scales(weight.supers, 1),
+        super_mins=None if weight.super_mins is None else _packed_scales(weight.super_mins, 1),
+        groups=groups,
+        run=run,
+        super_run=max(1, weight.per * weight.group // block) if weight.groups > 1 else blocks,
+        offset=weight.offset,
+        table=weight.table,
+        order=None if order is None else order.clamp(min=0).long(),
+        idle=unused if unused is not None and bool(unused.any()) else None,
+    )
+
+
+def _servable(weight: QuantizedRows, block: int) -> QuantizedRows:
+    """The same values in what the kernels know: groups that divide a `block` or are whole ones; scales above scales for
+    whole blocks; tables of sixteen; zero points that leave bf16 whole numbers."""
+    strange = weight.table and weight.bits != 4
+    inexact = weight.offset > 128 if weight.bits < 8 else weight.zeros is not None and weight.offset
+    if strange or inexact:
+        weight = weight.plain(weight.bits, weight.group)
+    if weight.groups == 1:
+        return weight
+    if weight.group % block:
+        weight = weight.regrouped(math.gcd(weight.group, block))
+    if weight.supers is not None and weight.per * weight.group % block:
+        scales, mins = weight.level_scales()  # exact: 11 bits by 8
+        weight = replace(weight, scales=scales, mins=mins, supers=None, super_mins=None, per=1)
+    return weight
+
+
+def _packed_codes(codes: Tensor, shift: int, width: int, lanes: int) -> Tensor:
+    """The bits [shift, shift + width) of `codes` uint8 [out, columns]."""
+    outputs, columns = codes.shape
+    block = PARTS * lanes
+    tiles, blocks = -(-outputs // BLOCK_N), -(-columns // block)
+    words = 2 if width == 8 else 1
+    shape = (tiles, blocks, words, BLOCK_N, lanes)
+    packed = torch.zeros(shape, dtype=_KINDS[width], device=codes.device)
+    step = max(1, _AT_ONCE // (BLOCK_N * blocks * block))
+    for first in range(0, tiles, step):
+        some = codes[first * BLOCK_N : (first + step) * BLOCK_N]
+        count = -(-len(some) // BLOCK_N)
+        filled = torch.zeros((count * BLOCK_N, blocks * block), dtype=torch.uint8, device=codes.device)
+        filled[: len(some), :columns] = (some >> shift) & ((1 << width) - 1)
+        by_part = filled.view(count, BLOCK_N, blocks, words, PARTS // words, lanes).permute(4, 0, 2, 3, 1, 5)
+        word = torch.zeros(by_part.shape[1:], dtype=torch.int32, device=codes.device)
+        for part, bits in enumerate(by_part):
+            word |= bits.int() << (width * part)
+        packed[first : first + count] = word.to(packed.dtype)
+    return packed if words == 2 else packed.squeeze(2)
+
+
+def _packed_scales(scales: Tensor, of_block: int) -> Tensor:
+    """[tiles, groups, 64] of [out, groups]; of groups up to whole blocks, `of_block` each."""
+    outputs, groups = scales.shape
+    tiles, padded = -(-outputs // BLOCK_N), -(-groups // of_block) * of_block
+    filled = torch.zeros((tiles * BLOCK_N, padded), dtype=scales.dtype, device=scales.device)
+    filled[:outputs, :groups] = scales
+    return filled.view(tiles, BLOCK_N, padded).transpose(1, 2).contiguous()

@@ -29,10 +29,10 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
+from services.executor.gpu.inputs import Limits, Staging
 from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
-from services.executor.gpu.staging import Limits, Staging
 from services.executor.kv_cache.store import KvStore
 from services.executor.sampling.candidates import WANT, only_largest
 from services.executor.sampling.sampler import wants_of

@@ -22,7 +22,7 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
-from services.executor.model.weight_formats import Weight, joined
+from services.executor.model.weight_formats import Weight
 
 
 class Decoder(Protocol):
@@ -177,18 +177,18 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     )
 
 
-def joined_qkv(attention: Any) -> Weights:
-    """Queries, keys and values of a layer as one linear; a copy but where the model has it so."""
+def qkv_of(attention: Any) -> list[Weights]:
+    """Queries, keys and values of a layer, in one linear or in three."""
     if hasattr(attention, "qkv_proj"):
-        return weights_of(attention.qkv_proj)
-    return _joined([weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")])
+        return [weights_of(attention.qkv_proj)]
+    return [weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
 
 
-def joined_gate_up(feed_forward: Any) -> Weights:
-    """Gate and up projections of a layer as one linear, gate first; a copy but where the model has it so."""
+def gate_up_of(feed_forward: Any) -> list[Weights]:
+    """Gate and up projections of a layer, in one linear or in two."""
     if hasattr(feed_forward, "gate_up_proj"):
-        return weights_of(feed_forward.gate_up_proj)
-    return _joined([weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj)])
+        return [weights_of(feed_forward.gate_up_proj)]
+    return [weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj)]
 
 
 def weights_of(linear: Any) -> Weights:
@@ -243,12 +243,6 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
     names = (*(fused if hasattr(part, fused[0]) else single), last)
     if not all(isinstance(getattr(part, name, None), LinearShard) for name in names):
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
-
-
-def _joined(parts: list[Weights]) -> Weights:
-    biases = [bias for _, bias in parts if bias is not None]
-    assert len(biases) in (0, len(parts)), "of linears that are one, some have a bias and some have none"
-    return joined([weight for weight, _ in parts]), torch.cat(biases) if biases else None
 
 
 def _norm_weight(norm: Any, family: Family) -> Tensor:

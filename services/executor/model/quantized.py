@@ -145,7 +145,7 @@ class QuantizedRows:
         codes, offset = finer.codes, finer.offset
         if self.table:
             offset = max(0, -min(self.table))
-            codes = (torch.tensor(self.table)[codes.int()] + offset).to(torch.uint8)
+            codes = (self._table(torch.int32)[codes.int()] + offset).to(torch.uint8)
         shift = (
             torch.full_like(scales, float(offset)) if finer.zeros is None else finer.zeros.float() + offset
         )
@@ -188,10 +188,7 @@ class QuantizedRows:
         scales, mins = self.level_scales()
         by_group = (self.outputs, self.groups, self.group)
         codes = self.codes.reshape(by_group)
-        if self.table:
-            values = torch.tensor(self.table, dtype=torch.float32)[codes.int()]
-        else:
-            values = codes.float() - self.offset
+        values = self._table(torch.float32)[codes.int()] if self.table else codes.float() - self.offset
         if self.zeros is not None:
             values -= self.zeros.float().unsqueeze(2)
         values *= scales.unsqueeze(2)
@@ -201,11 +198,19 @@ class QuantizedRows:
         if self.permutation is None:
             return values
         there = self.permutation >= 0
-        ordered = torch.zeros(
-            self.shape, dtype=torch.float32
-        )  # whatever the default is while a model is built
+        # Whatever the default is while a model is built.
+        ordered = torch.zeros(self.shape, dtype=torch.float32, device=values.device)
         ordered[:, self.permutation[there].long()] = values[:, there]
         return ordered
+
+    def to(self, device: torch.device) -> "QuantizedRows":
+        if self.codes.device == device:
+            return self
+        order = None if self.permutation is None else self.permutation.to(device)
+        return replace(self._of_each_row(lambda part: part.to(device)), permutation=order)
+
+    def _table(self, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(self.table, dtype=dtype, device=self.codes.device)
 
     def _flaw(self) -> str:
         """Why it is no weight; nothing where it is one."""

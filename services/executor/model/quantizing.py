@@ -1,4 +1,4 @@
-"""Quantizes weights while they are loaded: what `--weight-dtype` means on CPUs.
+"""Quantizes weights while they are loaded, on the host: what `--weight-dtype` means, but for int8 on GPUs.
 
     int8    one scale per row                                              8 bits a weight
     q8_0    one float16 scale per 32 inputs                                8.5
@@ -124,4 +124,4 @@ CODECS = {
         RowsCodec("int4", 4, 64, _WITH_ZEROS, "q6_k"),
     )
 }
-"""What `--weight-dtype` names on CPUs."""
+"""What `--weight-dtype` names; on GPUs int8 is the codec of KV blocks."""

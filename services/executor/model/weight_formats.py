@@ -12,7 +12,7 @@ speed of memory. The two operators are those that torch's own compiler emits for
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,26 +40,35 @@ class Quantized(NamedTuple):
         return Quantized(self.codes[first:end], self.scales[first:end])
 
 
-Weight = Tensor | Quantized | QuantizedRows | DeferredRows
+class Packed(Protocol):
+    """A weight in the order in which a device's kernels read it, which made it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]"""
+        ...
+
+
+Weight = Tensor | Quantized | QuantizedRows | DeferredRows | Packed
 """[out, in]"""
 
 
 WeightCodec = Codec | RowsCodec
-"""A way to quantise a weight: on GPUs, on CPUs."""
+"""A way to quantise a weight: the first on GPUs alone."""
 
 
 def empty(shape: Sequence[int], codec: WeightCodec, device: torch.device) -> Quantized | QuantizedRows:
     if isinstance(codec, RowsCodec):
-        return codec.empty(*shape)
+        return codec.empty(shape[0], shape[1])
     codes = torch.empty(tuple(shape), dtype=codec.dtype, device=device)
     return Quantized(codes, torch.empty(shape[0], dtype=torch.float32, device=device))
 
 
 def encode_into(room: Quantized | QuantizedRows, weight: Tensor, codec: WeightCodec) -> None:
-    """Fills `room` from `weight` [out, in], on the same device, a few rows at a time."""
+    """Fills `room` from `weight` [out, in], a few rows at a time."""
     if isinstance(room, QuantizedRows):
         assert isinstance(codec, RowsCodec), "the room is the codec's"
-        codec.encode_into(room, weight)
+        codec.encode_into(room, weight.to(room.codes.device))
         return
     assert isinstance(codec, Codec), "the room is the codec's"
     step = max(1, _AT_ONCE // max(weight.shape[1], 1))
@@ -71,7 +80,7 @@ def encode_into(room: Quantized | QuantizedRows, weight: Tensor, codec: WeightCo
 
 
 def quantize(weight: Tensor, codec: WeightCodec) -> Quantized | QuantizedRows:
-    """`weight` [out, in] of any floating dtype."""
+    """`weight` [out, in] of any floating dtype; with a `RowsCodec` on the host."""
     made = empty(weight.shape, codec, weight.device)
     encode_into(made, weight, codec)
     return made

@@ -17,7 +17,7 @@ from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel, lower, pack
-from services.executor.gpu.linear import use_products
+from services.executor.gpu.linear import pack_for_gpu, use_products
 from services.executor.kv_cache.capacity import give_back
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
@@ -91,6 +91,7 @@ def gpu_runner(
     from services.executor.gpu.decoder import GpuDecoder
     from services.executor.gpu.steps import GpuSteps
 
+    pack_for_gpu(model, store.device)
     batch_invariant = limits is not None and limits.batch_invariant
     try:
         lowered = lowering.lower(model, store.shape.dtype)

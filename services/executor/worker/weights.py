@@ -139,7 +139,7 @@ class _BuiltShare(Share):
         report: Report,
         cache: WeightCache | None,
     ) -> None:
-        from services.executor.gpu.linear import weight_codec
+        from services.executor.gpu.linear import pack_for_gpu, weight_codec
         from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
 
         adopt_loggers()  # of transformers
@@ -148,7 +148,7 @@ class _BuiltShare(Share):
         self.dtype = choose_dtype(settings, device, config)
         codec = weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
-        keep_codes = settings.weight_dtype == "auto" and device.type == "cpu" and self.dtype is torch.bfloat16
+        keep_codes = settings.weight_dtype == "auto" and self.dtype is torch.bfloat16
         self._model: Any = load_model(
             directory,
             self.dtype,
@@ -165,7 +165,9 @@ class _BuiltShare(Share):
             self._model, self.dtype, collectives, device, self._threads
         )
         if keep_codes and not self.reads_compressed:
-            unpack(self._model, self.dtype)
+            unpack(self._model, self.dtype, device)
+        elif device.type == "cuda":
+            pack_for_gpu(self._model, device)  # before the KV cache takes what is free
         if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32

@@ -75,23 +75,35 @@ def few_rows_kernel(
             values = values.to(tl.float32)
         sums = tl.dot(_widened(raw, CODE, WIDE), values, sums, input_precision="ieee")
 
+    add_splits(
+        sums, scales, bias, out, parts, arrivals, t, n, rows, outputs, splits, tile * tl.num_programs(0) + group, split,
+        SPLIT, CODE, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_splits(
+    sums, scales, bias, out, parts, arrivals, t, n, rows, outputs, splits, place, split,
+    SPLIT: tl.constexpr, CODE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The end of a program that has `sums` [outputs `n`, rows `t`] of its split: of those for one `place` the last to
+    arrive adds them all up, and finishes."""
     inside = (n < outputs)[:, None] & (t < rows)[None, :]
-    place = t.to(tl.int64)[None, :] * outputs + n[:, None]
+    into = t.to(tl.int64)[None, :] * outputs + n[:, None]
     if not SPLIT:
-        _finish(sums, scales, bias, out, n, outputs, place, inside, CODE, BIAS)
+        _finish(sums, scales, bias, out, n, outputs, into, inside, CODE, BIAS)
     else:
         stride = rows.to(tl.int64) * outputs
-        tl.store(parts + split * stride + place, sums, mask=inside)
+        tl.store(parts + split * stride + into, sums, mask=inside)
         # All of this program's stores come before its arrival, and all arrivals before what the last one reads.
         tl.debug_barrier()
-        mine = arrivals + tile * tl.num_programs(0) + group
-        if tl.atomic_add(mine, 1, sem="acq_rel") == splits - 1:
+        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == splits - 1:
             tl.debug_barrier()
-            total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            total = tl.zeros(sums.shape, tl.float32)
             for other in range(splits):
-                total += tl.load(parts + other * stride + place, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(mine, 0)
-            _finish(total, scales, bias, out, n, outputs, place, inside, CODE, BIAS)
+                total += tl.load(parts + other * stride + into, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(arrivals + place, 0)
+            _finish(total, scales, bias, out, n, outputs, into, inside, CODE, BIAS)
 
 
 @triton.jit

@@ -53,6 +53,7 @@ log = structlog.get_logger(__name__)
 
 _UNPACKED_TOGETHER = 1 << 22
 """Values"""
+_CPU = torch.device("cpu")
 _LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
 
@@ -105,9 +106,10 @@ def load_model(
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
-    With a `codec` the weights of its linear layers are quantised as they are read, on CPUs those of head and
-    embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked.
-    With `defer_codes` those of GGUF files are read when they are packed.
+    With a `codec` the weights of its linear layers are quantised as they are read, with a `RowsCodec` those of head and
+    embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked. Codes with
+    scales for groups lie on the host, whatever `device` is; with `defer_codes` those of GGUF files are read when they
+    are packed.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -199,8 +201,8 @@ class _Parameter:
         return all(isinstance(module, WeightShard) and leaf == "weight" for module, leaf in self.targets)
 
     def codec_of(self, codec: WeightCodec | None) -> WeightCodec | None:
-        """What quantises it, where all that is quantised is to be by `codec`; None: nothing. On GPUs head and embedding
-        are left as they are."""
+        """What quantises it, where all that is quantised is to be by `codec`; None: nothing. Head and embedding are
+        left as they are by codecs of one scale for each row."""
         if not self.may_be_quantized:
             return None
         vocabulary = VocabParallelHead | VocabParallelEmbedding
@@ -310,7 +312,7 @@ def _place(parameter: _Parameter, held: Weight) -> None:
         setattr(module, attribute, value)
 
 
-def unpack(model: nn.Module, dtype: torch.dtype) -> None:
+def unpack(model: nn.Module, dtype: torch.dtype, device: torch.device = _CPU) -> None:
     """Makes plain weights of those that have stayed quantized, for models that PyTorch computes."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -318,7 +320,7 @@ def unpack(model: nn.Module, dtype: torch.dtype) -> None:
             stored := module.stored, QuantizedRows | DeferredRows
         ):
             if id(stored) not in made:
-                made[id(stored)] = nn.Parameter(_unpacked(stored, dtype), requires_grad=False)
+                made[id(stored)] = nn.Parameter(_unpacked(stored, dtype).to(device), requires_grad=False)
             module.keep_quantized(None)
             module.weight = made[id(stored)]
     if made:

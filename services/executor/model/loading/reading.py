@@ -22,7 +22,7 @@ from services.executor.model.loading.composition import Composition, Part
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.model.weight_formats import Weight, WeightCodec, empty, quantize
+from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, empty, quantize
 
 log = structlog.get_logger(__name__)
 
@@ -99,13 +99,17 @@ def stream_all(
     lanes: int,
 ) -> list[Weight]:
     """`read_all` by `lanes` threads, through what `make_carrier` makes for each."""
-    held = [_room(read, device) for read in reads]
+    rooms = [_room(read, device) for read in reads]
     meter = Meter(progress, sum(read.nbytes for read in reads))
-    pieces = (piece for read, into in zip(reads, held, strict=True) for piece in _streamed(read, into, files))
+    pieces = (
+        piece for read, into in zip(reads, rooms, strict=True) for piece in _streamed(read, into, files)
+    )
     streaming.carry_all(pieces, files, make_carrier, meter.add, lanes)
     if device.type == "cuda":
         # torch keeps pinned memory for later, which nobody will ask for in such pieces.
         getattr(torch._C, "_host_emptyCache", lambda: None)()  # noqa: SLF001  # no public name
+    held: list[Weight] = [*rooms]
+    rooms.clear()
     for index, read in enumerate(reads):
         into = held[index]
         if read.codec is not None and isinstance(into, Tensor):
@@ -114,7 +118,7 @@ def stream_all(
     return held
 
 
-def _room(read: Read, device: torch.device) -> Weight:
+def _room(read: Read, device: torch.device) -> Tensor | Quantized | QuantizedRows:
     """Where `read` goes; plain at first where its rows do not come whole."""
     shape = read.content.shape
     # No checkpoint has values of more than eight bytes.
@@ -123,7 +127,9 @@ def _room(read: Read, device: torch.device) -> Weight:
     return torch.empty(shape, dtype=read.dtype, device=device)
 
 
-def _streamed(read: Read, into: Weight, files: WeightFiles) -> Iterator[streaming.Piece]:
+def _streamed(
+    read: Read, into: Tensor | Quantized | QuantizedRows, files: WeightFiles
+) -> Iterator[streaming.Piece]:
     for part in read.content.parts:
         if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"

@@ -24,7 +24,7 @@ from torch.nn import functional
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import Span, split_dimension
 from services.executor.model.quantized import DeferredRows, QuantizedRows
-from services.executor.model.weight_formats import Quantized, Weight, packed_product
+from services.executor.model.weight_formats import Packed, Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
 
 
@@ -93,14 +93,14 @@ class WeightShard(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._quantized: Quantized | QuantizedRows | DeferredRows | None = None
+        self._quantized: Quantized | QuantizedRows | DeferredRows | Packed | None = None
 
     @property
     def stored(self) -> Weight:
         """The weight [out, in] as it was loaded: plain or quantised."""
         return self.weight if self._quantized is None else self._quantized
 
-    def keep_quantized(self, weight: Quantized | QuantizedRows | DeferredRows | None) -> None:
+    def keep_quantized(self, weight: Quantized | QuantizedRows | DeferredRows | Packed | None) -> None:
         """Holds `weight` in place of the plain one, which is empty from now on; None: lets go of it."""
         self._quantized = weight
         self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
@@ -188,7 +188,12 @@ class VocabParallelEmbedding(WeightShard):
         self.span = span
         hold(self, "weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
+        self._rows_of: Callable[[Tensor], Tensor] | None = None
         self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
+
+    def look_up_by(self, rows_of: Callable[[Tensor], Tensor]) -> None:
+        """From now on takes rows by `rows_of`, [T] -> [T, hidden]."""
+        self._rows_of = rows_of
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = self._look_up(token_ids)
@@ -203,6 +208,8 @@ class VocabParallelEmbedding(WeightShard):
         return self._collectives.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0))
 
     def _rows(self, rows: Tensor) -> Tensor:
+        if self._rows_of is not None:
+            return self._rows_of(rows.flatten()).view(*rows.shape, -1)
         if isinstance(self._quantized, QuantizedRows):
             values = self._quantized.picked(rows.flatten()).dequantized().to(self.weight.dtype)
             return values.view(*rows.shape, -1)

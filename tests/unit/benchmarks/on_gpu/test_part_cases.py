@@ -22,7 +22,7 @@ def rows_of(bench: Bench) -> list[Row]:
 def test_products_are_right(tmp_path: Path) -> None:
     bench = bench_of(tmp_path)
     part_cases.products(bench)
-    assert len(rows_of(bench)) == 7
+    assert len(rows_of(bench)) == 1 + 6 * 3
     assert all(row.ok and row.figure for row in rows_of(bench))
 
 
@@ -40,7 +40,8 @@ def test_a_product_that_is_off_by_three_hundredths_is_wrong(
     )
     bench = bench_of(tmp_path)
     part_cases.products(bench)
-    assert [row.ok for row in rows_of(bench)] == [True, *[False] * 6]
+    assert {row.key.split("/")[2] for row in rows_of(bench) if not row.ok} == {"fp8", "int8"}
+    assert sum(not row.ok for row in rows_of(bench)) == 6
 
 
 def test_blocks_and_loading_are_right(tmp_path: Path) -> None:

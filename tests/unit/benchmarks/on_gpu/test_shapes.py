@@ -13,6 +13,7 @@ def test_parameters_are_those_of_the_models() -> None:
 def test_bytes_of_a_step() -> None:
     assert LLAMA_8B.held_bytes("bf16") == pytest.approx(16.06e9, rel=1e-3)
     assert LLAMA_8B.weight_bytes("bf16") == pytest.approx(15.01e9, rel=1e-3)
+    assert LLAMA_8B.weight_bytes("int4") == pytest.approx(4.25e9, rel=1e-3)
     assert LLAMA_8B.kv_bytes("bf16") == 128 * 1024
     assert LLAMA_13B.kv_bytes("bf16") == 819200
     assert LLAMA_8B.kv_bytes("fp8") < 0.51 * LLAMA_8B.kv_bytes("bf16")

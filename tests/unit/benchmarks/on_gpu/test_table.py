@@ -37,6 +37,7 @@ def test_aims_are_met_or_not_or_not_measured() -> None:
         "60% of the matrix rate in prefill": "not met",
         "fp8 KV not slower than bf16 KV": "not met",
         "13B loaded in under 1 s from page cache": "not measured",
+        "int4 weights twice as fast as bf16 at batch 1": "not measured",
     }
 
 

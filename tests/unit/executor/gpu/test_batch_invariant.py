@@ -10,7 +10,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from benchmarks.on_gpu.served import served
-from benchmarks.on_gpu.shapes import TINY
 from services.executor.collectives.base import InRankOrder, SingleRank
 from services.executor.core.progress import Progress
 from services.executor.gpu.kernels import matmul
@@ -21,7 +20,7 @@ from services.executor.model.weight_formats import Quantized
 from shared.errors import ModelLoadError
 from tests.pretend_gpu.device import pretend_gpu
 from tests.unit.executor.gpu.gpu_runners import runner_of, small_model
-from tests.unit.executor.gpu.texts import GREEDY, requests, texts
+from tests.unit.executor.gpu.texts import GREEDY, ONE_LAYER, requests, texts
 from tests.unit.executor.model.ring import Script, on_ring
 
 LIMITS = StepLimits(3, 16, 32, 1 << 30, batch_invariant=True)
@@ -80,20 +79,20 @@ def test_a_text_is_the_same_whatever_is_computed_beside_it_and_after_a_kill() ->
     """A whole engine: another ring that continues an answer computes its prompt and what was said in chunks."""
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 2, "context_length": 64}
     options |= {"max_batch_tokens": 16, "batch_invariant": True, "prefix_caching": False}
-    prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (21, 28)]
-    wanted = requests(prompts, (GREEDY, GREEDY), 6)
+    prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (17, 20)]
+    wanted = requests(prompts, (GREEDY, GREEDY), 4)
     with pretend_gpu() as gpu:
         from tests.unit.executor.gpu.test_on_pretend_gpu import GPU
 
         del gpu
-        with served(TINY, GPU, **options) as ring:
+        with served(ONE_LAYER, GPU, **options) as ring:
             assert ring.spec.exact
             assert "batch-invariant" in ring.spec.numerics
             both, _ = texts(ring, wanted, ahead=True)
             alone, _ = texts(ring, wanted[:1], ahead=False)
             assert alone == both[:1]
-            continued = requests([prompts[0] + both[0][:3]], (GREEDY,), 3)
-            assert texts(ring, continued, ahead=False)[0] == [both[0][3:]]
+            continued = requests([prompts[0] + both[0][:2]], (GREEDY,), 2)
+            assert texts(ring, continued, ahead=False)[0] == [both[0][2:]]
 
 
 def test_a_model_that_the_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:

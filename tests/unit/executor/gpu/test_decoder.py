@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
-@pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.slow)], ids=["int8", "fp8"])
 def test_compressed_blocks_give_what_pytorch_gives(tmp_path: Path, codec: Codec) -> None:
     directory = small_model(tmp_path, "llama")
 
@@ -279,7 +279,7 @@ def test_that_there_is_no_triton_is_found_out_and_told_once(
     assert capsys.readouterr().out.count("attending_with_pytorch") == 1
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_what_a_token_reads_does_not_depend_on_how_steps_are_cut(tmp_path: Path, model_type: str) -> None:
     """A chunk that fills blocks, against the same tokens one by one. Mistral has a window."""
     directory = small_model(tmp_path, model_type)

@@ -23,8 +23,7 @@ from services.executor.gpu.graphs import (
     padded,
     rung_for,
 )
-from services.executor.gpu.inputs import arrays_of, inputs_of, is_decode
-from services.executor.gpu.staging import Limits, Staging
+from services.executor.gpu.inputs import Limits, Staging, arrays_of, inputs_of, is_decode
 from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers
 
 CPU = torch.device("cpu")

@@ -16,7 +16,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from benchmarks.on_gpu.served import served
-from benchmarks.on_gpu.shapes import TINY
 from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import Launched
 from services.executor.core.sampling_state import SamplingState
@@ -30,7 +29,7 @@ from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.streams import Host, Misuse
-from tests.unit.executor.gpu.texts import GREEDY, requests, texts
+from tests.unit.executor.gpu.texts import GREEDY, ONE_LAYER, requests, texts
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 HOST_SLOTS, DISK_SLOTS, BLOCKS = 5, 3, 6
@@ -177,13 +176,13 @@ def test_memory_that_cannot_be_had_is_told_at_start(gpu: Host, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "room"), [pytest.param("bf16", 16_384, marks=pytest.mark.slow), ("int8", 178_300)]
+    ("kv_dtype", "room"), [pytest.param("bf16", 8192, marks=pytest.mark.slow), ("int8", 89_150)]
 )
 def test_a_session_comes_back_from_host_memory(gpu: Host, kv_dtype: str, room: int) -> None:
     """There is room for one of them: each turn of one evicts the other."""
     options = {"kv_dtype": kv_dtype, "kv_memory": room, "kv_host_memory": 1 << 20, "context_length": 48}
     prompts = {name: [first + at for at in range(40)] for name, first in (("a", 3), ("b", 103))}
-    with served(TINY, GPU, max_sequences=1, **options) as ring:
+    with served(ONE_LAYER, GPU, max_sequences=1, **options) as ring:
         batcher, found, waited = ring.batcher(), [], []
 
         def launch(given: StepPlan, samples: Sequence[SamplingState]) -> Launched:

@@ -9,11 +9,13 @@ from benchmarks.on_gpu.product_speed import product_speed
 
 
 def test_each_way_is_measured() -> None:
-    rows = product_speed(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny=True)
+    rows = list(product_speed(torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny=True))
     assert {row["key"] for row in rows} >= {
         "products/tiny/1/bf16",
         "products/tiny/1/bf16, our own",
         "products/tiny/3/fp8, widened in registers",
         "products/tiny/17/int8, widened in registers",
+        "products/tiny/1/int4",
+        "products/tiny/3/q4_k",
     }
     assert all(row["figure"] > 0 for row in rows)

@@ -23,8 +23,15 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "prompts", lambda: PROMPTS)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("model_type", "world_size"),
+    [
+        ("llama", 2),
+        ("gemma2", 1),
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        pytest.param("gemma2", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
     directory = small_model(tmp_path, model_type)
     truth = dict(zip(PROMPTS, reference_logits(directory, list(PROMPTS.values())), strict=True))
@@ -39,7 +46,7 @@ def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: in
 
 def test_steps_of_single_tokens_are_replayed_from_graphs(tmp_path: Path) -> None:
     """A chunk of one token is a decode to the graphs, whatever is made of its row."""
-    directory = small_model(tmp_path, "llama")
+    directory = small_model(tmp_path, "llama", num_hidden_layers=1)
     truth = dict(zip(PROMPTS, reference_logits(directory, list(PROMPTS.values())), strict=True))
 
     def work(collectives: Collectives) -> dict[str, list[scores.Row]]:

@@ -1,5 +1,6 @@
-"""The GPU's decoder over weights of eight bits, against transformers' modules over the same ones."""
+"""The GPU's decoder over quantized weights, against transformers' modules over the same ones."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,27 +14,84 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.linear import use_products
 from services.executor.kv_cache.capacity import StoreShape
-from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.quantizing import CODECS
+from services.executor.model.weight_formats import WeightCodec
 from services.executor.worker.backend import gpu_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.gpu.gpu_runners import on_gpu_ring, small_model, small_script
+from tests.unit.executor.model.gguf_models import write_gguf
+from tests.unit.executor.model.loading.quantized_weights import gptq
+from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS
 
+ONE_LAYER = {"intermediate_size": 128, "num_hidden_layers": 1}
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
-def test_logits_are_those_of_the_modules(tmp_path: Path, codec: Codec, world_size: int) -> None:
-    directory = small_model(tmp_path, "llama", intermediate_size=128)
+
+def plain(directory: Path) -> Path:
+    return small_model(directory, "llama", **ONE_LAYER)
+
+
+def gguf(directory: Path) -> Path:
+    """Values of another format than queries and keys, and a head that is the embedding."""
+    sizes = ONE_LAYER | {
+        "hidden_size": 256,
+        "vocab_size": 300,
+        "intermediate_size": 256,
+        "tie_word_embeddings": True,
+    }
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    source = small_model(directory / "plain", "llama", **sizes)
+    target = directory / "linked"
+    convert_gguf(write_gguf(source, directory / "model.gguf", "Q4_K", attn_v="Q6_K"), target, lambda *_: None)
+    return target
+
+
+def act_order(directory: Path) -> Path:
+    """GPTQ, whose second rank has columns of each group."""
+    write = lambda made, outputs, inputs: gptq(made, outputs, inputs, ordered=True)  # noqa: E731
+    return make_checkpoint(directory, "llama", write, num_hidden_layers=1, vocab_size=100).quantized
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "ranks"),
+    [
+        (plain, INT8, 1),
+        (plain, FP8, 2),
+        (plain, CODECS["int4"], 2),
+        (gguf, None, 1),
+        (act_order, None, 2),
+        pytest.param(plain, INT8, 2, marks=pytest.mark.slow),
+        pytest.param(plain, FP8, 1, marks=pytest.mark.slow),
+        pytest.param(plain, CODECS["q6_k"], 2, marks=pytest.mark.slow),
+        pytest.param(gguf, None, 2, marks=pytest.mark.slow),
+    ],
+    ids=lambda given: getattr(given, "name", None) or getattr(given, "__name__", str(given)),
+)
+def test_logits_are_those_of_the_modules(
+    tmp_path: Path, make: Callable[[Path], Path], codec: WeightCodec | None, ranks: int
+) -> None:
+    directory = make(tmp_path)
     plan, _ = small_script().step({0: 4, 1: 1})
 
     def logits_of(collectives: Collectives, gpu: bool) -> Tensor | None:
         layout = ShardLayout.from_config(load_config(directory), collectives.world_size, collectives.rank)
+        progress = lambda done, total: None  # noqa: E731
         model = load_model(
-            directory, torch.bfloat16, layout, collectives, CPU, lambda done, total: None, codec
+            directory,
+            torch.bfloat16,
+            layout,
+            collectives,
+            CPU,
+            progress,
+            codec,
+            keep_codes=True,
+            defer_codes=gpu,
         )
-        store = KvStore(StoreShape(2, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU)
+        store = KvStore(StoreShape(1, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU)
         if gpu:
             runner = gpu_runner(model, store, layout, collectives)
             assert isinstance(runner._decoder, GpuDecoder)
@@ -45,7 +103,7 @@ def test_logits_are_those_of_the_modules(tmp_path: Path, codec: Codec, world_siz
         return logits
 
     ours, theirs = (
-        on_gpu_ring(world_size, lambda collectives, gpu=gpu: logits_of(collectives, gpu))[0]  # type: ignore[misc]
+        on_gpu_ring(ranks, lambda collectives, gpu=gpu: logits_of(collectives, gpu))[0]  # type: ignore[misc]
         for gpu in (True, False)
     )
     assert ours is not None

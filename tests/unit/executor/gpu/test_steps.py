@@ -14,6 +14,7 @@ NEW = 5
 PROMPTS = ([5, 9, 7], [6, 9, 7])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="on a GPU the benchmark's correctness section does this"
 )

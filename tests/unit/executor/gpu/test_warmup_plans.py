@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from benchmarks.on_gpu.served import Served, served
-from benchmarks.on_gpu.shapes import TINY
 from services.executor.core.step_plan import as_int32
 from services.executor.gpu.kernels import attention_launch, matmul
 from services.executor.gpu.kernels.tiles import rows_for, splits_of
 from services.executor.gpu.steps import Chunk, warmup_chunks, warmup_plans
 from tests.pretend_gpu.device import pretend_gpu
-from tests.unit.executor.gpu.texts import DRAWN, GREEDY, requests, texts
+from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, texts
 
 PROCESSORS = 132
 
@@ -112,7 +111,7 @@ def test_requests_have_nothing_compiled_after_it(compiled: set[tuple[Any, ...]],
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 3, "context_length": 64}
     with (
         pretend_gpu(),
-        served(TINY, torch.device("cuda", 0), max_batch_tokens=40, warm_up=warm_up, **options) as ring,
+        served(ONE_LAYER, torch.device("cuda", 0), max_batch_tokens=40, warm_up=warm_up, **options) as ring,
     ):
         before = set(compiled)
         serve(ring)

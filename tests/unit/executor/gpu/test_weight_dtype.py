@@ -37,14 +37,15 @@ def test_how_weights_are_kept() -> None:
     assert weight_codec("int8", CUDA, BF16) is INT8
     for name, codec in CODECS.items():
         assert weight_codec(cast("WeightDType", name), CPU, BF16) is codec
+        assert weight_codec(cast("WeightDType", name), CUDA, BF16) is (INT8 if name == "int8" else codec)
 
 
 def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         "fp8", CPU, BF16, "--weight-dtype fp8 is for GPUs and this rank computes on the CPU; leave it at auto"
     )
-    refused("q4_k", CUDA, BF16, "choose one of: fp8, int8.")
     refused("int8", CUDA, torch.float32, "give --dtype bf16")
+    refused("q4_k", CUDA, torch.float32, "give --dtype bf16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused("int8", CUDA, BF16, "needs Triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -1,9 +1,11 @@
 """What an engine makes of requests, with the batcher around it, one step at a time or one ahead."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.on_gpu.served import Served
+from benchmarks.on_gpu.shapes import TINY
 from services.executor.core.engine import Launched
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
@@ -12,6 +14,9 @@ from shared.messages import GenerationRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, top_k=7, top_p=0.9, seed=5)
+
+ONE_LAYER = replace(TINY, layers=1)
+"""Interpreted kernels take most of the time."""
 
 Launch = Callable[[StepPlan, Sequence[SamplingState]], Launched]
 

@@ -56,14 +56,18 @@ def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing(
     assert [name for name, one in found.items() if one["registers"] * 1024 > REGISTERS] == []
 
 
+@pytest.mark.slow
 def test_products_multiply_while_weights_come() -> None:
     found = compiled("products")
     assert all(one["stack"] == 0 for one in found.values()), found
-    few, one = found["few rows"], found["one row"]
+    few, one, grouped = found["few rows"], found["one row"], found["few rows int4"]
     assert few["counts"]["wgmma"] > 0
+    assert grouped["counts"]["wgmma"] > 0
+    assert grouped["counts"]["wide async"] > 0
+    assert grouped["counts"]["convert"] < 16  # of rows; codes become numbers without any
     assert min(few["counts"]["async"], one["counts"]["async"]) > 0
     # Two programs of the largest tiles fit, four of one row: enough weights are on their way.
-    for kernel, programs in ((few, 2), (one, 4)):
+    for kernel, programs in ((few, 2), (one, 4), (grouped, 4)):
         assert kernel["registers"] * 128 * programs <= REGISTERS
         assert kernel["shared"] * programs <= MOST_SHARED
 

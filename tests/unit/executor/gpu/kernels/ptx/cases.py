@@ -1,6 +1,7 @@
 """Launches that are compiled and run as PTX; their sizes are those of the tests that give them numbers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
@@ -8,10 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.on_gpu.launched import meta
+from benchmarks.random_model import random_rows
 from services.executor.gpu.kernels import attention_launch, codes, elementwise, matmul, sampling
 from services.executor.gpu.kernels.codes import word_to_floats
+from services.executor.gpu.kernels.grouped import PackedRows, multiply_grouped, widened
 from services.executor.gpu.kernels.tiles import rows_for
+from services.executor.gpu.quantized_matmul import packed_rows
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS as QUANTIZERS
 
 WORDS = 512
 VOCABULARY, ROWS = 5000, 3
@@ -19,6 +25,9 @@ KV_HEADS, GROUP, SIZE, WIDTH = 2, 4, 16, 64
 HOT_BLOCKS, COLD_BLOCKS = 20_000_000, 12_000_000
 """164 and 49 GB of each layer: what counts them in 32 bits finds nothing."""
 SPLITS = 4
+GROUPED_OUTPUTS, GROUPED_INPUTS = 80, 1120
+"""Blocks of 256 or 128 inputs, of which the last one is not full."""
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 CHUNK = 40
 """Tokens: two tiles of the largest size, which two groups of warps multiply."""
 
@@ -67,6 +76,31 @@ def few_rows(codec: Codec) -> None:
     matmul.multiply_few(meta(3, 1040), codes_of, scales, meta(80), meta(16, dtype=torch.int32), 132)
 
 
+def grouped_weight(form: str) -> PackedRows:
+    """Two tiles of outputs; so many inputs that they are split."""
+    random = torch.Generator().manual_seed(1)
+    if form in QUANTIZERS:
+        made = random_rows(QUANTIZERS[form], GROUPED_OUTPUTS, GROUPED_INPUTS, torch.device("cpu"))
+    else:
+        sizes = (GROUPED_OUTPUTS, GROUPED_INPUTS)
+        codes_of = torch.randint(0, 16, sizes, generator=random, dtype=torch.uint8)
+        scales = torch.randn((GROUPED_OUTPUTS, GROUPED_INPUTS // 32), generator=random).bfloat16()
+        made = QuantizedRows(codes_of, 4, 32, scales, table=E2M1)
+    return packed_rows(made)
+
+
+def grouped(form: str, rows: int) -> None:
+    """A product; of no rows: the lookup of two."""
+    weight = grouped_weight(form)
+    tensors = {name: part.to("meta") for name, part in vars(weight).items() if isinstance(part, Tensor)}
+    weight = replace(weight, **tensors)
+    if not rows:
+        return widened(weight, 0, meta(2, GROUPED_INPUTS), meta(2, dtype=torch.int64))
+    cut = matmul.tiles_of(rows, GROUPED_OUTPUTS, GROUPED_INPUTS, 132)
+    x, out = meta(rows, GROUPED_INPUTS), meta(rows, GROUPED_OUTPUTS)
+    return multiply_grouped(x, weight, meta(GROUPED_OUTPUTS), meta(16, dtype=torch.int32), cut, out)
+
+
 def draw() -> None:
     space = sampling.space_for(ROWS, VOCABULARY, torch.device("meta"))
     params = meta(sampling.NUM_PARAMS * ROWS, dtype=torch.float64)
@@ -106,6 +140,11 @@ def attend(codec: Codec | None, splits: int, tokens: int = 1) -> None:
     attention_launch.attend(query, layer, batch, attention_launch.Scores(WIDTH**-0.5), query)
 
 
+GROUPED = {
+    f"{what} {form}": lambda form=form, rows=rows: grouped(form, rows)
+    for what, rows in (("grouped", 3), ("rows", 0))
+    for form in ("int4", "q4_k", "q6_k", "q8_0", "mxfp4")
+}
 CODECS: dict[str, Codec] = {"fp8": FP8, "int8": INT8}
 CASES: dict[str, Callable[[], None]] = {"norm": norm, "place": place, "gated": gated}
 for _name, _codec in CODECS.items():
@@ -123,3 +162,4 @@ CASES |= {
     "attend chunk": lambda: attend(INT8, 1, CHUNK),
     "draw": draw,
 }
+LAUNCHES = CASES | GROUPED

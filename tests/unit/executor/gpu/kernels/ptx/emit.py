@@ -59,7 +59,7 @@ def main() -> None:
     from triton.compiler import ASTSource
 
     from benchmarks.on_gpu.launched import TARGET, Launched, launches
-    from tests.unit.executor.gpu.kernels.ptx.cases import CASES
+    from tests.unit.executor.gpu.kernels.ptx.cases import LAUNCHES
 
     made: list[tuple[Launched, Emitted]] = []
 
@@ -77,7 +77,7 @@ def main() -> None:
         made.append((launched, emitted))
         return emitted
 
-    json.dump({name: [emit(one) for one in launches(CASES[name])] for name in sys.argv[1:]}, sys.stdout)
+    json.dump({name: [emit(one) for one in launches(LAUNCHES[name])] for name in sys.argv[1:]}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
-from services.executor.gpu.staging import ALIGN, Limits, Staging, places_of, sent, to_device, total_of
+from services.executor.gpu.inputs import ALIGN, Limits, Staging, places_of, sent, to_device, total_of
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(0, 3 * ALIGN), max_size=12)

@@ -1,0 +1,164 @@
+"""Products with codes that have scales for groups, against what they stand for; in Triton's interpreter."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the GPU kernels are tested where Triton is (Linux on x86-64)")
+
+from benchmarks.random_model import random_rows
+from services.executor.gpu import quantized_matmul
+from services.executor.gpu.kernels.grouped import PackedRows
+from services.executor.gpu.linear import JoinedProduct, make_joined, make_lookup, make_product
+from services.executor.gpu.quantized_matmul import GroupedProduct, packed_rows
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def normal(*sizes: int, seed: int = 1) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(most: int, *sizes: int, seed: int = 1) -> Tensor:
+    """Each in [0, most]."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, most + 1, sizes, generator=random, dtype=torch.uint8)
+
+
+def halves(outputs: int, groups: int, seed: int = 2) -> Tensor:
+    return normal(outputs, groups, seed=seed).half()
+
+
+def one_level(bits: int, group: int, outputs: int = 6, inputs: int = 128, **rest: object) -> QuantizedRows:
+    codes = whole((1 << bits) - 1, outputs, inputs)
+    return QuantizedRows(codes, bits, group, halves(outputs, inputs // group), **rest)  # type: ignore[arg-type]
+
+
+def two_levels(
+    bits: int, group: int, per: int, inputs: int, *, mins: bool, signed: bool = False
+) -> QuantizedRows:
+    groups = inputs // group
+    scales = whole(63, 6, groups, seed=3)
+    return QuantizedRows(
+        whole((1 << bits) - 1, 6, inputs),
+        bits,
+        group,
+        (scales.to(torch.int8) - 32) if signed else scales,
+        offset=0 if mins else 1 << (bits - 1),
+        mins=whole(63, 6, groups, seed=4) if mins else None,
+        supers=halves(6, groups // per),
+        super_mins=halves(6, groups // per, seed=5) if mins else None,
+        per=per,
+    )
+
+
+def act_order() -> QuantizedRows:
+    """The second rank's columns of a weight whose groups are not neighbours: some columns are filled up."""
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(7)).int()
+    made = one_level(4, 32, zeros=whole(16, 6, 4, seed=3))
+    return replace(made, permutation=order).columns(48, 128)
+
+
+FORMATS: dict[str, Callable[[], QuantizedRows]] = {
+    "int4": lambda: one_level(4, 64, inputs=192, zeros=whole(15, 6, 3, seed=3)),
+    "two tiles of outputs": lambda: one_level(4, 32, outputs=70, offset=8),
+    "groups of 256 inputs": lambda: one_level(4, 256, inputs=256, offset=8),
+    "groups of 48": lambda: one_level(4, 48, inputs=144, offset=8),
+    "int8, a scale per row": lambda: one_level(8, 40, inputs=40, offset=128),
+    "int8, zero points": lambda: one_level(8, 32, zeros=whole(255, 6, 4, seed=3)),
+    "q8_0": lambda: one_level(8, 32, inputs=160, offset=128),
+    "q4_1": lambda: one_level(4, 32, mins=halves(6, 4, seed=3)),
+    "q5_0": lambda: one_level(5, 32, offset=16),
+    "mxfp4": lambda: one_level(4, 32, table=E2M1),
+    "q2_k": lambda: two_levels(2, 16, 16, 256, mins=True),
+    "q3_k": lambda: two_levels(3, 16, 16, 256, mins=False, signed=True),
+    "q4_k": lambda: two_levels(4, 32, 8, 256, mins=True),
+    "q6_k": lambda: two_levels(6, 16, 16, 256, mins=False, signed=True),
+    "scales above scales for less than a block": lambda: two_levels(4, 32, 3, 96, mins=True),
+    "act-order": act_order,
+    "int8 with zero points and an offset": lambda: one_level(
+        8, 64, zeros=whole(255, 6, 2, seed=3), offset=100
+    ),
+    "an offset beyond the codes": lambda: one_level(4, 32, offset=201),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_and_rows_are_those_of_the_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = FORMATS[name](), None if name == "q8_0" else normal(6, seed=8)
+    if name == "two tiles of outputs":
+        bias = normal(70, seed=8)
+    values = weight.dequantized()
+    packed = packed_rows(weight)
+    assert packed.shape == weight.shape
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    tolerance = 3e-6 if DEVICE.type == "cpu" else 2**-7
+    if weight.permutation is None:
+        rows = torch.tensor([weight.outputs - 1, 0, 5])
+        found = make_lookup(packed, dtype)(rows.to(DEVICE)).cpu().float()
+        torch.testing.assert_close(found, values[rows].to(dtype).float(), rtol=tolerance, atol=1e-6)
+    x = normal(2, weight.inputs, seed=9).to(dtype)
+    exact = x.double() @ values.double().T + (0 if bias is None else bias.to(dtype).double())
+    product = make_product(packed, None if bias is None else bias.to(dtype))
+    assert isinstance(product, GroupedProduct)
+    largest = float(exact.abs().max())
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=tolerance * largest)
+    monkeypatch.setattr(quantized_matmul, "MOST_ROWS", 1)  # so that two are many
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=tolerance * largest)
+
+
+def test_splits_add_up_and_rows_that_lie_apart() -> None:
+    weight = random_rows(CODECS["q4_k"], 6, 1152, DEVICE)
+    product = GroupedProduct(packed_rows(weight), None)
+    wide = normal(3, 2304, seed=2)
+    x = wide[:, 1152:]
+    exact = x.double() @ weight.dequantized().double().T
+    found = [product(x) for _ in range(2)]
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0].double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    assert not bool(product._arrivals.any())
+    assert product(x[:0]).shape == (0, 6)
+
+
+def test_an_invariant_row_has_the_bits_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_matmul, "MOST_ROWS", 2)  # so that rows are multiplied in several turns
+    weight = random_rows(CODECS["int4"], 6, 1152, DEVICE)
+    product = GroupedProduct(packed_rows(weight), None, invariant=True)
+    x = normal(3, 1152, seed=2)
+    together = product(x)
+    for row in range(3):
+        assert torch.equal(product(x[row : row + 1])[0], together[row])
+
+
+def test_linears_of_one_format_are_one_and_others_follow_each_other() -> None:
+    parts = [random_rows(CODECS["int4"], 64, 64, DEVICE) for _ in range(2)]
+    parts.append(random_rows(CODECS["q6_k"], 3, 64, DEVICE))
+    packed = [packed_rows(part) for part in parts]
+    seen: list[tuple[int, int]] = []
+
+    def noted(weight: PackedRows, bias: Tensor | None) -> object:
+        seen.append(weight.shape)
+        return make_product(weight, bias)
+
+    biases = [normal(len(part.codes), seed=4) for part in parts]
+    product = make_joined(list(zip(packed, biases, strict=True)), noted)  # type: ignore[arg-type]
+    assert isinstance(product, JoinedProduct)
+    assert seen == [(128, 64), (3, 64)]
+    x = normal(1, 64, seed=5)
+    values = torch.cat([part.dequantized() for part in parts])
+    exact = x.double() @ values.double().T + torch.cat(biases).double()
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    odd = packed_rows(random_rows(CODECS["int4"], 3, 64, DEVICE))
+    assert not odd.can_precede(packed[0])  # its last tile is not full
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "int4"])
+def test_packed_weights_take_the_bits_that_their_format_has(name: str) -> None:
+    weight = random_rows(CODECS[name], 64, 256, DEVICE)
+    assert packed_rows(weight).nbytes == weight.nbytes
