@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
@@ -39,28 +39,12 @@ class Wanted(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None
 
 
-class BatchClient(Protocol):
-    """Methods raise `RyzansteinError`."""
-
-    async def submit(self, wanted: Wanted) -> Batch: ...
-
-    async def get(self, batch: str) -> Batch: ...
-
-    async def cancel(self, batch: str) -> Batch: ...
-
-    async def listed(self, limit: int) -> list[Batch]: ...
-
-    def content(self, batch: Batch, kind: Kind) -> AsyncIterator[bytes]:
-        """The bytes of one of its files."""
-        ...
-
-
 class Refused(RyzansteinError):
     """The server's own words."""
 
 
 class HttpBatches:
-    """By the gateway's API, as any OpenAI client does it."""
+    """By the gateway's API, as any OpenAI client does it. Methods raise `RyzansteinError`."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -132,7 +116,7 @@ def _message(response: httpx.Response) -> str:
 
 
 class NatsBatches:
-    """By the queue: the file goes into the object store, the rest is request and reply."""
+    """By the queue: the file goes into the object store, the rest is request and reply. Raises as `HttpBatches`."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -176,6 +160,9 @@ class NatsBatches:
 
     def _batch(self, reply: BatchReply) -> Batch:
         return reply.batch or {}
+
+
+BatchClient = HttpBatches | NatsBatches
 
 
 async def _parts(path: Path) -> AsyncGenerator[bytes, None]:
