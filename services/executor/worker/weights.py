@@ -23,6 +23,7 @@ from services.executor.native.library import choose_level, why_not
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
+from shared.process import give_back
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
@@ -185,7 +186,9 @@ class _BuiltShare(Share):
     def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
         model, self._model = self._model, None
         where = (self.layout, self._collectives, self._device, self._threads)
-        return backend.make_runner(model, store, *where, spill, self._cores, limits)
+        runner = backend.make_runner(model, store, *where, spill, self._cores, limits)
+        give_back()  # what reading and packing took
+        return runner
 
     def keep(self, runner: ModelRunner) -> None:
         if self._cache is not None and runner.packed is not None:
