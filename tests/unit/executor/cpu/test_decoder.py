@@ -36,28 +36,6 @@ from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "qwen2": {"tie_word_embeddings": False},
-    "mistral": {"sliding_window": 10},
-    "ministral": {
-        "sliding_window": 10,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    },
-    "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {"logits_scaling": 3.0, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
-    "gemma2": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 9,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 4.0,
-    },
-    "gemma3_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 9,
-    },
-}
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 
 
@@ -113,7 +91,7 @@ def errors(runner: ModelRunner, expected: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> None:
-    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {})})
+    directory = make_model(tmp_path, model_type, head_dim=32)
     native, plain = runner_of(directory, native=True), runner_of(directory, native=False)
     assert native.is_native
     assert not plain.is_native
@@ -375,7 +353,7 @@ def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
 def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_size: int) -> None:
-    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {})})
+    directory = make_model(tmp_path, model_type, head_dim=32)
     expected = truth(directory, mixed_script()[0].sequences)
     theirs = errors(runner_of(directory, native=False), expected)
     area = make_area(world_size, 2)

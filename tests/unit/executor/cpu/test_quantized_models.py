@@ -10,7 +10,7 @@ from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.model.lowering import FAMILIES
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
-from tests.unit.executor.cpu.test_decoder import CHANGES, errors, runner_of, truth
+from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.ring import mixed_script
 from tests.unit.executor.model.tiny import make_model
 
@@ -21,7 +21,7 @@ WIDE = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, 
 
 
 def model_of(directory: Path, model_type: str) -> Path:
-    return make_model(directory, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {}), **WIDE})
+    return make_model(directory, model_type, head_dim=32, **WIDE)
 
 
 @pytest.mark.parametrize("weights", CODECS)

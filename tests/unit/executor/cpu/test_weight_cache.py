@@ -22,7 +22,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.native.library import why_not
 from services.executor.worker.backend import packed_runner
 from services.executor.worker.runner import ModelRunner, widths_of
-from tests.unit.executor.cpu.test_decoder import CHANGES, runner_of
+from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
@@ -32,7 +32,7 @@ LIMIT = 1 << 30
 
 
 def model_of(directory: Path, model_type: str = "llama", **changes: Any) -> Path:
-    return make_model(directory, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {}), **changes})
+    return make_model(directory, model_type, **{"head_dim": 32, **changes})
 
 
 def built(directory: Path, weights: str = "") -> tuple[ModelFacts, ModelRunner]:

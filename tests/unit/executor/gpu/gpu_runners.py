@@ -19,7 +19,7 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.backend import gpu_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
-from tests.unit.executor.model.tiny import make_model
+from tests.unit.executor.model.tiny import VARIANTS, make_model
 
 Result = TypeVar("Result")
 SMALL: dict[str, Any] = {
@@ -31,8 +31,7 @@ SMALL: dict[str, Any] = {
     "head_dim": 32,
 }
 """One KV head: two ranks have a copy each. Interpreted attention costs most."""
-WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
+HEADS: dict[str, dict[str, Any]] = {
     # Three KV heads: two ranks share one of them.
     "llama": {
         "tie_word_embeddings": False,
@@ -40,25 +39,10 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
     },
-    "mistral": {"sliding_window": 5},
-    "ministral": WINDOWS,
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "qwen3": {"attention_bias": True},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "seed_oss": {"attention_bias": True},
-    "phi3": {"partial_rotary_factor": 0.5},
-    "granite": {
-        "logits_scaling": 3.0,
-        "residual_multiplier": 0.7,
-        "embedding_multiplier": 2.0,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
     "gemma": {"num_attention_heads": 4},
-    "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
-    "gemma3_text": WINDOWS,
 }
-"""What sets each family apart, as the native kernels' tests do."""
+"""Of other numbers than `SMALL`."""
 STEPS = ({0: 6, 1: 3}, {1: 1, 0: 3, 2: 2})
 """Prefill, in chunks, and a decode beside them; few tokens, for interpreted kernels take a second for some thousands
 of programs."""
@@ -67,7 +51,8 @@ RING_STEPS = ({0: 5, 1: 1},)
 
 
 def small_model(directory: Path, model_type: str, **changes: Any) -> Path:
-    return make_model(directory, model_type, **{**SMALL, **FAMILY_SETTINGS[model_type], **changes})
+    window = {"sliding_window": 5} if "sliding_window" in VARIANTS[model_type] else {}  # texts are short
+    return make_model(directory, model_type, **{**SMALL, **window, **HEADS.get(model_type, {}), **changes})
 
 
 def small_script() -> Script:

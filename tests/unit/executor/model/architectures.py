@@ -1,17 +1,18 @@
 """Tiny configurations of every architecture that is served: uneven heads, widths and vocabularies.
 
-Each turns on what sets its architecture apart. Where an architecture comes in several forms, each form has
-a configuration of its own, `model_type/form`.
+Each turns on what sets its architecture apart; for the families of the fast decoders that stands in `tiny.py`. Where an
+architecture comes in several forms, each form has a configuration of its own, `model_type/form`.
 """
 
 from typing import Any
+
+from tests.unit.executor.model.tiny import VARIANTS, WINDOWS
 
 GROUPED = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
 """Two query heads for each KV head; two ranks share a KV head."""
 ONE_KV_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12}
 """Fewer KV heads than ranks: each rank holds the one."""
 FIVE_HEADS = {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12}
-WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {
     "num_experts": 6,
     "num_local_experts": 6,
@@ -80,13 +81,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon/alibi": {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
     "flex_olmo": EXPERTS,
     "gemma": ONE_KV_HEAD,
-    "gemma2": {
-        **WINDOWS,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "query_pre_attn_scalar": 9,
-    },
-    "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 9},
+    "gemma2": {**VARIANTS["gemma2"], "query_pre_attn_scalar": 9},
+    "gemma3_text": {**VARIANTS["gemma3_text"], "query_pre_attn_scalar": 9},
     "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4_moe": {**SHARED_EXPERTS, "use_qk_norm": True, "attention_bias": True},
@@ -98,7 +94,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**EXPERTS, **WINDOWS},
     "gpt_oss/narrow": {**EXPERTS, **WINDOWS, "intermediate_size": 44},
     "gptj": {**_GPT2, "rotary_dim": 8},
-    "granite": {"logits_scaling": 3.0, "attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.5},
+    "granite": VARIANTS["granite"],
     "granitemoe": {**EXPERTS, "attention_multiplier": 0.3},
     "granitemoeshared": {**EXPERTS, "shared_intermediate_size": 44},
     "helium": {},
@@ -126,9 +122,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "llama/dynamic_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
     "minimax_m2": {**EXPERTS, "rotary_dim": 4},
-    "ministral": WINDOWS,
+    "ministral": VARIANTS["ministral"],
     "ministral3": {"sliding_window": 7},
-    "mistral": {"sliding_window": 7},
+    "mistral": VARIANTS["mistral"],
     "mixtral": {**EXPERTS, "sliding_window": 7},
     "nanochat": {},
     "nemotron": {"partial_rotary_factor": 0.5},
@@ -144,13 +140,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3/longrope": {**ONE_KV_HEAD, **LONGROPE},
     "phimoe": {**EXPERTS, "sliding_window": 7, "lm_head_bias": True, "attention_bias": True},
     "phimoe/longrope": {**EXPERTS, **ONE_KV_HEAD, **LONGROPE},
-    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen2": VARIANTS["qwen2"],
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 44, "mlp_only_layers": [0]},
-    "qwen3": {"attention_bias": True, **ONE_KV_HEAD},
+    "qwen3": {**VARIANTS["qwen3"], **ONE_KV_HEAD},
     "qwen3_moe": {**EXPERTS, "mlp_only_layers": [0]},
     "qwen3_moe/narrow": {**EXPERTS, "moe_intermediate_size": 44},
-    "seed_oss": {"attention_bias": True},
-    "smollm3": {"no_rope_layer_interval": 2},
+    "seed_oss": VARIANTS["seed_oss"],
+    "smollm3": VARIANTS["smollm3"],
     "solar_open": SHARED_EXPERTS,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": 7, "use_bias": True},

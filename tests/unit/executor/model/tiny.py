@@ -21,26 +21,45 @@ BASE = {
     "pad_token_id": 0,
 }
 
+WINDOWS: dict[str, Any] = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+"""Layers of these types in turn."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": {"sliding_window": 10},
+    "ministral": WINDOWS,
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
     "qwen3": {"attention_bias": True},
-    "mistral": {"sliding_window": 10},
     "smollm3": {"no_rope_layer_interval": 2},
-    "granite": {"logits_scaling": 3.0, "attention_bias": True, "mlp_bias": True},
-    "gemma3_text": {
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 9,
+    "seed_oss": {"attention_bias": True},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "granite": {
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 2.0,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
+    "gemma": {},
+    "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
+    "gemma3_text": WINDOWS,
 }
-"""What sets each of them apart: uneven heads, biases, per-head norms, windows, layers without rotary
-embeddings, scaled logits and a bias on row-parallel layers, mixed windows and a scaled embedding."""
+"""What sets each family of the fast decoders apart: uneven heads, biases, per-head norms, windows, layers without
+rotary embeddings, half of them rotated, scaled logits and a bias on row-parallel layers, mixed windows, scaled and
+capped scores."""
+
+
+def settings_for(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The whole configuration of a small model."""
+    settings = {**BASE, **VARIANTS.get(model_type, {}), **changes}
+    if kinds := settings.get("layer_types"):
+        settings["layer_types"] = [kinds[at % len(kinds)] for at in range(settings["num_hidden_layers"])]
+    return settings
 
 
 def make_model(directory: Path, model_type: str, **changes: Any) -> Path:
     """Saves a random fp32 model whose weights are large enough for its logits to tell tokens apart."""
-    settings = {**BASE, **VARIANTS.get(model_type, {}), **changes}
-    config = CONFIG_MAPPING[model_type](**settings)
+    config = CONFIG_MAPPING[model_type](**settings_for(model_type, **changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

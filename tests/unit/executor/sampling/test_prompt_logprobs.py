@@ -110,10 +110,10 @@ def test_they_equal_transformers(tmp_path: Path, model_type: str, world_size: in
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_native_kernels_tell_what_their_logits_are(tmp_path: Path, model_type: str, world_size: int) -> None:
     """Against the log-softmax of transformers' logits of the same bf16 weights, as near as bf16 comes to them."""
-    from tests.unit.executor.cpu.test_decoder import CHANGES, runner_of
+    from tests.unit.executor.cpu.test_decoder import runner_of
     from tests.unit.executor.cpu.test_decoder import truth as exact
 
-    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **CHANGES.get(model_type, {})})
+    directory = make_model(tmp_path, model_type, head_dim=32)
     area = make_area(world_size, 2)
 
     def work(rank: int) -> dict[str, list[Row]]:

@@ -46,7 +46,7 @@ THREE = {
 """1024 inputs are no three equal parts of whole blocks, three heads no two."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "head_dim": 128},
-    "phi3": {"vocab_size": 32064},
+    "phi3": {"vocab_size": 32064, "partial_rotary_factor": 1.0},
 }
 """What its files say, and transformers' reader of them takes for granted."""
 
