@@ -163,7 +163,7 @@ def test_what_is_gone_while_it_is_looked_at_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert processes._listing(tmp_path / "nowhere") == []
-    assert processes._memory(tmp_path) == 0
+    assert processes._status(tmp_path, "VmRSS") == "0"
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text("7 (ended) Z")
     assert processes._thread(tmp_path / "7") is None
