@@ -83,7 +83,7 @@ def split_rows(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
 
 
 def _rows(weight: Weight, first: int, end: int) -> Weight:
-    assert isinstance(weight, Tensor | QuantizedRows), "others are for GPUs"
+    assert isinstance(weight, Tensor | QuantizedRows | DeferredRows), "others are for GPUs"
     return weight[first:end] if isinstance(weight, Tensor) else weight.rows(first, end)
 
 

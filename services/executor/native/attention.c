@@ -161,7 +161,7 @@ RZ_INLINE void pull(upcoming *ahead, int lines)
         return;
     const char *from = ahead->planes[ahead->next] + ahead->at;
     for (int line = 0; line < lines; line++)
-        __builtin_prefetch(from + line * 64);
+        __builtin_prefetch(from + line * 64, 0, 2); /* on to the second cache: the first is full of what is packed */
     ahead->at += lines * 64;
     if (ahead->at >= ahead->bytes) {
         ahead->at = 0;
