@@ -41,7 +41,11 @@ _ARCHITECTURES = {
     "mistral": GgufArchitecture("llama", gguf.MODEL_ARCH.LLAMA, interleaved=True),
     "qwen2": GgufArchitecture("qwen2", gguf.MODEL_ARCH.QWEN2, biases=True),
     "qwen3": GgufArchitecture("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "granite": GgufArchitecture("granite", gguf.MODEL_ARCH.GRANITE, interleaved=True),
+    "smollm3": GgufArchitecture("smollm3", gguf.MODEL_ARCH.SMOLLM3, interleaved=True),
 }
+_EVERY_FOURTH = 4
+"""Of SmolLM3's layers has no rotary positions; llama.cpp takes that for granted."""
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -70,6 +74,12 @@ def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
         raise ModelLoadError(
             f"GGUF's architecture {found.name} has no sliding window, and this model has one of "
             f"{config['sliding_window']} tokens; convert to safetensors."
+        )
+    rotary = config.get("no_rope_layers") or ()
+    if any(bool(turned) != bool((layer + 1) % _EVERY_FOURTH) for layer, turned in enumerate(rotary)):
+        raise ModelLoadError(
+            f"GGUF's architecture {found.name} has rotary positions in all layers but each fourth, and this model "
+            "has them elsewhere (no_rope_layers in config.json); convert to safetensors."
         )
     _rope_scaling(config)
     return found
@@ -229,6 +239,11 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], name: str, d
     _rope_scaling(config)(writer)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any]) -> None:

@@ -187,6 +187,7 @@ def test_packing_fills_the_last_word() -> None:
         ("llama", {}, "safetensors", "int4-g128", r"inputs, which are no whole groups of 128; use int8\."),
         ("gemma3_text", {}, "gguf", "bf16", r"type 'gemma3_text' are not written as GGUF, but llama"),
         ("llama", {"attention_bias": True}, "gguf", "bf16", r"no place for this model's biases"),
+        ("smollm3", {}, "gguf", "bf16", r"all layers but each fourth, and this model has them elsewhere"),
         ("mistral", {"sliding_window": 10}, "gguf", "bf16", r"one of 10 tokens; convert to safetensors"),
         (
             "llama",
@@ -324,7 +325,12 @@ def test_checking_tells_how_far_two_are_apart(
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("llama", {"tie_word_embeddings": False}), ("qwen3", {"attention_bias": False})],
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("qwen3", {"attention_bias": False}),
+        ("granite", {"attention_bias": False, "mlp_bias": False, "residual_multiplier": 0.3}),
+        ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4}),
+    ],
 )
 def test_there_and_back_is_the_same_model(
     model_of: MakeModel, tmp_path: Path, model_type: str, changes: dict[str, Any]
