@@ -19,6 +19,9 @@ from services.executor.model.conversion.gguf_header import interleaved, pre_toke
 from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
+from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.quantization_schemes import scheme_of
+from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantizing import CODECS
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
@@ -173,6 +176,32 @@ def test_compressed_tensors_have_the_weights(
     # Embedding and norms are as they were.
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].bfloat16())
     assert "model.embed_tokens.weight" in after
+
+
+@pytest.mark.parametrize("dtype", ["int4-g32", "int8"])
+def test_compressed_tensors_itself_reads_the_weights(model_of: MakeModel, tmp_path: Path, dtype: str) -> None:
+    quantization = pytest.importorskip(
+        "compressed_tensors.quantization", reason="compressed-tensors is not here"
+    )
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+
+    convert(
+        model_of("llama", hidden_size=96, num_attention_heads=6),
+        tmp_path / "out",
+        "safetensors",
+        dtype,
+        ignore,
+    )
+    config = load_config(tmp_path / "out")
+    group = config.to_dict()["quantization_config"]["config_groups"]["group_0"]
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    with WeightFiles(tmp_path / "out", scheme_of(config)) as files:
+        for name, ours in files.coded.items():
+            base = name.removesuffix("weight")
+            state = {key.removeprefix(base): tensor for key, tensor in held.items() if key.startswith(base)}
+            theirs = PackedQuantizationCompressor.decompress(state, quantization.QuantizationScheme(**group))
+            values = ours.values(tuple(slice(0, extent) for extent in ours.shape))
+            assert torch.equal(theirs["weight"], values.bfloat16()), name
 
 
 def test_packing_fills_the_last_word() -> None:
