@@ -1,12 +1,13 @@
-"""Fixtures that all tests share: a real NATS server."""
+"""What all tests share: settings of the libraries, and a real NATS server."""
 
 import gc
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 # gRPC's threads do not survive the fork before a child is started: without this some children end before they begin.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -36,6 +37,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def usual_logging() -> Iterator[None]:
+    """What a command's `main` sets up for its process is not there for the next test."""
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.gpu.inputs import StepInputs, inputs_of, sent
+from services.executor.gpu.device import sent
+from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import attention_launch
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule

@@ -1,4 +1,4 @@
-"""A rank's GPU: which it takes, the CPU cores near it, and what makes it watchable.
+"""A rank's GPU: which it takes, the CPU cores near it, what makes it watchable, and copies and events of its stream.
 
 Marks in its work tell the board what the device has done (`core/progress.py`). Triton compiles a kernel when it is
 first launched with arguments of a new kind, which takes seconds: longer than a rank may stand still, so it is excused
@@ -8,11 +8,13 @@ meanwhile. `warm_up` meets most of them before the ring is ready, and cannot mee
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 import structlog
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from services.executor.core.progress import NUMBERS
 from services.executor.core.settings import ExecutorSettings
@@ -133,3 +135,42 @@ def excuse_compiling(excuse: Callable[[float], None], runtime: Any = None) -> No
         return after(**about) if after is not None else None
 
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begins, is_over
+
+
+def sent(array: NDArray[Any], device: torch.device) -> Tensor:
+    """`array` there, in memory of its own, once what is in the stream has run; waits for none of it.
+
+    A copy out of memory that is not pinned waits for everything that the stream has to do, the steps before
+    included. torch keeps the pinned copy until the device has read it.
+    """
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host.to(device, copy=True)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class Event(Protocol):
+    """`torch.cuda.Event`, as far as it is used."""
+
+    def record(self) -> object: ...
+
+    def synchronize(self) -> object: ...
+
+
+class Done:
+    """The event of a device whose work is done when a call returns."""
+
+    def record(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+def new_event(device: torch.device) -> Event:
+    """One that has happened until it is recorded."""
+    if device.type == "cuda":
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        made: Event = event
+        return made
+    return Done()

@@ -18,7 +18,7 @@ more than what the step has:
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.gpu.device import new_event, sent
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
 from services.executor.gpu.kernels.tiles import Tiles, splits_of, tiles_of
 
@@ -215,45 +216,6 @@ def to_device(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
     whole = np.zeros(total_of(lengths), np.int32)
     _fill(whole, arrays)
     return _views(sent(whole, device), lengths)
-
-
-def sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """`array` there, in memory of its own, once what is in the stream has run; waits for none of it.
-
-    A copy out of memory that is not pinned waits for everything that the stream has to do, the steps before
-    included. torch keeps the pinned copy until the device has read it.
-    """
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host.to(device, copy=True)
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-class Event(Protocol):
-    """`torch.cuda.Event`, as far as it is used."""
-
-    def record(self) -> object: ...
-
-    def synchronize(self) -> object: ...
-
-
-class Done:
-    """The event of a device whose work is done when a call returns."""
-
-    def record(self) -> None:
-        return
-
-    def synchronize(self) -> None:
-        return
-
-
-def new_event(device: torch.device) -> Event:
-    """One that has happened until it is recorded."""
-    if device.type == "cuda":
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made: Event = event
-        return made
-    return Done()
 
 
 class Staging:

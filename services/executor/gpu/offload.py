@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.executor.gpu.inputs import sent
+from services.executor.gpu.device import sent
 from services.executor.kv_cache.offload import DiskSlots
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError, reason_of

@@ -251,4 +251,6 @@ class Meter:
             self._progress(self._told, self._total)
 
     def finish(self) -> None:
-        self._progress(self._total, self._total)
+        """All are done."""
+        if self._told < self._total:
+            self._progress(self._total, self._total)

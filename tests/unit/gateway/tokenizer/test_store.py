@@ -10,6 +10,7 @@ from shared.errors import InternalError, Unavailable
 from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
 from shared.nats.bus import encode
+from shared.nats.objects import MissingObject
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 
@@ -20,9 +21,11 @@ class Objects:
         self.known: dict[str, bytes] = {}
         self.read: list[str] = []
 
-    async def get(self, name: str) -> bytes | None:
+    async def get(self, name: str) -> bytes:
         self.read.append(name)
-        return self.known.get(name)
+        if name not in self.known:
+            raise MissingObject(name)
+        return self.known[name]
 
 
 @pytest.fixture
