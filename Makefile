@@ -26,6 +26,7 @@ EXAMPLES ?= 1000
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
 # gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
 TORCH_INDEX ?=
+PIP_PROGRESS = awk '/Downloading .* (MB|GB)/ { print; fflush() }'
 # Name before / and tag of the images; more for `docker build`, such as --build-arg BASE_IMAGE=... --network host.
 IMAGES ?= ryzanstein
 IMAGE_VERSION ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -40,14 +41,15 @@ help: ## Show this list
 install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
 
 # torch goes first: a range that another package asks for must find the pinned build in place. Its own index
-# gives it alone; what it depends on comes with the rest.
+# gives it alone; what it depends on comes with the rest. Of pip's hundreds of lines the large downloads are shown; what
+# it warns of goes to standard error.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
 	@echo "Installing dependencies into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install --constraint constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch
-	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[all,dev,docs]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch | $(PIP_PROGRESS)
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev,docs]' | $(PIP_PROGRESS)
 	@touch $@
 
 .PHONY: serve

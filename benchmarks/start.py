@@ -277,7 +277,8 @@ class Stack:
         return found
 
     def close(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+        with suppress(psutil.NoSuchProcess):  # it may have ended by itself
+            self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(60)
         except psutil.TimeoutExpired:

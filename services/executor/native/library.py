@@ -217,9 +217,13 @@ def why_not() -> str:
 @cache
 def levels() -> tuple[str, ...]:
     """The levels of the library that this processor runs, the best first."""
+    library = compiled()
+    return _levels_of(library) if library else ()
+
+
+def _levels_of(library: Any) -> tuple[str, ...]:
     names = ctypes.create_string_buffer(_LEVEL_NAMES)
-    if library := compiled():
-        library.rz_levels(names)
+    library.rz_levels(names)
     return tuple(names.value.decode().split())
 
 
@@ -247,19 +251,24 @@ def library_file() -> Path | None:
 @cache
 def compiled() -> Any | None:
     """The library whatever the processor: shared memory asks nothing of it. None where it was not compiled, or
-    its structures are not those above."""
+    its structures or functions are not those above."""
     file = library_file()
     if file is None:
         return None
     library = ctypes.CDLL(str(file))
-    if not _has_our_structures(library) or not all(
-        hasattr(library, name) for name in (*_RING_FUNCTIONS, "rz_levels")
-    ):
+    if not _has_our_structures(library) or not _has_our_functions(library):
         return None
     for name, (result, arguments) in _RING_FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _has_our_functions(library: Any) -> bool:
+    """One that was compiled before a function came does not have it."""
+    if not all(hasattr(library, name) for name in (*_RING_FUNCTIONS, "rz_levels")):
+        return False
+    return all(hasattr(library, f"{name}_{level}") for level in _levels_of(library) for name in _KERNELS)
 
 
 def _has_our_structures(library: Any) -> bool:

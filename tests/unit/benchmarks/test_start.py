@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.errors import BenchError
 from benchmarks.start import (
     Log,
     Round,
+    Stack,
     StartReport,
     at,
     kill_phases,
@@ -106,6 +108,13 @@ def test_medians_and_least_are_shown() -> None:
     assert "12.25" in text
     assert "rank 0" in text
     assert "load average 0.1 to 0.3" in text
+
+
+def test_a_stack_that_ended_by_itself_is_said(tmp_path: Path) -> None:
+    stack = Stack(tmp_path / "data", str(tmp_path / "none"), {}, ["--no-such-option"])
+    with pytest.raises(BenchError, match="ended before readiness"):
+        stack.wait_ready()
+    stack.close()
 
 
 def test_the_files_of_weights_are_counted(tmp_path: Path) -> None:

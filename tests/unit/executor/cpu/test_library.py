@@ -41,6 +41,26 @@ def test_structures_of_other_sizes_are_refused() -> None:
     assert not library._has_our_structures(object())
 
 
+def test_a_library_without_one_of_our_functions_is_refused() -> None:
+    """It was compiled before that function came, and the sizes of structures are the same."""
+
+    class Older:
+        def __init__(self, missing: str) -> None:
+            self._missing = missing
+
+        def __getattr__(self, name: str) -> object:
+            if name == self._missing or not name.startswith("rz_"):
+                raise AttributeError(name)
+            return self._levels
+
+        def _levels(self, out: ctypes.Array[ctypes.c_char]) -> None:
+            out.value = b"best plain"
+
+    assert library._has_our_functions(Older(""))
+    for missing in ("rz_levels", "rz_ring_open", "rz_quantize_plain", "rz_decoder_new_best"):
+        assert not library._has_our_functions(Older(missing)), missing
+
+
 def test_what_was_not_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(library.DISABLE, raising=False)
     monkeypatch.setattr(library, "compiled", lambda: None)
@@ -51,6 +71,7 @@ def test_the_library_that_is_here_has_our_structures() -> None:
     if library.compiled() is None:
         pytest.skip("no C compiler was there when the package was installed")
     assert library._has_our_structures(library.compiled())
+    assert library._has_our_functions(library.compiled())
 
 
 def said(*command: str) -> str:
