@@ -249,13 +249,15 @@ static void quantize_batch(batch *b, const rz_codes *to, int kind, int bits, int
         store_codes(b, f32_zero(), -127, 127, 128, codes);
     } else if (kind == RZ_SIGNED) {
         find_signed(b, half);
-        share_units(&b->scale, b->lanes, per, -128, 127, (int8_t *)to->scales + scale, supers);
+        const float least_scale = bits == 3 ? -32 : -128;
+        share_units(&b->scale, b->lanes, per, least_scale, -1 - least_scale, (int8_t *)to->scales + scale, supers);
         store_codes(b, f32_zero(), (float)-half, (float)half - 1, half, codes);
     } else if (kind == RZ_WITH_MINIMUMS) {
         uint16_t *super_mins = (uint16_t *)to->super_minimums + row * to->super_minimum_stride + group / per;
+        const float most_units = bits == 2 ? 15 : 63;
         find_minimums(b);
-        share_units(&b->scale, b->lanes, per, 0, 63, (uint8_t *)to->scales + scale, supers);
-        share_units(&b->least, b->lanes, per, 0, 63, (uint8_t *)to->minimums + least, super_mins);
+        share_units(&b->scale, b->lanes, per, 0, most_units, (uint8_t *)to->scales + scale, supers);
+        share_units(&b->least, b->lanes, per, 0, most_units, (uint8_t *)to->minimums + least, super_mins);
         for (int i = 0; i < b->size; i++)
             b->x[i] = f32_add(b->x[i], b->least);
         store_codes(b, f32_zero(), 0, (float)b->most, 0, codes);

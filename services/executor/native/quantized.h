@@ -69,8 +69,8 @@ enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS };
  * are written: codes of `bits` bits in groups of `group`, a multiple of 16, at most 512.
  *
  *     RZ_SYMMETRIC      a float16 for each group, codes of 8 bits; where one group is the row, a float32, any width
- *     RZ_SIGNED         8 bits with their sign for each group, a float16 for `per` of them
- *     RZ_WITH_MINIMUMS  scales and minimums of 6 bits, two float16
+ *     RZ_SIGNED         8 bits with their sign (6 with codes of 3) for each group, a float16 for `per` of them
+ *     RZ_WITH_MINIMUMS  scales and minimums of 6 bits (4 with codes of 2), two float16
  *     RZ_WITH_ZEROS     a float16 and a zero point for each group
  *
  * Scales are searched for: of several near the one that spans the values, that with the least squared error. */

@@ -25,6 +25,7 @@ from services.executor.model.conversion.partial_file import (
     Piece,
     Progress,
     WrittenTensor,
+    check_free,
     check_room,
     digest_of,
     partial_directory,
@@ -98,8 +99,7 @@ def is_gguf(source: Path) -> bool:
 def _check(target: Path, to: str, dtype: str) -> None:
     if dtype not in FORMATS[to]:
         raise ConfigurationError(f"{to} files are not written as {dtype}, but as {', '.join(FORMATS[to])}.")
-    if target.exists():
-        raise ConfigurationError(f"{target} exists already; remove it, or give another target.")
+    check_free(target)
     if to == "gguf" and target.suffix != ".gguf":
         raise ConfigurationError(
             f"{target} does not end in .gguf, by which such files are known; name it so."
@@ -124,9 +124,7 @@ def _to_gguf(
     layers = config["num_hidden_layers"]
     listed = [(name, one.shape, gguf_types.type_of(name, one.shape, dtype, layers)) for name, one in named]
     written = [_gguf_tensor(one, kind) for (_, one), (_, _, kind) in zip(named, listed, strict=True)]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.header")
-    header = gguf_header.header_of(scratch, source.resolve().name, config, model.directory, dtype, listed)
+    header = gguf_header.header_of(source.resolve().name, config, model.directory, dtype, listed)
     return _write_gguf(source, target, header, written, dtype, report)
 
 
@@ -175,7 +173,6 @@ def _write_gguf(
     dtype: gguf_types.GgufDtype,
     report: Progress,
 ) -> int:
-    target.parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(target, digest_of(source, header, dtype.name)) as directory:
         made = directory / target.name
         _write(made, header, tensors, gguf_header.ALIGNMENT, 0, report)

@@ -7,6 +7,7 @@ keys is told at `interleaved`. Models that the format would hold otherwise than 
 import json
 import math
 import struct
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,28 +130,30 @@ def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
 
 
 def header_of(
-    path: Path,
     model: str,
     config: Mapping[str, Any],
     tokenizer: Path,
     dtype: GgufDtype,
     tensors: Sequence[tuple[str, tuple[int, ...], Type]],
 ) -> bytes:
-    """The file up to its first tensor. `path` is written meanwhile; `tokenizer` is the directory that has it."""
+    """The file up to its first tensor. `tokenizer` is the directory that has it."""
     architecture = architecture_of(config)
-    writer = gguf.GGUFWriter(path, architecture.name)
-    try:
-        _add_config(writer, config, model, dtype)
-        _add_tokenizer(writer, tokenizer, config)
-        for name, shape, kind in tensors:
-            writer.add_tensor_info(name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-    finally:
-        writer.close()
-    header = path.read_bytes()
-    path.unlink()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "header"
+        writer = gguf.GGUFWriter(path, architecture.name)
+        try:
+            _add_config(writer, config, model, dtype)
+            _add_tokenizer(writer, tokenizer, config)
+            for name, shape, kind in tensors:
+                writer.add_tensor_info(
+                    name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        finally:
+            writer.close()
+        header = path.read_bytes()
     return header + bytes(-len(header) % ALIGNMENT)
 
 

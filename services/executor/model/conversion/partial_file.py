@@ -1,9 +1,10 @@
 """A file of tensors that appears whole or not at all, and goes on where it was when its writer was killed.
 
-    .NAME.<digest>.partial/     beside the target; the digest stands for source, options and header
+    .NAME.partial/<digest>/     beside the target; the digest stands for source, options and header
       the header, and tensor after tensor, each on the disk before the next one begins
 
-Whole tensors of an earlier run are kept; the one that it died in is written again.
+Whole tensors of an earlier run are kept; the one that it died in is written again. What another conversion to the same
+target left there is removed.
 """
 
 import contextlib
@@ -51,23 +52,50 @@ def digest_of(source: Path, header: bytes, options: str) -> str:
 def partial_directory(target: Path, digest: str) -> Iterator[Path]:
     """The directory in which `target` is made, held for this process. It stays when the block fails.
 
-    Raises `ConfigurationError` where another process is at it.
+    Raises `ConfigurationError` where another process is at it, or has finished just now.
     """
-    path = target.with_name(f".{target.name}.{digest}.partial")
-    path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    path = target.with_name(f".{target.name}.partial")
+    descriptor = _held(path, target)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigurationError(
-            f"Another process is making {target} already; wait for it, or give another target."
-        ) from None
-    try:
-        yield path
+        check_free(target)
+        for other in path.iterdir():
+            if other.name != digest:
+                shutil.rmtree(other, ignore_errors=True)
+        (path / digest).mkdir(exist_ok=True)
+        yield path / digest
         shutil.rmtree(path, ignore_errors=True)
     finally:
+        with contextlib.suppress(OSError):  # there is something in it, for the next run
+            path.rmdir()
         os.close(descriptor)
+
+
+def _held(path: Path, target: Path) -> int:
+    """A lock on the directory `path`, which a process that dies gives back; it counts while that has its name."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # who held it has finished just now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigurationError(
+                f"Another process is making {target} already; wait for it, or give another target."
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)
+
+
+def check_free(target: Path) -> None:
+    """Raises `ConfigurationError` where there is something already."""
+    if target.exists():
+        raise ConfigurationError(f"{target} exists already; remove it, or give another target.")
 
 
 def check_room(directory: Path, needed: int, kept: int) -> None:

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_header import interleaved, pre_tokenizer, rope_factors
-from services.executor.model.conversion.gguf_types import DTYPES, encoded, nbytes_of, type_of
+from services.executor.model.conversion.gguf_types import _BLOCKS, DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
-from services.executor.model.quantizing import CODECS
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
 from tests.unit.executor.model.tiny import reference_logits
@@ -101,22 +100,24 @@ def test_bytes_are_what_the_format_says(kind: Type) -> None:
     data = encoded(rows, kind)
     assert data.nbytes == nbytes_of((6, 512), kind)
     read = gguf.dequantize(data.view(np.uint8).reshape(6, -1), kind)
-    codec = {Type.Q4_K: "q4_k", Type.Q6_K: "q6_k"}.get(kind)
-    if codec:
-        room = CODECS[codec].empty(6, 512)
-        CODECS[codec].encode_into(room, rows)
+    if kind in _BLOCKS:
+        codec = _BLOCKS[kind][0]
+        room = codec.empty(6, 512)
+        codec.encode_into(room, rows)
         assert np.allclose(read, room.dequantized().numpy(), atol=1e-6)
     error = float(np.square(read - rows.numpy()).mean() / rows.square().mean())
-    assert error < {"Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(kind.name[:2], 1e-5)
+    assert error < {"Q2": 0.12, "Q3": 0.04, "Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(kind.name[:2], 1e-5)
 
 
 def test_a_mixture_gives_more_bits_where_they_count() -> None:
-    def kinds(name: str, width: int) -> Counter[Type]:
+    def kinds(name: str, width: int, dtype: str = "q4_k_m") -> Counter[Type]:
         names = [f"blk.{layer}.{name}.weight" for layer in range(32)]
-        return Counter(type_of(one, (256, width), DTYPES["q4_k_m"], 32) for one in names)
+        return Counter(type_of(one, (256, width), DTYPES[dtype], 32) for one in names)
 
     assert kinds("attn_q", 512) == {Type.Q4_K: 32}
     assert kinds("ffn_down", 512) == kinds("attn_v", 256) == {Type.Q6_K: 16, Type.Q4_K: 16}
+    assert set(kinds("ffn_down", 512, "q2_k")) == {Type.Q3_K}
+    assert kinds("attn_q", 96, "q5_k_s") == {Type.Q5_1: 32}
     # Rows that are no multiple of 256 get what llama.cpp gives them; a multiple of nothing stays plain.
     assert kinds("attn_v", 96) == {Type.Q8_0: 16, Type.Q5_0: 16}
     assert kinds("attn_q", 72) == {Type.F16: 32}
@@ -235,6 +236,20 @@ def test_what_a_format_cannot_hold_is_refused(
     with pytest.raises(RyzansteinError, match=sentence):
         convert(source, target, to, dtype, ignore)
     assert {path.name for path in tmp_path.iterdir()} == {model_type}
+
+
+def test_a_second_conversion_is_refused(model_of: MakeModel, tmp_path: Path) -> None:
+    source, refused = model_of("llama"), []
+
+    def start_another(stage: str, done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(ConfigurationError, match="Another process is making") as error:
+                convert(source, tmp_path / "model.gguf", "gguf", "q8_0", ignore)
+            refused.append(error.value)
+
+    convert(source, tmp_path / "model.gguf", "gguf", "bf16", start_another)
+    assert refused
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_targets_and_sources_that_will_not_do(model_of: MakeModel, tmp_path: Path) -> None:

@@ -86,9 +86,23 @@ def test_one_process_at_a_time_writes(tmp_path: Path) -> None:
     with (
         partial_directory(tmp_path / "model.gguf", "0"),
         pytest.raises(ConfigurationError, match=r"is making .*model\.gguf already"),
-        partial_directory(tmp_path / "model.gguf", "0"),
+        partial_directory(tmp_path / "model.gguf", "1"),
     ):
         raise AssertionError
+
+
+def test_what_another_finished_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigurationError, match="exists"), partial_directory(tmp_path / "model.gguf", "0"):
+        raise AssertionError
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_what_another_conversion_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".model.gguf.partial" / "1"
+    left.mkdir(parents=True)
+    with partial_directory(tmp_path / "model.gguf", "0") as partial:
+        assert [path for path in partial.parent.iterdir()] == [partial]
 
 
 def test_what_failed_is_kept_and_what_was_finished_is_cleared(tmp_path: Path) -> None:
