@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -167,27 +168,23 @@ def _q6_k(rows: QuantizedRows) -> Bytes:
     low = (codes[:, :, :2] & 15) | ((codes[:, :, 2:] & 15) << 4)
     scales = rows.scales.numpy().view(np.uint8).reshape(blocks, 16)
     high = _pairs_of_bits(codes >> 4)
-    return np.concatenate(
-        [low.reshape(blocks, 128), high, scales, *_float16((rows.supers,), blocks)], axis=1
-    )
+    return np.concatenate([low.reshape(blocks, 128), high, scales, *_float16((rows.supers,), blocks)], axis=1)
 
 
-def _single_bits(codes: Bytes) -> Bytes:
+def _single_bits(codes: NDArray[Any]) -> Bytes:
     """[blocks, 8, 32] of one bit to [blocks, 32]: a bit of each eighth in a byte."""
     return np.packbits(codes, axis=1, bitorder="little").reshape(len(codes), 32)
 
 
-def _pairs_of_bits(codes: Bytes) -> Bytes:
+def _pairs_of_bits(codes: NDArray[Any]) -> Bytes:
     """[blocks, 2, 4, 32] of two bits to [blocks, 64]: of each half, two bits of each quarter in a byte."""
-    joined = codes[:, :, 0] | (codes[:, :, 1] << 2) | (codes[:, :, 2] << 4) | (codes[:, :, 3] << 6)
+    joined: Bytes = codes[:, :, 0] | (codes[:, :, 1] << 2) | (codes[:, :, 2] << 4) | (codes[:, :, 3] << 6)
     return joined.reshape(len(codes), 64)
 
 
 def _float16(values: Sequence[Tensor | None], blocks: int) -> list[Bytes]:
     assert all(one is not None for one in values), "of two levels"
-    return [
-        one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None
-    ]
+    return [one.contiguous().numpy().view(np.uint8).reshape(blocks, 2) for one in values if one is not None]
 
 
 _FIVE = 5

@@ -106,7 +106,9 @@ def test_bytes_are_what_the_format_says(kind: Type) -> None:
         codec.encode_into(room, rows)
         assert np.allclose(read, room.dequantized().numpy(), atol=1e-6)
     error = float(np.square(read - rows.numpy()).mean() / rows.square().mean())
-    assert error < {"Q2": 0.12, "Q3": 0.04, "Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(kind.name[:2], 1e-5)
+    assert error < {"Q2": 0.12, "Q3": 0.04, "Q4": 0.02, "Q5": 0.005, "Q6": 0.002, "Q8": 1e-4}.get(
+        kind.name[:2], 1e-5
+    )
 
 
 def test_a_mixture_gives_more_bits_where_they_count() -> None:

@@ -102,7 +102,7 @@ def test_what_another_conversion_left_is_removed(tmp_path: Path) -> None:
     left = tmp_path / ".model.gguf.partial" / "1"
     left.mkdir(parents=True)
     with partial_directory(tmp_path / "model.gguf", "0") as partial:
-        assert [path for path in partial.parent.iterdir()] == [partial]
+        assert list(partial.parent.iterdir()) == [partial]
 
 
 def test_what_failed_is_kept_and_what_was_finished_is_cleared(tmp_path: Path) -> None:
