@@ -38,6 +38,7 @@ from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.quantizing import RowsCodec
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import ModelRunner
 
@@ -56,20 +57,29 @@ class Model:
     num_layers: int
     layout: ShardLayout
     dtype: torch.dtype
+    weights: RowsCodec | None = None
+    """What quantizes them; none: they are as the files have them."""
 
     def runner(self, store: KvStore) -> ModelRunner:
         """What serves it: the native kernels where they can, which take the weights, hence loaded each time."""
         module = load_model(
-            self.directory, self.dtype, self.layout, SingleRank(), CPU, lambda done, total: None
+            self.directory,
+            self.dtype,
+            self.layout,
+            SingleRank(),
+            CPU,
+            lambda done, total: None,
+            self.weights,
+            keep_codes=True,
         )
         threads = torch.get_num_threads()
         return make_runner(module, store, self.layout, SingleRank(), CPU, threads)
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype) -> "Model":
+    def load(cls, directory: Path, dtype: torch.dtype, weights: RowsCodec | None = None) -> "Model":
         config = load_config(directory)
         layout = ShardLayout.from_config(config, 1, 0)
-        return cls(directory, config.num_hidden_layers, layout, dtype)
+        return cls(directory, config.num_hidden_layers, layout, dtype, weights)
 
     def shape(self, codec: str) -> StoreShape:
         """`codec`: a block dtype, and after a space layers that differ from it."""
@@ -91,6 +101,10 @@ class Feed:
         self._store = KvStore(shape, sequences * self._fresh, CPU, sequences * per_sequence)
         self._runner = model.runner(self._store)
         self._cold = self._store.num_hot + self._sequences * per_sequence + np.arange(per_sequence)
+        self._done = 0
+
+    def restart(self) -> None:
+        """Has the next step begin other sequences."""
         self._done = 0
 
     def step(self, tokens: Tokens) -> Tensor:

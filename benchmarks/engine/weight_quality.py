@@ -4,7 +4,8 @@ The weights of all linear layers but a head that is not the embedding are quanti
 `models convert` writes them to a GGUF file, and widened again: the format's own cost. With activations, what goes into
 such a layer is rounded too: to int8 in groups of 32 as the CPU's kernels have it (their integer sums are exact, so this
 is their cost beside the format's), or row by row as `torch._scaled_mm` on GPUs. Everything else is computed in
-`--dtype`.
+`--dtype`. Served is what the executor itself computes from the same weights, with nothing simulated: its kernels, bf16
+between layers and in the KV cache.
 
 Perplexity is over every token of a window but its first (`--skip` more), right is the share of them that are the most
 likely ones, top-1 the share of positions whose most likely next token is the same as without quantizing, and KL the
@@ -14,6 +15,7 @@ mean divergence of the next token's distribution there, in nats.
 import math
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +32,13 @@ from gguf.constants import GGMLQuantizationType as Type
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.kv_quality import Tokens, cut
+from benchmarks.engine.kv_quality import Feed, Model, Tokens, cut
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.conversion import gguf_header
 from services.executor.model.conversion.gguf_types import DTYPES, GgufDtype, encoded, type_of
+from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
@@ -50,6 +53,8 @@ class Way:
     codec: WeightCodec | GgufDtype | None = None
     activations: Callable[[Tensor], Tensor] | None = None
     """What rounds the rows that go into a layer"""
+    served: bool = False
+    """By the executor itself."""
 
 
 def widened(rows: Tensor, codec: Codec) -> Tensor:
@@ -67,20 +72,24 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 _GROUP = 32
-_SERVED = ", as served on CPUs"
 WAYS = (
     Way("plain"),
-    Way(f"as it is{_SERVED}", activations=rounded),
+    Way("as it is, activations too", activations=rounded),
+    Way("as it is, served", served=True),
     *(
-        Way(f"{name}{also}", codec, activations)
+        Way(name + also, codec, activations, served)
         for name, codec in CODECS.items()
-        for also, activations in (("", None), (_SERVED, rounded))
+        for also, activations, served in (
+            ("", None, False),
+            (", activations too", rounded, False),
+            (", served", None, True),
+        )
     ),
     *(
         Way(f"GGUF {name}{also}", dtype, activations)
         for name, dtype in DTYPES.items()
         if name != "f32"
-        for also, activations in (("", None), (_SERVED, rounded))
+        for also, activations in (("", None), (", activations too", rounded))
     ),
     Way("fp8, few rows", FP8),
     Way("fp8, many rows", FP8, partial(widened, codec=FP8)),
@@ -164,16 +173,37 @@ def _requantized(weight: Tensor, codec: WeightCodec | Type) -> Tensor:
     return codec.decode(*stored).to(weight.dtype)
 
 
+Compute = Callable[[Tensor], Tensor]
+"""Logits [n, context, vocab] of tokens [n, context]."""
+
+
+def by_transformers(model: Any) -> Compute:
+    return lambda some: model(input_ids=some, use_cache=False).logits.float()
+
+
+def by_the_executor(directory: Path, codec: RowsCodec | None, rows: int, context: int) -> Compute:
+    """The model in `directory` on CPUs, its weights quantized by `codec` or as they are, KV blocks in bf16, for `rows`
+    windows of `context` tokens at most."""
+    feed = Feed(Model.load(directory, torch.bfloat16, codec), "bf16", rows, context, chunk=context)
+
+    def compute(some: Tensor) -> Tensor:
+        feed.restart()
+        filled = np.resize(some.numpy(), (rows, context))  # with repeats
+        return feed.step(filled)[: len(some)].float()
+
+    return compute
+
+
 @torch.inference_mode()
 def read_text(
-    model: Any, windows: Tokens, batch: int, plain: "Logits | None" = None, skip: int = 0
+    compute: Compute, windows: Tokens, batch: int, plain: "Logits | None" = None, skip: int = 0
 ) -> Reading:
     """Reads `windows` [n, context], `batch` of them side by side. `plain` is filled where it is empty, and
     compared with where it is not."""
     loss, divergence, best = 0.0, 0.0, np.empty_like(windows)
     for start in range(0, len(windows), batch):
         some = torch.from_numpy(windows[start : start + batch])
-        logits = model(input_ids=some, use_cache=False).logits.float()
+        logits = compute(some)
         best[start : start + batch] = logits.argmax(-1).numpy()
         known = logits[:, skip:-1].flatten(0, 1)
         loss += float(nn.functional.cross_entropy(known, some[:, skip + 1 :].flatten(), reduction="sum"))
@@ -257,12 +287,23 @@ def _flat(within: Tensor) -> Tensor:
 
 
 def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
-    """(the model, the directory that has its tokenizer) of a model directory or a .gguf file, which is unpacked."""
+    """(the model, the directory that it is served from) of a model directory or a .gguf file, which is unpacked."""
     if model.is_file():
-        given: dict[str, Any] = {"gguf_file": model.name, "local_files_only": True}
-        AutoTokenizer.from_pretrained(str(model.parent), **given).save_pretrained(str(scratch))
-        return AutoModelForCausalLM.from_pretrained(str(model.parent), dtype=dtype, **given).eval(), scratch
+        directory = resolve_model(str(model), scratch, lambda *_: None)
+        unpacked = {"gguf_file": model.name, "local_files_only": True}
+        return AutoModelForCausalLM.from_pretrained(
+            str(model.parent), dtype=dtype, **unpacked
+        ).eval(), directory
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=dtype).eval(), model
+
+
+def shuffled_copy(model: Any, directory: Path, scratch: Path) -> Path:
+    """Shuffles `model`, which came from `directory`; a directory that has it as it then is."""
+    shuffle(model)
+    made = scratch / "shuffled"
+    model.save_pretrained(str(made))
+    shutil.copy(directory / "tokenizer.json", made)
+    return made
 
 
 def main(
@@ -306,14 +347,19 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         loaded, directory = opened(model, torch.float32 if dtype == "fp32" else torch.bfloat16, Path(scratch))
         if shuffled:
-            shuffle(loaded)
+            directory = shuffled_copy(loaded, directory, Path(scratch))
         windows = cut(whole, directory, tokens, context)
         console.print(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
         plain = Logits(Path(scratch), windows, loaded.config.vocab_size)
         readings = {}
         for way in (WAYS[0], *chosen):
+            if way.served:
+                assert not isinstance(way.codec, GgufDtype | Codec), "those are read from files"
+                served = by_the_executor(directory, way.codec, batch, context)
+                readings[way.name] = read_text(served, windows, batch, plain, skip)
+                continue
             with computing(loaded, way):
-                readings[way.name] = read_text(loaded, windows, batch, plain, skip)
+                readings[way.name] = read_text(by_transformers(loaded), windows, batch, plain, skip)
     console.print(table_of(readings, windows, skip))
 
 

@@ -1,5 +1,6 @@
 """The benchmark computes as the model does, and leaves it as it was."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from benchmarks.engine.weight_quality import (
     WAYS,
     Logits,
     Way,
+    by_the_executor,
+    by_transformers,
     computing,
     linears_of,
     read_text,
@@ -18,11 +21,17 @@ from benchmarks.engine.weight_quality import (
     shuffle,
     widened,
 )
-from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.codecs import FP8, INT8, Codec
+from services.executor.model.conversion.gguf_types import GgufDtype
 from services.executor.model.quantizing import CODECS
+from services.executor.native.library import why_not
 from tests.unit.executor.model.tiny import make_model, reference_logits
 
-TRIED = [way for way in WAYS if not way.name.startswith("GGUF") or way.name.startswith("GGUF q4_k_m")]
+TRIED = [
+    way
+    for way in WAYS
+    if not way.served and (not way.name.startswith("GGUF") or way.name.startswith("GGUF q4_k_m"))
+]
 TEXTS = np.random.default_rng(5).integers(0, 131, (3, 40))
 
 
@@ -40,7 +49,7 @@ def test_each_way_changes_what_it_says_and_no_more(tmp_path: Path) -> None:
     plain = Logits(tmp_path, TEXTS, 131)
     for way in (*TRIED, WAYS[0]):
         with computing(model, way):
-            reading = read_text(model, TEXTS, 2, plain)
+            reading = read_text(by_transformers(model), TEXTS, 2, plain)
         losses.append(reading.loss)
         divergences.append(reading.divergence)
     assert losses[0] == losses[-1] == pytest.approx(float(loss), rel=1e-5)
@@ -64,17 +73,37 @@ def test_a_rounded_row_is_near(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+def test_what_is_served_is_what_was_simulated(tmp_path: Path) -> None:
+    directory = make_model(tmp_path, "llama", head_dim=32)
+    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+    readings = {}
+    plain = Logits(tmp_path, TEXTS, 131)
+    for name in ("plain", "as it is, served", "q4_k, activations too", "q4_k, served"):
+        way = next(way for way in WAYS if way.name == name)
+        compute = by_transformers(model)
+        if way.served:
+            assert not isinstance(way.codec, GgufDtype | Codec)
+            compute = by_the_executor(directory, way.codec, 2, TEXTS.shape[1])
+        with computing(model, way) if not way.served else nullcontext():
+            readings[name] = read_text(compute, TEXTS, 2, plain)
+    assert 0 < readings["as it is, served"].divergence < 0.1 * readings["q4_k, served"].divergence
+    served, simulated = readings["q4_k, served"], readings["q4_k, activations too"]
+    assert served.divergence == pytest.approx(simulated.divergence, rel=0.2)
+    assert served.loss == pytest.approx(simulated.loss, rel=1e-3)
+
+
 def test_in_another_order_the_model_computes_the_same(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(make_model(tmp_path, "llama")), dtype=torch.float32
     ).eval()
-    before = read_text(model, TEXTS, 3, plain := Logits(tmp_path, TEXTS, 131))
+    before = read_text(by_transformers(model), TEXTS, 3, plain := Logits(tmp_path, TEXTS, 131))
     weights = {name: weight.clone() for name, weight in model.named_parameters()}
     shuffle(model)
     assert not any(
         torch.equal(weight, weights[name]) for name, weight in model.named_parameters() if weight.dim() > 1
     )
-    after = read_text(model, TEXTS, 3, plain)
+    after = read_text(by_transformers(model), TEXTS, 3, plain)
     assert after.loss == pytest.approx(before.loss, rel=1e-6)
     assert after.divergence < 1e-6
 
@@ -83,6 +112,9 @@ def test_what_is_skipped_is_read_and_not_counted(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(make_model(tmp_path, "llama")), dtype=torch.float32
     ).eval()
-    whole, late = read_text(model, TEXTS, 3), read_text(model, TEXTS, 3, skip=20)
-    early = read_text(model, TEXTS[:, :21], 3)
+    whole, late = (
+        read_text(by_transformers(model), TEXTS, 3),
+        read_text(by_transformers(model), TEXTS, 3, skip=20),
+    )
+    early = read_text(by_transformers(model), TEXTS[:, :21], 3)
     assert late.loss == pytest.approx(whole.loss - early.loss, rel=1e-5)

@@ -1,0 +1,108 @@
+"""What llama.cpp makes of the files that we write, beside what we do: its tokens, log probabilities and perplexity.
+
+    RYZANSTEIN_LLAMA_CPP  the directory of its programs, where llama-perplexity is not on the path
+
+Skipped where it is nowhere.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.engine.weight_quality import by_the_executor, by_transformers, opened
+from services.executor.model.conversion.convert import convert
+from services.executor.model.conversion.gguf_types import DTYPES
+from services.executor.native.library import why_not
+from tests.unit.executor.model.conversion.conftest import MakeModel
+
+PROGRAM = shutil.which(
+    "llama-perplexity", path=os.environ.get("RYZANSTEIN_LLAMA_CPP", "") + os.pathsep + os.environ["PATH"]
+)
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="NOT JUDGED BY llama.cpp: no llama-perplexity is installed"),
+    pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}"),
+]
+CONTEXT = 128
+TEXT = " ".join(np.random.default_rng(3).choice(["ab", "abab", "aab", "b", "ba", "bbb"], 4 * CONTEXT))
+
+
+def read(file: Path, scratch: Path) -> tuple[Tensor, Tensor]:
+    """What llama.cpp makes of the text: tokens [windows, CONTEXT], and from the middle of a window on the log
+    probabilities of the next token, float32 [windows, CONTEXT // 2 - 1, vocabulary]."""
+    assert PROGRAM is not None
+    (scratch / "text").write_text(TEXT)
+    kept = scratch / "logits"
+    options = ["-f", str(scratch / "text"), "-c", str(CONTEXT), "-b", str(CONTEXT), "-t", "1"]
+    command = [PROGRAM, "-m", str(file), *options, "--kl-divergence-base", str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return _kept(kept.read_bytes())
+
+
+def _kept(content: bytes) -> tuple[Tensor, Tensor]:
+    """As tools/perplexity/perplexity.cpp writes it: for each position a scale, the least, and codes of 16 bits."""
+    assert content[:8] == b"_logits_"
+    context, vocabulary, windows = np.frombuffer(content, np.int32, 3, 8).tolist()
+    assert context == CONTEXT
+    tokens = np.frombuffer(content, np.int32, windows * context, 20).reshape(windows, context)
+    width = 2 * ((vocabulary + 1) // 2) + 4
+    rows = np.frombuffer(content, np.uint16, offset=20 + tokens.nbytes).reshape(windows, -1, width)
+    scale, least = np.split(np.ascontiguousarray(rows[..., :4]).view(np.float32), 2, axis=-1)
+    found = rows[..., 4 : 4 + vocabulary].astype(np.float32) * scale + least
+    return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(found)
+
+
+def later(logits: Tensor) -> Tensor:
+    """The part of ours that llama.cpp keeps."""
+    return logits[:, CONTEXT // 2 : -1].float().log_softmax(-1)
+
+
+def loss(logprobs: Tensor, tokens: Tensor) -> float:
+    return -float(logprobs.gather(-1, tokens[:, CONTEXT // 2 + 1 :].unsqueeze(-1)).mean())
+
+
+def divergence(first: Tensor, second: Tensor) -> float:
+    return float((first.exp() * (first - second)).sum(-1).mean())
+
+
+@pytest.fixture
+def source(model_of: MakeModel) -> Path:
+    directory = model_of(
+        "llama",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2 * CONTEXT,
+    )
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    return directory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_computes_what_we_serve(source: Path, tmp_path: Path, dtype: str) -> None:
+    file = tmp_path / "model.gguf"
+    convert(source, file, "gguf", dtype, lambda *_: None)
+    tokens, theirs = read(file, tmp_path)
+    ids = Tokenizer.from_file(str(source / "tokenizer.json")).encode(TEXT).ids
+    assert tokens.flatten().tolist() == ids[: tokens.numel()]
+
+    model, directory = opened(file, torch.float32, tmp_path / "cache")
+    with torch.inference_mode():
+        exact = later(by_transformers(model)(tokens))
+        ours = later(by_the_executor(directory, None, *tokens.shape)(tokens))
+    assert exact.exp().amax(-1).mean() > 0.05, "too flat for the comparison to mean anything"
+    assert loss(ours, tokens) == pytest.approx(loss(theirs, tokens), rel=1e-2)
+    # Both round activations, and ours are in bf16 between layers.
+    assert divergence(exact, theirs) < 1e-2
+    assert divergence(exact, ours) < 1.25 * divergence(exact, theirs) + 1e-3
