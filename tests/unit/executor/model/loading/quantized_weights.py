@@ -62,7 +62,7 @@ def gptq(
     zeros = made.integers(low, 1 << bits, (outputs, groups))
     if symmetric:
         zeros[:] = 1 << (bits - 1)
-    scales = scales_of(made, outputs, groups)
+    scales = scales_of(made, outputs, groups) / np.float16(1 << bits >> 2)
     tensors = {
         "qweight": bit_stream(codes, bits).t().contiguous(),
         "qzeros": bit_stream((zeros - shift).T, bits),
@@ -112,7 +112,7 @@ def compressed(
     half = 1 << (bits - 1)
     codes = made.integers(-half, half, (outputs, inputs))
     zeros = np.zeros((outputs, inputs // size), dtype=np.int64)
-    scales = scales_of(made, outputs, inputs // size)
+    scales = scales_of(made, outputs, inputs // size) / np.float16(half >> 1)
     tensors = {
         "weight_packed": bit_stream(codes + half, bits),
         "weight_scale": torch.from_numpy(scales),

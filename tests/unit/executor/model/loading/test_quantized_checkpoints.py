@@ -32,18 +32,6 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 SIZES = {"hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 5, "num_key_value_heads": 5}
 SIZES |= {"head_dim": 32, "num_hidden_layers": 2}
 """Of inner widths that two and three ranks do not share equally."""
-MODELS = (
-    "gptq",
-    "gptq act-order",
-    "gptq of 3 bits",
-    "awq",
-    "compressed-tensors asymmetric",
-    "int8 per channel",
-    "fp8 by blocks",
-    "fp8 per channel",
-    "nf4",
-)
-"""One of each way to be read; test_quantized_tensors.py has all."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ def worst(checkpoint: Checkpoint, ranks: int) -> float:
     return float(on_ring(ranks, work)[0].max())
 
 
-@pytest.mark.parametrize(("form", "ranks"), [(form, 1 + index % 3) for index, form in enumerate(MODELS)])
+@pytest.mark.parametrize(("form", "ranks"), [(form, 1 + index % 3) for index, form in enumerate(FORMS)])
 def test_unpacked_they_compute_what_transformers_computes(tmp_path: Path, form: str, ranks: int) -> None:
     model_type = ["llama", "qwen2"][len(form) % 2]
     assert worst(make_checkpoint(tmp_path, model_type, FORMS[form]), ranks) < 2e-4
@@ -135,7 +123,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
 
 
 @native
-@pytest.mark.parametrize("form", [form for form in MODELS if not form.startswith(VALUES_ONLY)])
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(VALUES_ONLY)])
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)

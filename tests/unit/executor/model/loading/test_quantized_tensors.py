@@ -1,5 +1,6 @@
 """Boxes of coded tensors stand for boxes of what the formats' documents say, code by code."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.unit.executor.model.loading.quantized_weights import (
     FORMS,
     VALUES_ONLY,
     Written,
+    awq,
     bit_stream,
+    compressed,
     fp8,
     gptq,
     mxfp4,
@@ -26,6 +29,18 @@ from tests.unit.executor.model.loading.quantized_weights import (
 )
 
 NAME = "model.layers.0.self_attn.q_proj"
+GROUPED: dict[str, Callable[..., Written]] = {
+    "gptq": lambda *sizes: gptq(*sizes[:3], group=sizes[3]),
+    "gptq symmetric": lambda *sizes: gptq(*sizes[:3], group=sizes[3], symmetric=True),
+    "gptq act-order": lambda *sizes: gptq(*sizes[:3], group=sizes[3], ordered=True),
+    "gptq symmetric act-order": lambda *sizes: gptq(*sizes[:3], group=sizes[3], symmetric=True, ordered=True),
+    "gptq of 8 bits": lambda *sizes: gptq(*sizes[:3], group=sizes[3], bits=8),
+    "gptq of 8 bits act-order": lambda *sizes: gptq(*sizes[:3], group=sizes[3], bits=8, ordered=True),
+    "awq": lambda *sizes: awq(*sizes[:3], group=sizes[3]),
+    "compressed-tensors": lambda *sizes: compressed(*sizes[:3], group=sizes[3]),
+    "compressed-tensors asymmetric": lambda *sizes: compressed(*sizes[:3], group=sizes[3], symmetric=False),
+    "compressed-tensors of 8 bits": lambda *sizes: compressed(*sizes[:3], group=sizes[3], bits=8),
+}
 
 
 def read(written: Written, name: str = f"{NAME}.") -> CodedTensor:
@@ -67,6 +82,16 @@ def test_rows_are_kept_as_codes_where_they_can_be_cut(form: str, data: st.DataOb
     assert held is not None
     assert held.bits in (2, 3, 4, 8)
     np.testing.assert_array_equal(held.dequantized().numpy(), written.values[rows, cut])
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128, -1])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_groups_of_every_size(kind: str, group: int) -> None:
+    written = GROUPED[kind](np.random.default_rng(group + 1), 32, 256, group)
+    held = read(written).rows(Span(0, 32), Span(0, 256))
+    assert held is not None
+    assert held.group == (group if group > 0 else 256)
+    np.testing.assert_array_equal(held.dequantized().numpy(), written.values)
 
 
 def test_codes_and_scales_are_the_files() -> None:
