@@ -142,6 +142,27 @@ _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
 _ORIGINAL = "original_max_position_embeddings"
 
 
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "block_count"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "expert_count"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "n_embd", "head_dim", "embedding_length", "key_length"), 1 << 20),
+}
+"""Sizes of which a model is built before its weights are looked at, in the words of config.json and of GGUF files."""
+
+
+def check_sizes(settings: Mapping[str, Any]) -> None:
+    """Raises `ModelLoadError` where `settings`, of config.json or a GGUF file, takes time or memory without end."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            check_sizes(value)
+        most = _MOST.get(key.rpartition(".")[2])
+        if most is not None and isinstance(value, int | float) and not value <= most:
+            raise ModelLoadError(
+                f"The model says that its {key} is {value}, and no model with more than {most} is served; its "
+                "configuration is damaged, fetch it again."
+            )
+
+
 def check_supported(config: Any) -> None:
     """Raises `ModelLoadError`, with the reason, when the model of this text configuration is not served."""
     for reason in _reasons(config):

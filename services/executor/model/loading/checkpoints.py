@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.executor.model.catalogue import check_sizes
 from shared.errors import ModelLoadError, reason_of
 from shared.models import (
     choose_gguf,
@@ -111,6 +112,7 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
     from services.executor.model.loading.weight_files import WeightFiles
 
     files = open_parts(file)
+    check_sizes(files[0].header.metadata)
     architecture = files[0].header.metadata.get("general.architecture")
     if unpack and architecture in _OWN:
         raise ModelLoadError(

@@ -9,6 +9,7 @@ garbage without a word.
 """
 
 import inspect
+import json
 import re
 import threading
 from collections import Counter
@@ -26,7 +27,7 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
-from services.executor.model.catalogue import check_supported, longest_context
+from services.executor.model.catalogue import check_sizes, check_supported, longest_context
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
@@ -73,7 +74,10 @@ def load_config(directory: Path) -> Any:
             "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."
         )
     try:
+        check_sizes(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(
             f"The config.json in {directory} is not one that can be served ({reason_of(error)}); "

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +163,24 @@ def test_layers_and_experts_of_another_make_are_refused(
     refused(tmp_path, "which is not one row for each of 9 heads")
     plan = {"mlp.up_proj": Style.COLUMN}
     refused(llama, "0 attention layers that can be served out of 3")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**12},
+        {"num_hidden_layers": 4097.0},
+        {"head_dim": 1 << 21},
+        {"text_config": {"num_local_experts": 10**9}},
+    ],
+)
+def test_sizes_without_end_are_refused_before_anything_is_built(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    # The first kind has a list with an entry for each layer in its configuration already.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **changes}))
+    with pytest.raises(ModelLoadError, match=r"and no model with more than \d+ is served"):
+        load_config(tmp_path)
 
 
 def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:

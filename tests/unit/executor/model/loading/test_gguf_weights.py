@@ -1,5 +1,6 @@
 """GGUF files through the loader: what each rank holds, against transformers' own reading of the same file."""
 
+import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,19 @@ NOT_OF_THE_FILE = {
     "pad_token_id",
     "transformers_version",
 }
+
+
+@pytest.mark.parametrize("value", [1 << 31, 4097])
+def test_more_layers_than_a_model_has_are_not_built(tmp_path: Path, value: int) -> None:
+    file = make(tmp_path, "llama", "F32")
+    said = b"llama.block_count" + struct.pack("<I", 4)
+    whole = file.read_bytes()
+    at = whole.index(said) + len(said)
+    file.write_bytes(whole[:at] + struct.pack("<I", value) + whole[at + 4 :])
+    with pytest.raises(
+        ModelLoadError, match=rf"its llama.block_count is {value}, and no model with more than 4096"
+    ):
+        converted(file)
 
 
 def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
