@@ -16,7 +16,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedLayer, PackedModel
 from services.executor.kv_cache.store import KvStore
-from services.executor.native.library import PARTS, Layer, Model, SharedHead, Step
+from services.executor.native.library import PARTS, Experts, Layer, Model, SharedHead, Step
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
@@ -51,6 +51,7 @@ class NativeDecoder:
         self._handle: int | None = None
         self._shape = store.shape
         self._layers = (Layer * len(packed.layers))()
+        self._experts: list[Experts] = []
         for index, layer in enumerate(packed.layers):
             self._describe_layer(index, layer)
         self._model = self._describe_model(layout, ring)
@@ -126,7 +127,11 @@ class NativeDecoder:
     def _describe_layer(self, index: int, layer: PackedLayer) -> None:
         into = self._layers[index]
         for name in ("qkv", "output", "gate_up", "down"):
-            setattr(into, name, getattr(layer, name).describe())
+            if (linear := getattr(layer, name)) is not None:
+                setattr(into, name, linear.describe())
+        if layer.experts is not None:
+            self._experts.append(layer.experts.describe())
+            into.experts = ctypes.pointer(self._experts[-1])
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
         into.rotary, into.window = layer.rotary, layer.window
@@ -142,7 +147,7 @@ class NativeDecoder:
         model = Model(
             layers=len(packed.layers),
             hidden=packed.head.inputs,
-            intermediate=self._layers[0].down.inputs,
+            intermediate=max(layer.down.inputs for layer in self._layers),
             q_heads=layout.q_heads.size,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,

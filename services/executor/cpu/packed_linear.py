@@ -82,6 +82,11 @@ def split_rows(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
     return [_rows(weight, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def split_evenly(weight: Weight, parts: int) -> list[Weight]:
+    """Equally many rows each, end to end; they share the weight's memory."""
+    return split_rows(weight, [weight.shape[0] // parts] * parts)
+
+
 def _rows(weight: Weight, first: int, end: int) -> Weight:
     assert isinstance(weight, Tensor | QuantizedRows | DeferredRows), "others are for GPUs"
     return weight[first:end] if isinstance(weight, Tensor) else weight.rows(first, end)
@@ -113,6 +118,21 @@ class PackedLinear:
             linear = replace(make(library, part, pool, threads), next=linear)
         assert linear is not None, "a linear has rows"
         return linear
+
+    @classmethod
+    def of_experts(
+        cls, library: Any, experts: list[list[Piece]], pool: Executor, threads: int
+    ) -> "PackedLinear":
+        """Experts of equally many outputs, whole panels each, one after the other: all in one format."""
+        pieces = _unified([piece for expert in experts for piece in expert])
+        each = [pieces[first : first + len(experts[0])] for first in range(0, len(pieces), len(experts[0]))]
+        make = _pack_bf16 if isinstance(pieces[0].weight, Tensor) else _pack_quantized
+        first = make(library, each[0], pool, threads)
+        room = fresh(len(each) * first.packed.numel())
+        for number, part in enumerate(each):
+            into = room[number * first.packed.numel() :][: first.packed.numel()]
+            make(library, part, pool, threads, into)
+        return replace(first, packed=room, outputs=len(each) * first.outputs)
 
     @property
     def parts(self) -> list["PackedLinear"]:
@@ -167,7 +187,9 @@ def _unified(pieces: list[Piece]) -> list[Piece]:
     same = QuantizedRows.of_one_format(coded) if len(coded) == len(weights) else None
     if same is None:
         log.info(
-            "weights_unpacked", reason="gate and up have formats that cannot be one", shape=coded[0].shape
+            "weights_unpacked",
+            reason="weights that are computed as one have formats that cannot be one",
+            shape=coded[0].shape,
         )
         plain = [
             weight.dequantized().bfloat16() if isinstance(weight, QuantizedRows) else weight
@@ -177,9 +199,12 @@ def _unified(pieces: list[Piece]) -> list[Piece]:
     return [replace(piece, weight=weight) for piece, weight in zip(pieces, same, strict=True)]
 
 
-def _pack_bf16(library: Any, pieces: list[Piece], pool: Executor, threads: int) -> PackedLinear:
+def _pack_bf16(
+    library: Any, pieces: list[Piece], pool: Executor, threads: int, into: Tensor | None = None
+) -> PackedLinear:
+    """`into`: the room, uint8; None: one is made."""
     outputs, inputs = sum(piece.rows for piece in pieces), pieces[0].weight.shape[1]
-    packed = fresh(library.rz_packed_bytes(outputs, inputs))
+    packed = fresh(library.rz_packed_bytes(outputs, inputs)) if into is None else into
     if outputs % PANEL or inputs % 2:
         packed.zero_()  # what fills up the last panel and pair counts as zero
     jobs = [part for piece in pieces for part in piece.cut(threads)]
@@ -196,7 +221,9 @@ def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
     library.rz_pack(packed.data_ptr(), weight.data_ptr(), rows, inputs, weight.stride(0), *places)
 
 
-def _pack_quantized(library: Any, pieces: list[Piece], pool: Executor, threads: int) -> PackedLinear:
+def _pack_quantized(
+    library: Any, pieces: list[Piece], pool: Executor, threads: int, into: Tensor | None = None
+) -> PackedLinear:
     weight = pieces[0].weight
     like = servable(weight.like if isinstance(weight, DeferredRows) else _coded(weight))
     outputs = sum(piece.rows for piece in pieces)
@@ -205,7 +232,7 @@ def _pack_quantized(library: Any, pieces: list[Piece], pool: Executor, threads: 
         servable(_block(pieces, first, min(first + step, outputs))) for first in range(0, outputs, step)
     )
     form = format_of(like)
-    packed = pack_rows(library, blocks, form, outputs, pool, threads)
+    packed = pack_rows(library, blocks, form, outputs, pool, threads, into)
     bias = _joined_bias(pieces, outputs)
     return PackedLinear(packed, bias, outputs, like.inputs, form, like.permutation)
 
@@ -235,7 +262,7 @@ def _joined_bias(pieces: list[Piece], outputs: int) -> Tensor | None:
     """float32 [outputs, rounded up to whole panels]"""
     if all(piece.bias is None for piece in pieces):
         return None
-    joined = torch.zeros(-(-outputs // PANEL) * PANEL)
+    joined = torch.zeros(-(-outputs // PANEL) * PANEL, dtype=torch.float32)
     for piece in pieces:
         if piece.bias is not None:
             joined[piece.places()] = piece.bias.float()

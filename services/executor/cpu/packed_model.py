@@ -20,23 +20,34 @@ from services.executor.cpu.packed_linear import (
     Piece,
     alternating,
     one_after_another,
+    split_evenly,
     split_rows,
 )
+from services.executor.cpu.quantized import PANEL
 from services.executor.model import lowering
 from services.executor.model.lowering import (
     Activation,
     CannotLower,
     Lowered,
     LoweredLayer,
+    Routing,
     Scalars,
+    Scores,
+    expert_weights,
     linears_of,
     release,
+    release_experts,
     vocabulary,
     weights_of,
 )
+from services.executor.native.library import Experts
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+SCORES: dict[Scores, int] = {"softmax": 0, "sigmoid": 1}
 """As `decoder.h` numbers them."""
+_MOST_EXPERTS = 1024
+"""As in `decoder.h`"""
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _MOST_GROUP = 48
 """Query heads of a KV head that a tile of attention has room for (`attention.h`)."""
 _HEAD_DIMS = frozenset(range(32, 257, 32))
@@ -57,6 +68,8 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
     attention: Any = lowered.layers[0].attention
     if attention.head_dim not in _HEAD_DIMS:
         raise CannotLower(f"heads of {attention.head_dim} values do not fit the native kernels")
+    for routing in (layer.routing for layer in lowered.layers if layer.routing):
+        _check_experts(routing)
     return lowered
 
 
@@ -80,12 +93,51 @@ def gate_up_pieces(feed_forward: Any) -> list[Piece]:
 
 
 def _check_widths(config: Any, world_size: int) -> None:
-    inner = split_dimension(config.intermediate_size, world_size)
-    if config.hidden_size % 2 or any(span.size % GATE_RUN for span in inner):
-        raise CannotLower(
-            f"a hidden size of {config.hidden_size} with an inner width of {config.intermediate_size} does not "
-            "fit the native kernels"
-        )
+    for width in (width for name in _WIDTHS if (width := getattr(config, name, None))):
+        inner = split_dimension(width, world_size)
+        if config.hidden_size % 2 or any(span.size % GATE_RUN for span in inner):
+            raise CannotLower(
+                f"a hidden size of {config.hidden_size} with an inner width of {width} does not fit the native kernels"
+            )
+
+
+def _check_experts(routing: Routing) -> None:
+    experts, hidden = routing.router.shape
+    if experts > _MOST_EXPERTS or not routing.chosen <= experts // routing.groups * routing.among:
+        raise CannotLower(f"{routing.chosen} of {experts} experts are beyond the native kernels")
+    if hidden % PANEL:
+        raise CannotLower(f"experts of {hidden} outputs do not fit the native kernels")
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A mixture of experts; its numbers are those of `Routing`."""
+
+    router: PackedLinear
+    gate_up: PackedLinear
+    """Of all experts, one after the other"""
+    down: PackedLinear
+    shared_gate: PackedLinear | None
+    correction: Tensor | None
+    count: int
+    chosen: int
+    scores: Scores
+    normalised: bool
+    groups: int
+    among: int
+    scale: float
+
+    def describe(self) -> Experts:
+        """The structure that the kernels take."""
+        made = Experts(self.router.describe(), self.gate_up.describe(), self.down.describe())
+        if self.shared_gate is not None:
+            made.shared_gate = self.shared_gate.describe()
+        if self.correction is not None:
+            made.correction = self.correction.data_ptr()
+        for name in ("count", "chosen", "normalised", "groups", "among", "scale"):
+            setattr(made, name, getattr(self, name))
+        made.scores = SCORES[self.scores]
+        return made
 
 
 @dataclass(frozen=True)
@@ -95,10 +147,19 @@ class PackedLayer:
     norms: dict[str, Tensor]
     qkv: PackedLinear
     output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: PackedLinear | None
+    """Of all rows; beside experts the shared one's, if there is one."""
+    down: PackedLinear | None
+    experts: PackedExperts | None
     rotary: int
     window: int
+
+    @property
+    def linears(self) -> list[PackedLinear]:
+        experts = self.experts
+        of_experts = [experts.router, experts.gate_up, experts.down, experts.shared_gate] if experts else []
+        every = [self.qkv, self.output, self.gate_up, self.down, *of_experts]
+        return [linear for linear in every if linear is not None]
 
 
 @dataclass(frozen=True)
@@ -156,18 +217,46 @@ class _Packer:
 
     def layer(self, layer: LoweredLayer) -> PackedLayer:
         attention: Any = layer.attention
-        down: Any = layer.feed_forward.down_proj
+        dense: Any = layer.feed_forward
         head_dim = self.layout.head_dim
         rows = (self.layout.q_heads.size * head_dim, self.layout.kv_heads.size * head_dim)
         packed = PackedLayer(
             norms=layer.norms,
             qkv=self.linear(qkv_pieces(attention, *rows)),
             output=self.linear(one_after_another([weights_of(attention.o_proj)])),
-            gate_up=self.linear(gate_up_pieces(layer.feed_forward)),
-            down=self.linear(one_after_another([weights_of(down)])),
+            gate_up=None if dense is None else self.linear(gate_up_pieces(dense)),
+            down=None if dense is None else self.linear(one_after_another([weights_of(dense.down_proj)])),
+            experts=None if layer.routing is None else self.experts(layer.routing),
             rotary=layer.rotary,
             window=layer.window,
         )
         for linear in linears_of(layer):
             release(linear)
         return packed
+
+    def experts(self, routing: Routing) -> PackedExperts:
+        count, shared = len(routing.router), routing.shared_gate
+        sides = split_evenly(expert_weights(routing, "gate_up_proj"), 2 * count)
+        downs = split_evenly(expert_weights(routing, "down_proj"), count)
+        packed = PackedExperts(
+            router=self.linear(one_after_another([(routing.router, None)])),
+            gate_up=self._each(
+                [
+                    alternating((gate, None), (up, None))
+                    for gate, up in zip(sides[::2], sides[1::2], strict=True)
+                ]
+            ),
+            down=self._each([one_after_another([(down, None)]) for down in downs]),
+            shared_gate=None if shared is None else self.linear(one_after_another([(shared, None)])),
+            correction=routing.correction,
+            count=count,
+            **{name: getattr(routing, name) for name in _OF_ROUTING},
+        )
+        release_experts(routing)
+        return packed
+
+    def _each(self, experts: list[list[Piece]]) -> PackedLinear:
+        return PackedLinear.of_experts(self.library, experts, self.pool, self.threads)
+
+
+_OF_ROUTING = ("chosen", "scores", "normalised", "groups", "among", "scale")

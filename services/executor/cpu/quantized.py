@@ -76,11 +76,13 @@ def pack_rows(
     outputs: int,
     pool: Executor,
     threads: int,
+    into: Tensor | None = None,
 ) -> Tensor:
     """A weight of `outputs` outputs packed with `threads` threads of `pool`: `blocks` of it, which are `servable` and
-    of whole panels but for the last, are taken one after the other."""
+    of whole panels but for the last, are taken one after the other. `into`: the room for
+    it, uint8; None: one is made."""
     described = made.describe(None)
-    packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), outputs))
+    packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), outputs)) if into is None else into
     place, panel = packed.data_ptr(), library.rz_quantized_bytes(ctypes.byref(described), PANEL)
     for weight in blocks:
         _pack_block(library, weight, described, place, pool, threads)

@@ -171,7 +171,7 @@ class _File(NamedTuple):
 def _size_of(model: PackedModel) -> int:
     linears = {id(model.head): model.head, id(model.embedding): model.embedding}
     for layer in model.layers:
-        linears |= {id(linear): linear for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)}
+        linears |= {id(linear): linear for linear in layer.linears}
     return sum(linear.nbytes for linear in linears.values())
 
 

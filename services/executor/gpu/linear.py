@@ -15,7 +15,12 @@ from torch.nn import functional
 from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.lowering import Weights
-from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
+from services.executor.model.parallel.layers import (
+    LinearShard,
+    VocabParallelEmbedding,
+    WeightShard,
+    unpack_experts,
+)
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, joined
@@ -145,7 +150,9 @@ def pack_for_gpu(model: Any, device: torch.device) -> None:
 
 
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
-    """Has the quantised layers of `model`, which PyTorch runs, multiply by `make`'s products, and look up in them."""
+    """Has the quantised layers of `model`, which PyTorch runs, multiply by `make`'s products, and look up in them.
+    Of experts there is no such product: they are unpacked."""
+    unpack_experts(model)
     for module in model.modules():
         if not isinstance(module, WeightShard) or isinstance(module.stored, Tensor):
             continue

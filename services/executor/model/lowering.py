@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan
-from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, WeightShard
+from services.executor.model.parallel.layers import (
+    LinearShard,
+    VocabParallelEmbedding,
+    WeightShard,
+    expert_weight_of,
+    keep_quantized_experts,
+)
 from services.executor.model.weight_formats import Weight
 
 
@@ -70,6 +76,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+Scores = Literal["softmax", "sigmoid"]
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
@@ -83,6 +90,8 @@ class Family:
     """Norms behind attention and feed-forward too, under Gemma's names."""
     scaled: bool = False
     """Granite's multipliers."""
+    scores: Scores = "softmax"
+    """What makes a router's outputs scores, where there are experts."""
 
 
 FAMILIES = {
@@ -95,6 +104,11 @@ FAMILIES = {
     "seed_oss": Family(),
     "phi3": Family(),
     "granite": Family(scaled=True),
+    "mixtral": Family(),
+    "qwen2_moe": Family(),
+    "qwen3_moe": Family(),
+    "dots1": Family(scores="sigmoid"),
+    "glm4_moe": Family(scores="sigmoid"),
     "gemma": Family(norm_offset=1.0),
     "gemma2": Family(norm_offset=1.0, post_norms=True),
     "gemma3_text": Family(norm_offset=1.0, post_norms=True),
@@ -105,6 +119,30 @@ class CannotLower(Exception):
     """The model has another shape; says which."""
 
 
+@dataclass(frozen=True)
+class Routing:
+    """A mixture of experts: which of them a row goes to, and how much each counts."""
+
+    experts: nn.Module
+    """transformers' own, which holds all of them: `expert_weights`"""
+    router: Tensor
+    """[experts, hidden]"""
+    shared_gate: Tensor | None
+    """[1, hidden]: what the sigmoid of weights the shared expert; None: 1"""
+    correction: Tensor | None
+    """float32 [experts], added to scores to choose by"""
+    scores: Scores
+    chosen: int
+    """Experts of a row"""
+    normalised: bool
+    """Whether the weights of a row's experts add up to 1"""
+    groups: int
+    among: int
+    """Experts are chosen from the best so many of the groups, by the sum of their two best scores."""
+    scale: float
+    """Of the weights"""
+
+
 @dataclass
 class LoweredLayer:
     """One layer. Norm weights are float32, on the model's device; linears are still the modules'."""
@@ -113,7 +151,9 @@ class LoweredLayer:
     """`attention_norm`, `feed_forward_norm`, and where there are: `after_attention_norm`,
     `after_feed_forward_norm` [hidden], `query_norm`, `key_norm` [head dim]."""
     attention: nn.Module
-    feed_forward: nn.Module
+    feed_forward: nn.Module | None
+    """Of all rows; beside experts the shared one, if there is one."""
+    routing: Routing | None
     rotary: int
     """Index of its set of frequencies; -1: it turns nothing."""
     window: int
@@ -198,7 +238,13 @@ def weights_of(linear: Any) -> Weights:
 def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
     """The linears of a layer, whose plain weights go once a decoder has its own."""
     for part in (layer.attention, layer.feed_forward):
-        yield from (module for module in part.modules() if isinstance(module, LinearShard))
+        yield from (module for module in part.modules() if isinstance(module, LinearShard)) if part else ()
+
+
+def expert_weights(routing: Routing, leaf: str) -> Weight:
+    """`gate_up_proj` or `down_proj` of all experts, one after the other: [experts * out, in]."""
+    weight = expert_weight_of(routing.experts, leaf)
+    return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
 
 
 def release(module: nn.Module) -> None:
@@ -207,6 +253,12 @@ def release(module: nn.Module) -> None:
         module.keep_quantized(None)
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
+
+
+def release_experts(routing: Routing) -> None:
+    """Lets go of the experts' weights, which a decoder has taken over."""
+    for leaf in ("gate_up_proj", "down_proj"):
+        keep_quantized_experts(routing.experts, leaf, None)
 
 
 def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
@@ -218,9 +270,13 @@ def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
 
 
 def _layer(layer: Any, config: Any, family: Family, frequencies: "_Frequencies") -> LoweredLayer:
-    attention, feed_forward = layer.self_attn, layer.mlp
+    attention, feed_forward, routing = layer.self_attn, layer.mlp, None
     _check_linears(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), "o_proj")
-    _check_linears(feed_forward, ("gate_up_proj",), ("gate_proj", "up_proj"), "down_proj")
+    if hasattr(feed_forward, "experts"):
+        routing = _routing(feed_forward, family)
+        feed_forward = next((part for name in _SHARED if (part := getattr(feed_forward, name, None))), None)
+    if feed_forward is not None:
+        _check_linears(feed_forward, ("gate_up_proj",), ("gate_proj", "up_proj"), "down_proj")
     norms = {"attention_norm": layer.input_layernorm}
     if family.post_norms:
         norms["after_attention_norm"] = layer.post_attention_layernorm
@@ -234,8 +290,31 @@ def _layer(layer: Any, config: Any, family: Family, frequencies: "_Frequencies")
         norms={name: _norm_weight(norm, family) for name, norm in norms.items()},
         attention=attention,
         feed_forward=feed_forward,
+        routing=routing,
         rotary=frequencies.of(attention, config),
         window=_window(attention, config),
+    )
+
+
+_SHARED = ("shared_expert", "shared_experts")
+
+
+def _routing(block: Any, family: Family) -> Routing:
+    gate, shared_gate = block.gate, getattr(block, "shared_expert_gate", None)
+    correction = getattr(gate, "e_score_correction_bias", None)
+    if getattr(block.experts, "is_transposed", True) or getattr(gate, "bias", None) is not None:
+        raise CannotLower(f"a {type(block).__name__} holds its experts in another order")
+    return Routing(
+        experts=block.experts,
+        router=gate.weight.detach(),
+        shared_gate=None if shared_gate is None else shared_gate.weight.detach(),
+        correction=None if correction is None else correction.detach().float().contiguous(),
+        scores=family.scores,
+        chosen=int(gate.top_k),
+        normalised=bool(getattr(gate, "norm_topk_prob", True)),
+        groups=int(getattr(gate, "num_group", 1)),
+        among=int(getattr(gate, "topk_group", 1)),
+        scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
     )
 
 

@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "attention_stages.h"
+#include "experts.h"
 #include "gemm.h"
 #include "largest.h"
 #include "products.h"
@@ -151,17 +152,53 @@ int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width
     return !atomic_load(&decoder->failed);
 }
 
-/* A block's last product: straight into the residual, or into delta where a sum or a norm comes between. */
-static int end_block(rz_decoder *decoder, int thread, int part, const rz_linear *linear, const bf16 *x,
-                     const float *after)
+/* What a block adds goes straight into the residual, or into delta where a sum or a norm comes between. */
+static int is_direct(const rz_model *model, const float *after)
+{
+    return !model->ring && !after;
+}
+
+/* A block's last product, of `x`; `weights` of its rows, or NULL. */
+static void end_block(rz_decoder *decoder, int thread, int part, const rz_linear *linear, const bf16 *x,
+                      const float *after, const float *weights)
 {
     rz_workspace *space = &decoder->space;
     const rz_model *model = &decoder->model;
-    const int direct = !model->ring && !after;
+    const int direct = is_direct(model, after);
     const long stride = part == RZ_OUTPUT ? (long)model->q_heads * model->head_dim : 0;
     rz_multiply(decoder, thread, part, (rz_product){
         .linear = linear, .x = x, .rows = decoder->step->tokens, .stride = stride, .end = direct ? ADD : STORE,
-        .out = direct ? space->residual : space->delta, .scale = direct ? model->residual_scale : 1.0f });
+        .out = direct ? space->residual : space->delta, .scale = direct ? model->residual_scale : 1.0f,
+        .weights = weights });
+}
+
+static void clear_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const rz_decoder *decoder = argument;
+    const size_t hidden = (size_t)decoder->model.hidden;
+    memset(decoder->space.delta + (size_t)token * hidden, 0, hidden * sizeof(float));
+}
+
+/* Of the normed rows: one feed-forward for all, or experts, beside one for all or not. */
+static int feed_forward(rz_decoder *decoder, int thread, const rz_layer *layer)
+{
+    rz_workspace *space = &decoder->space;
+    const rz_model *model = &decoder->model;
+    const float *after = layer->after_feed_forward_norm;
+    const int direct = is_direct(model, after);
+    if (layer->gate_up.packed) {
+        const float *weights = rz_weigh_shared(decoder, thread, layer->experts);
+        rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
+            .linear = &layer->gate_up, .x = space->normed, .rows = decoder->step->tokens, .end = ACTIVATE,
+            .out = space->activated, .activation = model->activation });
+        end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, after, weights);
+    } else if (!direct) {
+        rz_run_stage(decoder, thread, RZ_DOWN, decoder->step->tokens, clear_task, decoder);
+    }
+    if (layer->experts)
+        rz_run_experts(decoder, thread, layer->experts, direct ? space->residual : space->delta,
+                       direct ? model->residual_scale : 1.0f);
     return direct || rz_sum_over_ranks(decoder, thread, space->delta, model->hidden);
 }
 
@@ -178,15 +215,13 @@ static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, con
     if (!rz_attend_rows(decoder, thread, layer))
         return 0;
     const bf16 *attended = space->attended + (long)model->first_output * model->head_dim;
-    if (!end_block(decoder, thread, RZ_OUTPUT, &layer->output, attended, layer->after_attention_norm))
-        return 0;
     after = layer->after_attention_norm;
+    end_block(decoder, thread, RZ_OUTPUT, &layer->output, attended, after, NULL);
+    if (!is_direct(model, after) && !rz_sum_over_ranks(decoder, thread, space->delta, model->hidden))
+        return 0;
     norm second = { decoder, layer->feed_forward_norm, after, model->ring || after, NULL };
     rz_run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &second);
-    rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
-        .linear = &layer->gate_up, .x = space->normed, .rows = tokens, .end = ACTIVATE, .out = space->activated,
-        .activation = model->activation });
-    return end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, layer->after_feed_forward_norm);
+    return feed_forward(decoder, thread, layer);
 }
 
 /* The largest logits, from what each thread has found. */
@@ -355,6 +390,8 @@ static size_t rounded_row_of(const rz_model *model)
             const size_t bytes = rz_rounded_row(linears[j]);
             most = bytes > most ? bytes : most;
         }
+        const size_t bytes = rz_experts_rounded(layer->experts);
+        most = bytes > most ? bytes : most;
     }
     return most;
 }

@@ -6,7 +6,7 @@
  *        └───────────────────────────────────────────────────────────────────────────┘ └──────────────────────────────────┘
  *
  * with RMS norms, bf16 weights and activations, a float32 residual stream and float32 sums. What is in brackets is
- * optional. Models of other shapes run through PyTorch (lowering.py decides).
+ * optional; gate·up and down may be a mixture of experts. Models of other shapes run through PyTorch (lowering.py decides).
  *
  * Every pointer is the caller's and stays valid as long as the decoder. All sizes are this rank's share.
  */
@@ -50,6 +50,22 @@ typedef struct rz_linear {
     const struct rz_linear *next; /* the outputs behind these, of another format; or NULL */
 } rz_linear;
 
+enum { RZ_SOFTMAX, RZ_SIGMOID };
+enum { RZ_MOST_EXPERTS = 1024 };
+
+/* A mixture of experts: each row goes to `chosen` of them, and what they make of it is added, times their weights. */
+typedef struct {
+    rz_linear router;        /* bf16; outputs: experts */
+    rz_linear gate_up, down; /* of all experts, one after the other, each as a layer's; whole panels each */
+    rz_linear shared_gate;   /* bf16, one output: what the sigmoid of weights the shared expert; packed NULL: 1 */
+    const float *correction; /* [experts]: added to scores to choose by, not to weights; or NULL */
+    int32_t count, chosen;
+    int32_t scores;        /* what makes scores of the router's outputs */
+    int32_t normalised;    /* the weights of a row add up to 1 */
+    int32_t groups, among; /* experts are chosen from the best `among` of as many groups, by the sum of their two best */
+    float scale;           /* of the weights */
+} rz_experts;
+
 typedef struct {
     const float *attention_norm, *feed_forward_norm;             /* [hidden] */
     const float *after_attention_norm, *after_feed_forward_norm; /* [hidden] or NULL */
@@ -58,6 +74,7 @@ typedef struct {
     rz_linear output;  /* outputs: hidden; inputs: some of the q heads' values, see first_output */
     rz_linear gate_up; /* outputs: gate 0-15, up 0-15, gate 16-31, up 16-31, ... */
     rz_linear down;    /* outputs: hidden */
+    const rz_experts *experts; /* or NULL; gate_up and down are then the shared expert's, packed NULL: there is none */
     int32_t rotary;    /* index of the frequencies; -1: none */
     int32_t window;    /* tokens that are seen back; 0: all */
     /* the layer's share of the KV cache, see rz_cache */
@@ -123,7 +140,7 @@ typedef struct {
     int64_t num_compressions;
 } rz_step;
 
-/* Bytes of linear, layer, model, step and codes. Whoever fills them asks whether theirs are these. */
+/* Bytes of linear, layer, model, step, codes and experts. Whoever fills them asks whether theirs are these. */
 void rz_sizes(int64_t *sizes);
 
 /* The levels of instructions (levels/) that this processor runs, by name, the best first, each with a space behind it,

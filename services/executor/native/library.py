@@ -66,6 +66,17 @@ class SharedHead(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("kv_head", "slot", "is_first", "first_share")]
 
 
+class Experts(ctypes.Structure):
+    """`rz_experts` of `decoder.h`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("router", "gate_up", "down", "shared_gate")),
+        ("correction", c_void_p),
+        *((name, c_int32) for name in ("count", "chosen", "scores", "normalised", "groups", "among")),
+        ("scale", c_float),
+    ]
+
+
 class Layer(ctypes.Structure):
     _fields_ = [
         ("attention_norm", c_void_p),
@@ -78,6 +89,7 @@ class Layer(ctypes.Structure):
         ("output", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("experts", POINTER(Experts)),
         ("rotary", c_int32),
         ("window", c_int32),
         ("hot", c_void_p),
@@ -273,7 +285,7 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes)]
+    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes, Experts)]
     if not hasattr(library, "rz_sizes"):
         return False
     theirs = (c_int64 * len(ours))()

@@ -5,15 +5,19 @@
 #include "largest.h"
 #include "quantized.h"
 
-enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for a panel */ };
-
-/* One of the linears whose outputs follow each other. */
+/* One of the linears whose outputs follow each other, or an expert's share of one. */
 typedef struct {
     const rz_product *job;
     const rz_linear *linear;
     long before, outputs; /* of the linears before it, and of all */
+    long origin;          /* the linear's output that is the first here */
     rz_rounded rounded;   /* the activations, where it is quantized */
 } segment;
+
+/* Some rows by one panel; `coming`: the panel that this thread needs next; -1: none, or the same. */
+typedef struct {
+    long panel, coming, first, rows;
+} piece;
 
 RZ_INLINE f32 with_bias(const rz_linear *linear, const float *sums, long column)
 {
@@ -21,18 +25,19 @@ RZ_INLINE f32 with_bias(const rz_linear *linear, const float *sums, long column)
     return linear->bias ? f32_add(value, f32_load(linear->bias + column)) : value;
 }
 
-static void end_activate(const rz_product *job, const float *sums, long row, long column)
+static void end_activate(const segment *part, const float *sums, long row, long column)
 {
-    f32 gate = with_bias(job->linear, sums, column), up = with_bias(job->linear, sums + LANES, column + LANES);
+    const rz_product *job = part->job;
+    f32 gate = with_bias(part->linear, sums, column), up = with_bias(part->linear, sums + LANES, column + LANES);
     gate = job->activation == RZ_SILU ? silu_f32(gate) : gelu_tanh_f32(gate);
-    f32_store_bf16((bf16 *)job->out + row * (job->linear->outputs / 2) + column / 2, f32_mul(gate, up));
+    f32_store_bf16((bf16 *)job->out + row * (part->outputs / 2) + (column - part->origin) / 2, f32_mul(gate, up));
 }
 
 /* `before`: what is added to; zeros where nothing is. */
-RZ_INLINE f32 scaled(const segment *part, const float *sums, long column, lanes some, f32 before)
+RZ_INLINE f32 scaled(const segment *part, const float *sums, long row, long column, lanes some, f32 before)
 {
     const rz_product *job = part->job;
-    f32 value = f32_load(sums), scale = f32_set1(job->scale);
+    f32 value = f32_load(sums), scale = f32_set1(job->weights ? job->scale * job->weights[row] : job->scale);
     if (part->linear->bias)
         value = f32_add(value, f32_load_some(some, part->linear->bias + column));
     value = job->end == ADD ? f32_fma(value, scale, before) : f32_mul(value, scale);
@@ -46,11 +51,12 @@ RZ_INLINE f32 scaled(const segment *part, const float *sums, long column, lanes 
 static void end_float(const segment *part, const float *sums, long row, long column)
 {
     const rz_product *job = part->job;
+    float *into = (float *)job->out + (job->to ? job->to[row] : row) * part->outputs + part->before - part->origin;
     for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
         lanes some = lanes_first(part->linear->outputs - column);
-        float *to = (float *)job->out + row * part->outputs + part->before + column;
+        float *to = into + column;
         f32 before = job->end == ADD ? f32_load_some(some, to) : f32_zero();
-        f32_store_some(some, to, scaled(part, sums, column, some, before));
+        f32_store_some(some, to, scaled(part, sums, row, column, some, before));
     }
 }
 
@@ -59,7 +65,7 @@ static void end_largest(const segment *part, const float *sums, long row, long c
     rz_best *best = (rz_best *)part->job->out + thread * part->job->rows + row;
     for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
         lanes some = lanes_first(part->linear->outputs - column);
-        rz_best_add(best, scaled(part, sums, column, some, f32_zero()), some, column);
+        rz_best_add(best, scaled(part, sums, row, column, some, f32_zero()), some, column);
     }
 }
 
@@ -68,7 +74,7 @@ static void end_rows(const segment *part, const float *sums, long row, long rows
 {
     for (long i = 0; i < rows; i++, sums += PANEL) {
         if (part->job->end == ACTIVATE)
-            end_activate(part->job, sums, row + i, column);
+            end_activate(part, sums, row + i, column);
         else if (part->job->end == LARGEST)
             end_largest(part, sums, row + i, column, thread);
         else
@@ -81,53 +87,67 @@ RZ_INLINE long stride_of(const rz_product *job)
     return job->stride ? job->stride : job->linear->inputs;
 }
 
-static long pieces_of(const rz_product *job)
+static void multiply_bf16(const segment *part, piece at, int thread)
 {
-    return (job->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+    const rz_product *job = part->job;
+    const long stride = stride_of(job), pairs = (part->linear->inputs + 1) / 2;
+    const bf16 *panels = part->linear->packed, *weights = panels + at.panel * pairs * 2 * PANEL;
+    float sums[TILE_ROWS * PANEL];
+    long tiles = (at.rows + TILE_ROWS - 1) / TILE_ROWS;
+    rz_ahead ahead = rz_look_ahead(at.coming < 0 ? NULL : panels + at.coming * pairs * 2 * PANEL, tiles);
+    for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
+        int here = (int)((last - row + tiles - 1) / tiles);
+        rz_tile(here, job->x + row * stride, stride, weights, pairs, sums, PANEL, 0, &ahead);
+        end_rows(part, sums, row, here, at.panel * PANEL, thread);
+        row += here;
+    }
+}
+
+static void multiply_quantized(const segment *part, piece at, int thread)
+{
+    const rz_linear *linear = part->linear;
+    const uint8_t *packed = linear->packed;
+    const size_t bytes = rz_quantized_panel_bytes(&linear->format);
+    float sums[ROWS_OF_TASK * PANEL];
+    rz_quantized_panel(&linear->format, packed + (size_t)at.panel * bytes,
+                       at.coming < 0 ? NULL : packed + (size_t)at.coming * bytes, &part->rounded, at.first, at.rows,
+                       sums);
+    end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
+}
+
+static void multiply_piece(const segment *part, piece at, int thread)
+{
+    if (part->linear->format.bits)
+        multiply_quantized(part, at, thread);
+    else
+        multiply_bf16(part, at, thread);
 }
 
 static void product_task(void *argument, long task, long next, int thread)
 {
     const segment *part = argument;
-    const rz_product *job = part->job;
-    const long stride = stride_of(job), pairs = (part->linear->inputs + 1) / 2, pieces = pieces_of(job);
-    const long panels = (part->linear->outputs + PANEL - 1) / PANEL;
-    const long panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
-    const long last = least(first + ROWS_OF_TASK, job->rows);
-    const bf16 *weights = (const bf16 *)part->linear->packed + panel * pairs * 2 * PANEL;
-    const bf16 *coming = (const bf16 *)part->linear->packed + next / pieces * pairs * 2 * PANEL;
-    float sums[TILE_ROWS * PANEL];
-    long tiles = (last - first + TILE_ROWS - 1) / TILE_ROWS;
-    rz_ahead ahead = rz_look_ahead(next / pieces == panel || next / pieces >= panels ? NULL : coming, tiles);
-    for (long row = first; tiles; tiles--) {
-        int here = (int)((last - row + tiles - 1) / tiles);
-        rz_tile(here, job->x + row * stride, stride, weights, pairs, sums, PANEL, 0, &ahead);
-        end_rows(part, sums, row, here, panel * PANEL, thread);
-        row += here;
-    }
-}
-
-static void quantized_task(void *argument, long task, long next, int thread)
-{
-    const segment *part = argument;
-    const rz_linear *linear = part->linear;
-    const long pieces = pieces_of(part->job), panel = task / pieces, first = task % pieces * ROWS_OF_TASK;
-    const long rows = least(ROWS_OF_TASK, part->job->rows - first), panels = (linear->outputs + PANEL - 1) / PANEL;
-    const uint8_t *packed = linear->packed;
-    const size_t bytes = rz_quantized_panel_bytes(&linear->format);
-    const int more = next / pieces != panel && next / pieces < panels;
-    float sums[ROWS_OF_TASK * PANEL];
-    rz_quantized_panel(&linear->format, packed + (size_t)panel * bytes,
-                       more ? packed + (size_t)(next / pieces) * bytes : NULL, &part->rounded, first, rows, sums);
-    end_rows(part, sums, first, rows, panel * PANEL, thread);
+    const long rows = part->job->rows, pieces = rz_pieces_of(rows), panel = task / pieces, coming = next / pieces;
+    const long panels = (part->linear->outputs + PANEL - 1) / PANEL, first = task % pieces * ROWS_OF_TASK;
+    const int more = coming != panel && coming < panels;
+    multiply_piece(part, (piece){ panel, more ? coming : -1, first, least(ROWS_OF_TASK, rows - first) }, thread);
 }
 
 static void round_task(void *argument, long row, long next, int thread)
 {
     (void)next, (void)thread;
     const segment *part = argument;
-    const bf16 *x = part->job->x + row * stride_of(part->job);
+    const long from = part->job->from ? part->job->from[row] : row;
+    const bf16 *x = part->job->x + from * stride_of(part->job);
     rz_round_row(&part->rounded, &part->linear->format, row, x, part->linear->inputs);
+}
+
+/* The activations, for a quantized linear. */
+static void round_rows(rz_decoder *decoder, int thread, int booked, segment *part)
+{
+    if (!part->linear->format.bits)
+        return;
+    part->rounded = rz_rounded_in(decoder->space.rounded, &part->linear->format, part->job->rows);
+    rz_run_stage(decoder, thread, booked, part->job->rows, round_task, part);
 }
 
 void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
@@ -138,15 +158,97 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
     for (const rz_linear *linear = job.linear; linear; linear = linear->next)
         part.outputs += linear->outputs;
     for (const rz_linear *linear = job.linear; linear; linear = linear->next) {
-        const long tasks = (linear->outputs + PANEL - 1) / PANEL * pieces_of(&job);
         part.linear = linear;
-        if (linear->format.bits) {
-            part.rounded = rz_rounded_in(decoder->space.rounded, &linear->format, job.rows);
-            rz_run_stage(decoder, thread, booked, job.rows, round_task, &part);
-        }
-        rz_run_stage(decoder, thread, booked, tasks, linear->format.bits ? quantized_task : product_task, &part);
+        round_rows(decoder, thread, booked, &part);
+        const long tasks = (linear->outputs + PANEL - 1) / PANEL * rz_pieces_of(job.rows);
+        rz_run_stage(decoder, thread, booked, tasks, product_task, &part);
         part.before += linear->outputs;
     }
+}
+
+/* --- experts ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    segment part;
+    const rz_group *groups;
+    long count, panels; /* of groups; of an expert */
+} share;
+
+static segment part_of(const share *all, const rz_group *group)
+{
+    segment part = all->part;
+    part.origin = group->expert * part.outputs;
+    return part;
+}
+
+/* The group of a task, and its panel in the linear. */
+static const rz_group *group_of(const share *all, long task, long *panel)
+{
+    long low = 0, high = all->count; /* of low <= task < of high */
+    while (high - low > 1) {
+        const long middle = (low + high) / 2;
+        if (all->groups[middle].first_piece * all->panels <= task)
+            low = middle;
+        else
+            high = middle;
+    }
+    const rz_group *group = all->groups + low;
+    *panel = group->expert * all->panels + (task - group->first_piece * all->panels) / rz_pieces_of(group->rows);
+    return group;
+}
+
+static long activate_tasks(const share *all)
+{
+    const rz_group *last = all->groups + all->count - 1;
+    return all->panels * (last->first_piece + rz_pieces_of(last->rows));
+}
+
+/* Some rows of one group by one panel: no other task writes what it does. */
+static void activate_task(void *argument, long task, long next, int thread)
+{
+    const share *all = argument;
+    long panel, coming;
+    const rz_group *group = group_of(all, task, &panel);
+    const segment part = part_of(all, group);
+    const long done = (task - group->first_piece * all->panels) % rz_pieces_of(group->rows) * ROWS_OF_TASK;
+    if (next < activate_tasks(all))
+        group_of(all, next, &coming);
+    else
+        coming = panel;
+    multiply_piece(&part, (piece){ panel, coming == panel ? -1 : coming, group->first + done,
+                                   least(ROWS_OF_TASK, group->rows - done) }, thread);
+}
+
+/* A panel of all groups, one after the other: what comes to a row is added in one order, by one thread. */
+static void add_task(void *argument, long task, long next, int thread)
+{
+    const share *all = argument;
+    for (long i = 0; i < all->count; i++) {
+        const rz_group *group = all->groups + i;
+        const segment part = part_of(all, group);
+        const long panel = group->expert * all->panels + task;
+        long coming = next < all->panels ? all->groups[0].expert * all->panels + next : -1;
+        if (i + 1 < all->count)
+            coming = group[1].expert * all->panels + task;
+        for (long done = 0; done < group->rows; done += ROWS_OF_TASK) {
+            const long rows = least(ROWS_OF_TASK, group->rows - done);
+            const int ends = done + rows == group->rows;
+            multiply_piece(&part, (piece){ panel, ends ? coming : -1, group->first + done, rows }, thread);
+        }
+    }
+}
+
+void rz_multiply_experts(rz_decoder *decoder, int thread, int booked, rz_product job, long experts, rz_group *groups,
+                         long count)
+{
+    share all = { .part = { .job = &job, .linear = job.linear, .outputs = job.linear->outputs / experts },
+                  .groups = groups, .count = count };
+    all.panels = all.part.outputs / PANEL;
+    round_rows(decoder, thread, booked, &all.part);
+    if (job.end == ADD)
+        rz_run_stage(decoder, thread, booked, all.panels, add_task, &all);
+    else
+        rz_run_stage(decoder, thread, booked, activate_tasks(&all), activate_task, &all);
 }
 
 size_t rz_rounded_row(const rz_linear *linear)

@@ -15,11 +15,27 @@ typedef struct {
                   LARGEST: rz_best [threads, rows], which are set anew */
     float scale, cap;
     int activation;
+    const int32_t *from;  /* [rows]: of x, where experts take theirs; or NULL: one after the other */
+    const int32_t *to;    /* [rows]: of out, with ADD; or NULL */
+    const float *weights; /* [rows]: what each is multiplied with besides, with ADD and STORE; or NULL */
 } rz_product;
 
 /* Called by all threads alike; its time is booked on `part`. Where a linear is quantized, there must be room for the
  * rounded rows: rz_workspace_reserve_rounded. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
+
+enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for a panel */ };
+
+RZ_INLINE long rz_pieces_of(long rows)
+{
+    return (rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
+}
+
+/* Each group of rows by its expert's share of `linear`, of `experts` as many outputs each, with ACTIVATE or ADD: what is
+ * added to a row comes in the order of the groups. Weights of other experts are not read. As `rz_multiply` else, but that
+ * bf16 takes x as it is, without `from`. */
+void rz_multiply_experts(rz_decoder *decoder, int thread, int part, rz_product job, long experts, rz_group *groups,
+                         long count);
 
 /* Bytes of one rounded row of its inputs; 0 where nothing of it is quantized. */
 size_t rz_rounded_row(const rz_linear *linear);

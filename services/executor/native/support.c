@@ -65,4 +65,5 @@ void rz_sizes(int64_t *sizes)
     sizes[2] = sizeof(rz_model);
     sizes[3] = sizeof(rz_step);
     sizes[4] = sizeof(rz_codes);
+    sizes[5] = sizeof(rz_experts);
 }

@@ -6,6 +6,29 @@
 #include "decoder.h"
 #include "largest.h"
 
+/* Some rows that one expert multiplies. */
+typedef struct {
+    int32_t expert, first, rows;
+    long first_piece; /* pieces of the groups before it */
+} rz_group;
+
+/* Rows that experts compute in one step, memory for which is kept between steps: tokens times the experts of each. */
+typedef struct {
+    long rows;          /* that there is room for */
+    float *scores;      /* [tokens, experts] */
+    int32_t *experts;   /* [tokens, chosen], the best first */
+    float *chances;     /* [tokens, chosen]: their weights */
+    float *shared;      /* [tokens]: the shared expert's weight */
+    int32_t *tokens;    /* [rows], by experts: whose row it is */
+    float *weights;     /* [rows], likewise */
+    int32_t *ends;      /* [experts] */
+    rz_group *groups;   /* [experts]: of those that were chosen */
+    long count;         /* of them */
+    bf16 *gathered;     /* [rows, hidden], by experts */
+    bf16 *activated;    /* [rows, width] */
+    long most_experts, most_chosen, most_width; /* of all layers */
+} rz_routing;
+
 typedef struct {
     long tokens;      /* that there is room for */
     float *residual;  /* [tokens, hidden] */
@@ -29,6 +52,7 @@ typedef struct {
     size_t rounded_room;
     unsigned char *scratch; /* one piece per thread */
     size_t scratch_piece;
+    rz_routing routing;
 } rz_workspace;
 
 /* 0 when there is no memory. */

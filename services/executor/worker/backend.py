@@ -95,6 +95,8 @@ def gpu_runner(
     batch_invariant = limits is not None and limits.batch_invariant
     try:
         lowered = lowering.lower(model, store.shape.dtype)
+        if any(layer.routing for layer in lowered.layers):
+            raise CannotLower("the GPU decoder computes no experts")
     except CannotLower as reason:
         if batch_invariant:
             raise ModelLoadError(

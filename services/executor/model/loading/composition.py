@@ -120,6 +120,23 @@ class Composition:
         )
         return Composition(_inserted(self.shape, dim, 1), parts)
 
+    def flattened(self) -> "Composition | None":
+        """Of three dimensions, the first two as one: matrices one below the other. None where a part is no matrix."""
+        if any(part.axes != (None, 0, 1) for part in self.parts):
+            return None
+        _, rows, columns = self.shape
+        parts = (
+            Part(
+                part.source,
+                (0, 1),
+                part.origin[1:],
+                (part.at[0] * rows + part.at[1], part.at[2]),
+                part.size[1:],
+            )
+            for part in self.parts
+        )
+        return Composition((self.shape[0] * rows, columns), tuple(parts))
+
 
 def concatenated(pieces: Sequence[Composition], dim: int) -> Composition:
     """`pieces` end to end along `dim`. Raises `ValueError` where their other dimensions differ."""

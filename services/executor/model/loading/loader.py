@@ -33,6 +33,7 @@ from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
 from services.executor.model.loading.sources import Sources, find_sources
 from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.lowering import FAMILIES
 from services.executor.model.parallel.layers import (
     LinearShard,
     TensorSlice,
@@ -40,7 +41,10 @@ from services.executor.model.parallel.layers import (
     VocabParallelHead,
     WeightShard,
     held_elsewhere,
+    holds_experts,
+    keep_quantized_experts,
     piece_of,
+    unpack_experts,
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
@@ -133,7 +137,9 @@ def load_model(
             sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
-        plan = _plan_reads(parameters, sources, codec, keep_codes, defer_codes)
+        # Others compute experts by PyTorch, which multiplies by plain weights alone.
+        with_experts = device.type == "cpu" and dtype is torch.bfloat16 and config.model_type in FAMILIES
+        plan = _plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
         _check_leftovers(model, parameters, sources, files, directory)
         reads = [read for _, read in plan]
         if isinstance(files, GgufWeights):
@@ -201,12 +207,18 @@ class _Parameter:
     """What the model calls it."""
 
     @property
+    def of_experts(self) -> bool:
+        return all(holds_experts(module, leaf) for module, leaf in self.targets)
+
+    @property
     def may_be_quantized(self) -> bool:
         return all(isinstance(module, WeightShard) and leaf == "weight" for module, leaf in self.targets)
 
     def codec_of(self, codec: WeightCodec | None) -> WeightCodec | None:
         """What quantises it, where all that is quantised is to be by `codec`; None: nothing. Head and embedding are
         left as they are by codecs of one scale for each row."""
+        if self.of_experts:
+            return codec if isinstance(codec, RowsCodec) else None
         if not self.may_be_quantized:
             return None
         vocabulary = VocabParallelHead | VocabParallelEmbedding
@@ -238,8 +250,12 @@ def _plan_reads(
     codec: WeightCodec | None,
     keep_codes: bool,
     defer_codes: bool,
+    with_experts: bool,
 ) -> list[tuple[_Parameter, Read]]:
-    """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with."""
+    """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with.
+
+    `with_experts`: theirs may be quantized too, all of a layer as one weight.
+    """
     plan = []
     for parameter in parameters:
         found = next((name for name in parameter.names if name in sources.parameters), None)
@@ -256,9 +272,11 @@ def _plan_reads(
         _check_shape(found, parameter, content.shape)
         if piece is not None:
             content = content.selected(piece.dim, piece.spans)
-        keeps = keep_codes and parameter.may_be_quantized
+        flat = content.flattened() if parameter.of_experts else None
+        fits = flat is not None and with_experts if parameter.of_experts else parameter.may_be_quantized
+        kind = parameter.codec_of(codec) if fits else None
         plan.append(
-            (parameter, Read(content, parameter.dtype, parameter.codec_of(codec), keeps, defer_codes))
+            (parameter, Read(flat or content, parameter.dtype, kind, keep_codes and fits, defer_codes))
         )
     return plan
 
@@ -307,10 +325,18 @@ def _is_idle_bias(name: str, files: WeightFiles) -> bool:
 
 def _place(parameter: _Parameter, held: Weight) -> None:
     if not isinstance(held, Tensor):
-        for module, _ in parameter.targets:
-            assert isinstance(module, WeightShard), "only linear layers and embeddings are quantised"
-            module.keep_quantized(held)
+        for module, leaf in parameter.targets:
+            if parameter.of_experts:
+                assert isinstance(held, QuantizedRows | DeferredRows), "others have no product with experts"
+                keep_quantized_experts(module, leaf, held)
+            else:
+                assert isinstance(module, WeightShard), (
+                    "only linear layers, embeddings and experts are quantised"
+                )
+                module.keep_quantized(held)
         return
+    if parameter.of_experts:
+        held = held.view(parameter.shape)
     value = held if parameter.buffer else nn.Parameter(held, requires_grad=False)
     for module, attribute in parameter.targets:
         setattr(module, attribute, value)
@@ -319,6 +345,7 @@ def _place(parameter: _Parameter, held: Weight) -> None:
 def unpack(model: nn.Module, dtype: torch.dtype, device: torch.device = _CPU) -> None:
     """Makes plain weights of those that have stayed quantized, for models that PyTorch computes."""
     made: dict[int, nn.Parameter] = {}
+    unpack_experts(model)
     for module in model.modules():
         if isinstance(module, WeightShard) and isinstance(
             stored := module.stored, QuantizedRows | DeferredRows

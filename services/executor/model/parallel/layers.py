@@ -48,6 +48,7 @@ class TensorSlice:
 
 _SLICES = "slices"
 _ELSEWHERE = "elsewhere"
+_QUANTIZED = "quantized_experts"
 
 
 def hold(module: nn.Module, name: str, like: Tensor, piece: TensorSlice) -> None:
@@ -84,6 +85,39 @@ def held_elsewhere(module: nn.Module) -> frozenset[str]:
     """What the checkpoint holds under `module`'s name that other ranks hold for all."""
     names: frozenset[str] = module.__dict__.get(_ELSEWHERE, frozenset())
     return names
+
+
+def holds_experts(module: nn.Module, name: str) -> bool:
+    """Whether parameter `name` of `module` has the weights [out, in] of all experts, which may be quantised as one:
+    transformers' own module, which holds some the other way."""
+    return name in ("gate_up_proj", "down_proj") and not getattr(module, "is_transposed", True)
+
+
+def keep_quantized_experts(
+    module: nn.Module, name: str, weight: "QuantizedRows | DeferredRows | None"
+) -> None:
+    """Holds `weight` [experts * out, in] in place of the plain one; None: neither."""
+    plain: nn.Parameter = getattr(module, name)
+    setattr(module, name, nn.Parameter(torch.empty(0, dtype=plain.dtype), requires_grad=False))
+    module.__dict__.setdefault(_QUANTIZED, {})[name] = weight
+
+
+def expert_weight_of(module: nn.Module, name: str) -> Tensor | QuantizedRows | DeferredRows:
+    """The weights of all experts as they were loaded: plain [experts, out, in], or quantised [experts * out, in]."""
+    kept: QuantizedRows | DeferredRows | None = module.__dict__.get(_QUANTIZED, {}).get(name)
+    plain: Tensor = getattr(module, name)
+    return plain if kept is None else kept
+
+
+def unpack_experts(model: nn.Module) -> None:
+    """Makes plain weights of those of experts that are quantised, for models that PyTorch computes."""
+    for module in model.modules():
+        for name, kept in module.__dict__.pop(_QUANTIZED, {}).items():
+            weight = kept.read() if isinstance(kept, DeferredRows) else kept
+            plain = weight.dequantized().to(getattr(module, name).dtype)
+            count: int = module.num_experts  # type: ignore[assignment]  # of transformers' own
+            experts = plain.view(count, -1, plain.shape[1])
+            setattr(module, name, nn.Parameter(experts, requires_grad=False))
 
 
 class WeightShard(nn.Module):

@@ -23,10 +23,12 @@
 #define rz_decoder_new RZ_OF_LEVEL(rz_decoder_new)
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
+#define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
 #define rz_largest RZ_OF_LEVEL(rz_largest)
 #define rz_look_ahead RZ_OF_LEVEL(rz_look_ahead)
 #define rz_merge RZ_OF_LEVEL(rz_merge)
 #define rz_multiply RZ_OF_LEVEL(rz_multiply)
+#define rz_multiply_experts RZ_OF_LEVEL(rz_multiply_experts)
 #define rz_now RZ_OF_LEVEL(rz_now)
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
@@ -41,10 +43,12 @@
 #define rz_rounded_bytes RZ_OF_LEVEL(rz_rounded_bytes)
 #define rz_rounded_in RZ_OF_LEVEL(rz_rounded_in)
 #define rz_rounded_row RZ_OF_LEVEL(rz_rounded_row)
+#define rz_run_experts RZ_OF_LEVEL(rz_run_experts)
 #define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
+#define rz_weigh_shared RZ_OF_LEVEL(rz_weigh_shared)
 #define rz_workspace_free RZ_OF_LEVEL(rz_workspace_free)
 #define rz_workspace_new RZ_OF_LEVEL(rz_workspace_new)
 #define rz_workspace_reserve RZ_OF_LEVEL(rz_workspace_reserve)
@@ -55,6 +59,7 @@
 #include "../attention_stages.c"
 #include "../codec.c"
 #include "../decoder.c"
+#include "../experts.c"
 #include "../gemm.c"
 #include "../largest.c"
 #include "../products.c"

@@ -135,10 +135,15 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
         assert (logits[0] - expected[position]).abs().mean() < 0.03 * expected[position].std()
 
 
-@pytest.mark.parametrize("codec", [None, INT8], ids=["bf16", "int8"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("model_type", "codec", "weights"),
+    [
+        *(("llama", None, ""), ("llama", INT8, ""), ("mistral", None, ""), ("mistral", INT8, "")),
+        *(("qwen2_moe", None, ""), ("dots1", None, "q4_k")),
+    ],
+)
 def test_a_row_does_not_depend_on_its_neighbours(
-    tmp_path: Path, model_type: str, codec: Codec | None
+    tmp_path: Path, model_type: str, codec: Codec | None, weights: str
 ) -> None:
     """Decoded alone, decoded in a batch by other threads, or as part of a chunk: the same bits."""
     window = {"sliding_window": 300} if model_type == "mistral" else {}
@@ -147,7 +152,9 @@ def test_a_row_does_not_depend_on_its_neighbours(
 
     def last_four(batches: list[dict[int, int]], threads: int) -> Tensor:
         """Logits of the first sequence's last four tokens, which `batches` compute."""
-        runner = runner_of(directory, native=True, threads=threads, num_blocks=900, codec=codec)
+        runner = runner_of(
+            directory, native=True, threads=threads, num_blocks=900, codec=codec, weights=weights
+        )
         script = Script(lengths, num_blocks=900)
         for sequence, length in enumerate(lengths):
             rest = length - 4 if sequence == 0 else length - 1
@@ -351,7 +358,7 @@ def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "glm4_moe"])
 def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_size: int) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
     expected = truth(directory, mixed_script()[0].sequences)

@@ -25,7 +25,7 @@ def model_of(directory: Path, model_type: str) -> Path:
 
 
 @pytest.mark.parametrize("weights", CODECS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "qwen3_moe"])
 def test_as_near_to_the_truth_as_with_unpacked_weights(tmp_path: Path, model_type: str, weights: str) -> None:
     directory = model_of(tmp_path, model_type)
     native = runner_of(directory, native=True, weights=weights)
@@ -46,10 +46,13 @@ def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
     assert errors(native, expected).mean() < 0.15 * torch.stack([row.std() for row in expected]).mean()
 
 
-@pytest.mark.parametrize("weights", ["int8", "q4_k", "int4"])
+@pytest.mark.parametrize(
+    ("model_type", "weights"),
+    [("llama", "int8"), ("llama", "q4_k"), ("llama", "int4"), ("qwen2_moe", "q8_0")],
+)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, weights: str) -> None:
-    directory = model_of(tmp_path, "llama")
+def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: str, weights: str) -> None:
+    directory = model_of(tmp_path, model_type)
     expected = truth(directory, mixed_script()[0].sequences)
     area = make_area(ranks, 2)
 

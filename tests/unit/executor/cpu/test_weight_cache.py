@@ -71,7 +71,7 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
     ("model_type", "weights"),
     [
         *((name, "") for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite")),
-        *(("llama", "q4_k"), ("qwen2", "int4")),
+        *(("llama", "q4_k"), ("qwen2", "int4"), ("dots1", "q4_k")),
     ],
 )
 def test_what_is_read_computes_what_was_built(

@@ -24,6 +24,25 @@ BASE = {
 WINDOWS: dict[str, Any] = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 """Layers of these types in turn."""
 
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_local_experts": 6,
+    "num_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+"""Of each type those that it knows."""
+GROUPED: dict[str, Any] = {
+    **EXPERTS,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 10},
@@ -40,6 +59,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "mixtral": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "dots1": {**GROUPED, "sliding_window": 9},
+    "glm4_moe": {**GROUPED, "use_qk_norm": True, "attention_bias": True},
     "gemma": {},
     "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
     "gemma3_text": WINDOWS,

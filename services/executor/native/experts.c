@@ -1,0 +1,187 @@
+/* See experts.h. A row's experts, their weights and the order in which they are added follow from the row alone. */
+#include "experts.h"
+
+#include <string.h>
+
+/* --- routing ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    rz_decoder *decoder;
+    const rz_experts *experts;
+} routed;
+
+static void softmax(float *scores, long count)
+{
+    float most = scores[0], sum = 0;
+    for (long i = 1; i < count; i++)
+        most = scores[i] > most ? scores[i] : most;
+    for (long i = 0; i < count; i++)
+        sum += scores[i] = expf(scores[i] - most);
+    for (long i = 0; i < count; i++)
+        scores[i] /= sum;
+}
+
+static float sigmoid(float value)
+{
+    return 1.0f / (1.0f + expf(-value));
+}
+
+/* The largest that is not taken, of those that tie the first; where none is a number, the first that is not taken. */
+static long best_of(const float *scores, const unsigned char *taken, long count)
+{
+    long best = 0;
+    while (best + 1 < count && taken[best])
+        best++;
+    for (long i = best + 1; i < count; i++)
+        if (!taken[i] && scores[i] > scores[best])
+            best = i;
+    return best;
+}
+
+/* What a group of experts counts: its two best, or its only one. */
+static float weight_of_group(const float *scores, long size)
+{
+    float first = -INFINITY, second = size > 1 ? -INFINITY : 0;
+    for (long i = 0; i < size; i++) {
+        if (scores[i] > first) {
+            second = size > 1 ? first : 0;
+            first = scores[i];
+        } else if (scores[i] > second && size > 1) {
+            second = scores[i];
+        }
+    }
+    return first + second;
+}
+
+/* Takes all experts but those of the best groups. */
+static void take_groups(const rz_experts *experts, const float *scores, unsigned char *taken)
+{
+    const long size = experts->count / experts->groups;
+    float weights[RZ_MOST_EXPERTS];
+    unsigned char kept[RZ_MOST_EXPERTS] = { 0 };
+    for (long i = 0; i < experts->groups; i++)
+        weights[i] = weight_of_group(scores + i * size, size);
+    for (long i = 0; i < experts->among; i++)
+        kept[best_of(weights, kept, experts->groups)] = 1;
+    for (long i = 0; i < experts->groups * size; i++)
+        taken[i] = !kept[i / size];
+}
+
+static void choose_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const routed *job = argument;
+    const rz_experts *experts = job->experts;
+    rz_routing *space = &job->decoder->space.routing;
+    float *scores = space->scores + token * experts->count, by[RZ_MOST_EXPERTS], sum = 0;
+    int32_t *to = space->experts + token * experts->chosen;
+    float *weights = space->chances + token * experts->chosen;
+    unsigned char taken[RZ_MOST_EXPERTS] = { 0 };
+    if (experts->scores == RZ_SOFTMAX)
+        softmax(scores, experts->count);
+    for (long i = 0; i < experts->count; i++) {
+        if (experts->scores == RZ_SIGMOID)
+            scores[i] = sigmoid(scores[i]);
+        by[i] = scores[i] + (experts->correction ? experts->correction[i] : 0);
+    }
+    if (experts->among < experts->groups)
+        take_groups(experts, by, taken);
+    for (long i = 0; i < experts->chosen; i++) {
+        to[i] = (int32_t)best_of(by, taken, experts->count);
+        taken[to[i]] = 1;
+        sum += weights[i] = scores[to[i]];
+    }
+    const float scale = experts->normalised ? experts->scale / (sum + 1e-20f) : experts->scale;
+    for (long i = 0; i < experts->chosen; i++)
+        weights[i] *= scale;
+}
+
+/* Rows by experts, those of one in the order of tokens. */
+static void group_task(void *argument, long task, long next, int thread)
+{
+    (void)task, (void)next, (void)thread;
+    const routed *job = argument;
+    const rz_experts *experts = job->experts;
+    rz_routing *space = &job->decoder->space.routing;
+    const long rows = job->decoder->step->tokens * experts->chosen;
+    int32_t *ends = space->ends;
+    memset(ends, 0, (size_t)experts->count * sizeof *ends);
+    for (long i = 0; i < rows; i++)
+        ends[space->experts[i]]++;
+    long first = 0, pieces = 0;
+    space->count = 0;
+    for (int32_t expert = 0; expert < experts->count; expert++) {
+        const int32_t here = ends[expert];
+        if (here) {
+            space->groups[space->count++] = (rz_group){ expert, (int32_t)first, here, pieces };
+            pieces += rz_pieces_of(here);
+        }
+        ends[expert] = (int32_t)first;
+        first += here;
+    }
+    for (long i = 0; i < rows; i++) {
+        const int32_t at = ends[space->experts[i]]++;
+        space->tokens[at] = (int32_t)(i / experts->chosen);
+        space->weights[at] = space->chances[i];
+    }
+}
+
+static void gather_task(void *argument, long row, long next, int thread)
+{
+    (void)next, (void)thread;
+    const routed *job = argument;
+    const size_t hidden = (size_t)job->decoder->model.hidden;
+    const rz_routing *space = &job->decoder->space.routing;
+    memcpy(space->gathered + (size_t)row * hidden,
+           job->decoder->space.normed + (size_t)space->tokens[row] * hidden, hidden * sizeof(bf16));
+}
+
+static void shared_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    float *weights = argument;
+    weights[token] = sigmoid(weights[token]);
+}
+
+const float *rz_weigh_shared(rz_decoder *decoder, int thread, const rz_experts *experts)
+{
+    if (!experts || !experts->shared_gate.packed)
+        return NULL;
+    float *weights = decoder->space.routing.shared;
+    const long tokens = decoder->step->tokens;
+    rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
+        .linear = &experts->shared_gate, .x = decoder->space.normed, .rows = tokens, .end = STORE, .out = weights,
+        .scale = 1.0f });
+    rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, shared_task, weights);
+    return weights;
+}
+
+void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale)
+{
+    rz_routing *space = &decoder->space.routing;
+    const long tokens = decoder->step->tokens, rows = tokens * experts->chosen;
+    routed job = { decoder, experts };
+    rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
+        .linear = &experts->router, .x = decoder->space.normed, .rows = tokens, .end = STORE, .out = space->scores,
+        .scale = 1.0f });
+    rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, choose_task, &job);
+    rz_run_stage(decoder, thread, RZ_GATE_UP, 1, group_task, &job);
+    const int gathers = !experts->gate_up.format.bits;
+    if (gathers)
+        rz_run_stage(decoder, thread, RZ_GATE_UP, rows, gather_task, &job);
+    rz_multiply_experts(decoder, thread, RZ_GATE_UP, (rz_product){
+        .linear = &experts->gate_up, .x = gathers ? space->gathered : decoder->space.normed, .from = space->tokens,
+        .rows = rows, .end = ACTIVATE, .out = space->activated, .activation = decoder->model.activation },
+        experts->count, space->groups, space->count);
+    rz_multiply_experts(decoder, thread, RZ_DOWN, (rz_product){
+        .linear = &experts->down, .x = space->activated, .rows = rows, .end = ADD, .out = out, .to = space->tokens,
+        .weights = space->weights, .scale = scale }, experts->count, space->groups, space->count);
+}
+
+size_t rz_experts_rounded(const rz_experts *experts)
+{
+    if (!experts)
+        return 0;
+    const size_t in = rz_rounded_row(&experts->gate_up), out = rz_rounded_row(&experts->down);
+    return (in > out ? in : out) * (size_t)experts->chosen;
+}

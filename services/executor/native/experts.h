@@ -1,0 +1,17 @@
+/* Mixtures of experts: which rows go where, and their products. */
+#ifndef RZ_EXPERTS_H
+#define RZ_EXPERTS_H
+
+#include "products.h"
+
+/* Bytes that the rounded activations of a layer's experts take for a token. */
+size_t rz_experts_rounded(const rz_experts *experts);
+
+/* Adds to `out` [tokens, hidden], float32, what the experts make of the normed rows, times `scale`. Called by all
+ * threads alike. */
+void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale);
+
+/* The weight of the shared expert for each row, or NULL where it is 1. */
+const float *rz_weigh_shared(rz_decoder *decoder, int thread, const rz_experts *experts);
+
+#endif
