@@ -112,15 +112,12 @@ def _to_gguf(
     config = model.config.to_dict()
     architecture = gguf_header.architecture_of(config)
     names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
-    tensors = [
-        _in_rotary_order(tensor, config) if architecture.interleaved else tensor
+    named = [
+        (names[tensor.name], _as_gguf_has_it(tensor, architecture, config))
         for tensor in model.tensors
         if tensor.name in names
     ]
-    named = [(names[tensor.name], tensor) for tensor in tensors]
-    if (factors := gguf_header.rope_factors(config)) is not None:
-        extra = SourceTensor("", tuple(factors.shape), lambda: iter((factors,)))
-        named.append(("rope_freqs.weight", extra))
+    named += [(name, _made(factors)) for name, factors in gguf_header.rope_factors(config).items()]
     layers = config["num_hidden_layers"]
     listed = [(name, one.shape, gguf_types.type_of(name, one.shape, dtype, layers)) for name, one in named]
     written = [_gguf_tensor(one, kind) for (_, one), (_, _, kind) in zip(named, listed, strict=True)]
@@ -214,8 +211,8 @@ def _rope_parameters(config: Mapping[str, Any], factors: Tensor) -> dict[str, An
     Raises `ModelLoadError` for others, for which a configuration has no place.
     """
     rope = {**(config.get("rope_parameters") or {}), **_LLAMA_3, "factor": float(factors.max())}
-    made = gguf_header.rope_factors({**config, "rope_parameters": rope})
-    if made is None or made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-3):
+    (made,) = gguf_header.rope_factors({**config, "rope_parameters": rope}).values()
+    if made.shape != factors.shape or not torch.allclose(made, factors, rtol=1e-3):
         raise ModelLoadError(
             "The file divides rotary frequencies by factors that are not Llama 3's (rope_freqs.weight), for which a "
             "configuration has no place; convert to gguf, or convert the model that it was made from."
@@ -239,8 +236,16 @@ def _write(
     write_tensors(path, header, tensors, alignment, report)
 
 
-def _in_rotary_order(tensor: SourceTensor, config: Mapping[str, Any]) -> SourceTensor:
-    count = _heads_of(tensor.name, config)
+def _made(values: Tensor) -> SourceTensor:
+    return SourceTensor("", tuple(values.shape), lambda: iter((values,)))
+
+
+def _as_gguf_has_it(
+    tensor: SourceTensor, architecture: gguf_header.GgufArchitecture, config: Mapping[str, Any]
+) -> SourceTensor:
+    if architecture.norm_offset and tensor.name.endswith("norm.weight"):
+        return tensor.mapped(lambda values: values.float() + architecture.norm_offset)
+    count = _heads_of(tensor.name, config) if architecture.interleaved else None
     if count is None:
         return tensor
     return tensor.mapped(lambda rows: gguf_header.interleaved(rows, count))

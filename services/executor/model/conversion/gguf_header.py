@@ -4,7 +4,6 @@ Sources: the GGUF specification (ggml, docs/gguf.md), through the package `gguf`
 keys is told at `interleaved`. Models that the format would hold otherwise than they are meant are refused.
 """
 
-import json
 import math
 import struct
 import tempfile
@@ -18,6 +17,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
+from services.executor.model.conversion.gguf_tokenizer import add_tokenizer
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
 from services.executor.model.loading.gguf_file import GgufFile
 from shared.errors import ModelLoadError
@@ -27,33 +27,45 @@ ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """How GGUF holds one type of model."""
+    """How GGUF holds one type of model, and what programs that read it take for granted."""
 
     name: str
     enum: gguf.MODEL_ARCH
     interleaved: bool = False
     """Queries and keys are rotated by neighbours."""
     biases: bool = False
-    """Of queries, keys and values, always; else never."""
+    """Of queries, keys and values, where config.json says attention_bias; else there are none."""
+    norm_offset: float = 0.0
+    """What is added to the weights of norms"""
+    activations: tuple[str, ...] = ("silu",)
+    windows: int = 0
+    """0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ..."""
+    widest: int = 0
+    """Layers of the largest model, whose queries are scaled by the model's width over its heads, not a head's."""
 
 
+_GELU = ("gelu_pytorch_tanh",)
 _ARCHITECTURES = {
     "llama": GgufArchitecture("llama", gguf.MODEL_ARCH.LLAMA, interleaved=True),
     "mistral": GgufArchitecture("llama", gguf.MODEL_ARCH.LLAMA, interleaved=True),
-    "qwen2": GgufArchitecture("qwen2", gguf.MODEL_ARCH.QWEN2, biases=True),
+    "qwen2": GgufArchitecture("qwen2", gguf.MODEL_ARCH.QWEN2),
     "qwen3": GgufArchitecture("qwen3", gguf.MODEL_ARCH.QWEN3),
     "granite": GgufArchitecture("granite", gguf.MODEL_ARCH.GRANITE, interleaved=True),
     "smollm3": GgufArchitecture("smollm3", gguf.MODEL_ARCH.SMOLLM3, interleaved=True),
+    "seed_oss": GgufArchitecture("seed_oss", gguf.MODEL_ARCH.SEED_OSS, biases=True),
+    "phi3": GgufArchitecture("phi3", gguf.MODEL_ARCH.PHI3, windows=1),
+    "gemma": GgufArchitecture("gemma", gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, activations=(*_GELU, "gelu")),
+    "gemma2": GgufArchitecture(
+        "gemma2", gguf.MODEL_ARCH.GEMMA2, norm_offset=1.0, activations=_GELU, windows=2, widest=46
+    ),
+    "gemma3_text": GgufArchitecture(
+        "gemma3", gguf.MODEL_ARCH.GEMMA3, norm_offset=1.0, activations=_GELU, windows=6, widest=62
+    ),
 }
 _EVERY_FOURTH = 4
 """Of SmolLM3's layers has no rotary positions; llama.cpp takes that for granted."""
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_PATTERNS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
-"""GGUF's names for the expressions by which tokenizers split text."""
+_LOCAL_THETA = 10_000.0
+"""Of the rotary positions of Gemma 3's windows, likewise."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
@@ -65,25 +77,61 @@ def architecture_of(config: Mapping[str, Any]) -> GgufArchitecture:
             f"Models of type {kind!r} are not written as GGUF, but {', '.join(_ARCHITECTURES)} are; convert to "
             "safetensors, or use llama.cpp's own converter."
         )
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ModelLoadError(
-            f"GGUF's architecture {found.name} has no place for this model's biases (attention_bias, mlp_bias in "
-            "config.json); convert to safetensors."
-        )
-    windows = "sliding_attention" in (config.get("layer_types") or ["sliding_attention"])
-    if config.get("sliding_window") and windows:
-        raise ModelLoadError(
-            f"GGUF's architecture {found.name} has no sliding window, and this model has one of "
-            f"{config['sliding_window']} tokens; convert to safetensors."
-        )
-    rotary = config.get("no_rope_layers") or ()
-    if any(bool(turned) != bool((layer + 1) % _EVERY_FOURTH) for layer, turned in enumerate(rotary)):
-        raise ModelLoadError(
-            f"GGUF's architecture {found.name} has rotary positions in all layers but each fourth, and this model "
-            "has them elsewhere (no_rope_layers in config.json); convert to safetensors."
-        )
+    for differs in (_biases, _windows, _rotary, _scores, _activation):
+        if reason := differs(config, found):
+            raise ModelLoadError(
+                f"GGUF's architecture {found.name} has no place for {reason}; convert to safetensors."
+            )
     _rope_scaling(config)
     return found
+
+
+def _biases(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
+    names = ["attention_out_bias", "mlp_bias", *([] if architecture.biases else ["attention_bias"])]
+    return "this model's biases (attention_bias, mlp_bias in config.json)" * any(map(config.get, names))
+
+
+def _windows(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
+    """Which layers have one follows from the architecture."""
+    window, layers, period = config.get("sliding_window"), config["num_hidden_layers"], architecture.windows
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    sliding = [bool(window) and kind == "sliding_attention" for kind in kinds]
+    expected = [period == 1 or (period > 1 and (layer + 1) % period > 0) for layer in range(layers)]
+    if sliding == expected or (period <= 1 and not any(sliding)):
+        return ""
+    return f"sliding windows as this model has them (sliding_window {window} and layer_types in config.json)"
+
+
+def _rotary(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
+    turned = enumerate(config.get("no_rope_layers") or ())
+    if any(bool(one) != bool((layer + 1) % _EVERY_FOURTH) for layer, one in turned):
+        return "rotary positions elsewhere than in all layers but each fourth (no_rope_layers in config.json)"
+    local = (config.get("rope_parameters") or {}).get("sliding_attention")
+    if local and (local.get("rope_type", "default"), local["rope_theta"]) != ("default", _LOCAL_THETA):
+        return f"rotary positions in windows by another base than {_LOCAL_THETA:.0f} (rope_parameters in config.json)"
+    return ""
+
+
+def _scores(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
+    """Gemma's scale of queries and soft caps; without a place in the file they have to be what readers assume."""
+    if not architecture.widest:
+        return ""
+    widest = config["num_hidden_layers"] == architecture.widest
+    width = config["hidden_size"] // config["num_attention_heads"] if widest else _head_dim(config)
+    if config["query_pre_attn_scalar"] != width:
+        return f"a query_pre_attn_scalar other than {width}, and config.json has {config['query_pre_attn_scalar']}"
+    caps = [config.get(name) for name in _CAPS]
+    if all(caps) != (architecture.name == "gemma2") or any(caps) != all(caps):
+        return f"soft caps as config.json has them ({', '.join(_CAPS)})"
+    return "attention in both directions" if config.get("use_bidirectional_attention") else ""
+
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _activation(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
+    found = config.get("hidden_activation") or config.get("hidden_act") or architecture.activations[0]
+    return "" if found in architecture.activations else f"the activation {found}"
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -115,18 +163,22 @@ def names_of(
     return found
 
 
-def rope_factors(config: Mapping[str, Any]) -> Tensor | None:
-    """float32 [head dim / 2]: what llama.cpp divides each frequency by; None: nothing. For Llama 3's scaling."""
+def rope_factors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By GGUF's names float32 [rotated values / 2]: what llama.cpp divides each frequency by."""
     rope = _rope(config)
+    if rope["rope_type"] == "longrope":
+        return {
+            f"rope_factors_{length}.weight": torch.tensor(rope[f"{length}_factor"], dtype=torch.float32)
+            for length in ("long", "short")
+        }
     if rope["rope_type"] != "llama3":
-        return None
+        return {}
     half = _head_dim(config) // 2
     frequencies = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
     low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    factors: Tensor = 1 / ((1 - smooth) / factor + smooth)
-    return factors.float()
+    return {"rope_freqs.weight": (1 / ((1 - smooth) / factor + smooth)).float()}
 
 
 def header_of(
@@ -142,8 +194,8 @@ def header_of(
         path = Path(scratch) / "header"
         writer = gguf.GGUFWriter(path, architecture.name)
         try:
-            _add_config(writer, config, model, dtype)
-            _add_tokenizer(writer, tokenizer, config)
+            _add_config(writer, architecture, config, model, dtype)
+            add_tokenizer(writer, tokenizer, config)
             for name, shape, kind in tensors:
                 writer.add_tensor_info(
                     name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind
@@ -199,8 +251,13 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the layers that see all of the text."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return {"rope_theta": config.get("rope_theta", 10_000.0), "rope_type": "default", **found}
+    found = found.get("full_attention", found)
+    original = {
+        name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None
+    }
+    return {"rope_theta": config.get("rope_theta", 10_000.0), "rope_type": "default", **original, **found}
 
 
 def _rope_scaling(config: Mapping[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
@@ -212,18 +269,43 @@ def _rope_scaling(config: Mapping[str, Any]) -> Callable[[gguf.GGUFWriter], None
         if original := rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(int(original))
 
+    def long(writer: gguf.GGUFWriter) -> None:
+        original = int(rope["original_max_position_embeddings"])
+        longer = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(longer) / math.log(original)) if longer > 1 else 1.0
+        )
+
     if rope["rope_type"] in ("default", "llama3"):  # llama3: a tensor of factors
         return lambda writer: None
-    plain_yarn = not {"attention_factor", "beta_fast", "beta_slow", "mscale", "truncate"} & rope.keys()
-    if rope["rope_type"] == "linear" or (rope["rope_type"] == "yarn" and plain_yarn):
+    plain = all(rope.get(name) in (None, usual) for name, usual in _USUAL.items())
+    if rope["rope_type"] in ("linear", "yarn") and plain:
         return scaled
+    if rope["rope_type"] == "longrope" and plain and rope.get("factor") is None:
+        return long
     raise ModelLoadError(
         f"Rotary embeddings of type {rope['rope_type']!r}, as config.json has them, are not written as GGUF; "
         "convert to safetensors."
     )
 
 
-def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], name: str, dtype: GgufDtype) -> None:
+_USUAL = {
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim")),
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
+"""What readers of files take for granted of scaled positions."""
+
+
+def _add_config(
+    writer: gguf.GGUFWriter,
+    architecture: GgufArchitecture,
+    config: Mapping[str, Any],
+    name: str,
+    dtype: GgufDtype,
+) -> None:
     heads = config["num_attention_heads"]
     head_dim = _head_dim(config)
     writer.add_name(name)
@@ -237,7 +319,7 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], name: str, d
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * _rope(config).get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(float(_rope(config)["rope_theta"]))
     _rope_scaling(config)(writer)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -247,105 +329,8 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], name: str, d
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any]) -> None:
-    tokenizer = _read_json(directory / "tokenizer.json")
-    model = tokenizer.get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        raise ModelLoadError(
-            f"The tokenizer in {directory} is no byte-level BPE, the only kind that is written as GGUF; convert to "
-            "safetensors, or use llama.cpp's own converter."
-        )
-    tokens, types = vocabulary(tokenizer, config["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    )
-    generation = directory / "generation_config.json"
-    settings = {**config, **(_read_json(generation) if generation.is_file() else {})}
-    stops = settings.get("eos_token_id")
-    stops = stops if isinstance(stops, list) else [stops]
-    ids = {name: settings.get(f"{name}_token_id") for name in ("bos", "pad", "unk")}
-    ids |= {"eos": stops[0] if stops else None, "eot": stops[1] if len(stops) > 1 else None}
-    for name, number in ids.items():
-        if isinstance(number, int):
-            getattr(writer, f"add_{name}_token_id")(number)
-    writer.add_add_bos_token(_adds(tokenizer, tokens, ids["bos"]))
-    if template := _chat_template(directory):
-        writer.add_chat_template(template)
-
-
-def vocabulary(tokenizer: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """`size` tokens by id, and GGUF's type of each; ids without a token are filled up."""
-    tokens = [f"[PAD{index}]" for index in range(size)]
-    types = [int(gguf.TokenType.UNUSED)] * size
-    added = tokenizer.get("added_tokens") or ()
-    listed = [(token, index, gguf.TokenType.NORMAL) for token, index in tokenizer["model"]["vocab"].items()]
-    for token in added:
-        kind = gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED
-        listed.append((token["content"], token["id"], kind))
-    for token, index, kind in listed:
-        if not 0 <= index < size:
-            raise ModelLoadError(
-                f"tokenizer.json has a token {index} where config.json speaks of {size}; the directory mixes two "
-                "models, fetch the model again."
-            )
-        tokens[index], types[index] = token, int(kind)
-    return tokens, types
-
-
-def pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
-    """GGUF's name for how tokenizer.json splits text before merging. Raises `ModelLoadError` for others."""
-    splitter = tokenizer.get("pre_tokenizer") or {}
-    parts = splitter.get("pretokenizers", [splitter])
-    kinds = [part.get("type") for part in parts]
-    if kinds[-1:] == ["ByteLevel"] and not parts[-1].get("add_prefix_space"):
-        if (
-            kinds == ["Digits", "ByteLevel"]
-            and parts[0].get("individual_digits")
-            and parts[1].get("use_regex")
-        ):
-            return "smollm"
-        if kinds == ["ByteLevel"] and parts[0].get("use_regex"):
-            return "gpt-2"
-        if kinds == ["Split", "ByteLevel"] and not parts[1].get("use_regex"):
-            pattern = (parts[0].get("pattern") or {}).get("Regex")
-            if pattern in _PATTERNS and parts[0].get("behavior") == "Isolated":
-                return _PATTERNS[pattern]
-    raise ModelLoadError(
-        f"The tokenizer splits text by {', '.join(map(str, kinds))} in a way that has no name in GGUF here; convert to "
-        "safetensors, or use llama.cpp's own converter."
-    )
-
-
-def _adds(tokenizer: Mapping[str, Any], tokens: Sequence[str], token: object) -> bool:
-    """Whether texts get `token` in front."""
-    processor = tokenizer.get("post_processor") or {}
-    steps = processor.get("processors", [processor])
-    templates = (step["single"] for step in steps if step.get("type") == "TemplateProcessing")
-    single: list[dict[str, Any]] = next(templates, [])
-    first = single[0].get("SpecialToken", {}).get("id") if single else None
-    return isinstance(token, int) and first == tokens[token]
-
-
-def _chat_template(directory: Path) -> str | None:
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    settings = directory / "tokenizer_config.json"
-    template = _read_json(settings).get("chat_template") if settings.is_file() else None
-    return template if isinstance(template, str) else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-        return content
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file} cannot be read ({error}); give a whole model directory.") from None
+    if architecture.windows and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture.name == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])

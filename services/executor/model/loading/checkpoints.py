@@ -201,9 +201,39 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     config.tie_word_embeddings = "output.weight" not in {
         tensor.name for file in files for tensor in file.header.tensors
     }
-    if scaling := _rope_scaling(files):
-        config.rope_parameters = {**(config.rope_parameters or {}), **scaling}
+    for name, value in _left_out(config, header).items():
+        setattr(config, name, value)
+    _set_rotary(config, header, _rope_scaling(files))
     return config
+
+
+def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
+    """What a file says of an architecture, or llama.cpp takes for granted, and transformers' reader passes over."""
+    architecture = str(header["general.architecture"])
+    if architecture == "phi3":
+        return {"sliding_window": header.get("phi3.attention.sliding_window") or None}
+    if architecture not in _LARGEST:
+        return {}
+    largest = config.num_hidden_layers == _LARGEST[architecture]
+    width = config.hidden_size // config.num_attention_heads if largest else config.head_dim
+    caps = (f"{name}_logit_softcapping" for name in ("attn", "final"))
+    said = {name: header.get(f"{architecture}.{name}") for name in caps}
+    return {"query_pre_attn_scalar": width, **{name: cap for name, cap in said.items() if cap is not None}}
+
+
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of Gemma's 27B: it scales queries by the width over the heads, smaller ones by the width of a head."""
+
+
+def _set_rotary(config: Any, header: "Mapping[str, Value]", scaling: dict[str, Any]) -> None:
+    if header["general.architecture"] == "phi3" and (rotated := header.get("phi3.rope.dimension_count")):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
+    held = config.rope_parameters or {}
+    if "full_attention" in held:  # windows have positions of their own, which are not scaled
+        config.rope_parameters = {**held, "full_attention": {**held["full_attention"], **scaling}}
+    elif scaling:
+        config.rope_parameters = {**held, **scaling}
 
 
 _SETTINGS = {
