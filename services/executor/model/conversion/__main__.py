@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_make_directory)
     one.add_argument("file", type=Path)
     one.add_argument("directory", type=Path)
-    one.add_argument("--unpack", action="store_true", help="write bf16 weights, for readers of safetensors")
     other = commands.add_parser("convert", help="one format into another")
     other.set_defaults(run=_convert)
     other.add_argument("source", type=Path)
@@ -79,7 +78,7 @@ def _convert(options: argparse.Namespace) -> dict[str, object]:
 
 def _make_directory(options: argparse.Namespace) -> dict[str, object]:
     if not options.directory.is_dir():
-        convert_gguf(options.file, options.directory, _reporter(), unpack=options.unpack)
+        convert_gguf(options.file, options.directory, _reporter())
     return {}
 
 

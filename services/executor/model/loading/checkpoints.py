@@ -7,6 +7,7 @@ directory is made under a temporary name and renamed when it is whole, so an int
 
 import glob
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -101,11 +102,11 @@ def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
     return target
 
 
-def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpack: bool = False) -> None:
+def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None:
     """Makes a model directory of `file`: configuration, tokenizer, chat template, and a link to the file.
 
-    Bf16 weights in place of the link where the architecture is not served from its file, or with `unpack`. Atomic:
-    `target` appears whole or not at all. Raises `ModelLoadError`.
+    Bf16 weights in place of the link where the architecture is not served from its file. Atomic: `target` appears whole
+    or not at all. Raises `ModelLoadError`.
     """
     from services.executor.model.loading.gguf_file import open_parts
     from services.executor.model.loading.gguf_weights import ARCHITECTURES
@@ -114,12 +115,7 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress, *, unpa
     files = open_parts(file)
     check_sizes(files[0].header.metadata)
     architecture = files[0].header.metadata.get("general.architecture")
-    if unpack and architecture in _OWN:
-        raise ModelLoadError(
-            f"Transformers does not read {architecture} from GGUF; `ryzanstein models convert {file} DIRECTORY --to "
-            "safetensors` writes it unpacked."
-        )
-    unpack = unpack or architecture not in ARCHITECTURES
+    unpack = architecture not in ARCHITECTURES
     if unpack and len(files) > 1:
         raise ModelLoadError(
             f"The model of {file} is in {len(files)} files, and one of the architecture {architecture!r} is only read "
@@ -208,27 +204,41 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
 
 
 def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
-    """What a file says of an architecture, or llama.cpp takes for granted, and transformers' reader passes over."""
+    """What a file says of an architecture, or llama.cpp takes for granted, and transformers' reader passes over.
+
+    Raises `ModelLoadError`.
+    """
     architecture = str(header["general.architecture"])
     if architecture == "phi3":
-        return {"sliding_window": header.get("phi3.attention.sliding_window") or None}
+        original = _positive(header, "phi3.rope.scaling.original_context_length")
+        window = {"sliding_window": header.get("phi3.attention.sliding_window") or None}
+        return window if original is None else {**window, "original_max_position_embeddings": original}
     if architecture not in _LARGEST:
         return {}
     largest = config.num_hidden_layers == _LARGEST[architecture]
     width = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-    caps = (f"{name}_logit_softcapping" for name in ("attn", "final"))
-    said = {name: header.get(f"{architecture}.{name}") for name in caps}
-    return {"query_pre_attn_scalar": width, **{name: cap for name, cap in said.items() if cap is not None}}
+    names = [f"{name}_logit_softcapping" for name in ("attn", "final")]
+    caps = {name: _positive(header, f"{architecture}.{name}") for name in names}
+    return {"query_pre_attn_scalar": width, **{name: cap for name, cap in caps.items() if cap is not None}}
 
 
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of Gemma's 27B: it scales queries by the width over the heads, smaller ones by the width of a head."""
 
 
+def _positive(header: "Mapping[str, Value]", key: str, most: float = math.inf) -> int | float | None:
+    """None where the file does not say it. Raises `ModelLoadError`."""
+    value = header.get(key)
+    if value is None or (isinstance(value, int | float) and 0 < value <= most):
+        return value
+    raise ModelLoadError(f"The file says {key} {value!r:.40}, which cannot be; fetch it again.")
+
+
 def _set_rotary(config: Any, header: "Mapping[str, Value]", scaling: dict[str, Any]) -> None:
-    if header["general.architecture"] == "phi3" and (rotated := header.get("phi3.rope.dimension_count")):
+    if header["general.architecture"] == "phi3":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
+        if rotated := _positive(header, "phi3.rope.dimension_count", head_dim):
+            scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
     held = config.rope_parameters or {}
     if "full_attention" in held:  # windows have positions of their own, which are not scaled
         config.rope_parameters = {**held, "full_attention": {**held["full_attention"], **scaling}}

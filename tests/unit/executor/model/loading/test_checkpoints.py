@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from services.executor.model.conversion.__main__ import main
-from services.executor.model.loading import checkpoints
+from services.executor.model.loading import checkpoints, gguf_weights
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from shared.errors import ModelLoadError
 
@@ -116,8 +117,11 @@ def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path
     assert (directory / "model.gguf").resolve() == newer
 
 
-def test_unpacked_weights_are_those_of_the_file(file: Path, tmp_path: Path) -> None:
-    convert_gguf(file, tmp_path / "out", ignore, unpack=True)
+def test_unpacked_weights_are_those_of_the_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_weights, "ARCHITECTURES", {})
+    convert_gguf(file, tmp_path / "out", ignore)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
     tensor = next(t for t in gguf.GGUFReader(str(file)).tensors if t.name == "blk.1.ffn_down.weight")
     expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16().float()
@@ -217,3 +221,9 @@ def test_command_fails_as_a_process(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "cannot be read" in json.loads(done.stdout)["error"]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 65, float("nan"), "64", [64]])
+def test_what_cannot_be_is_refused_by_its_key(value: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"says phi3\.rope\.dimension_count .*, which cannot be"):
+        checkpoints._positive({"phi3.rope.dimension_count": value}, "phi3.rope.dimension_count", 64)

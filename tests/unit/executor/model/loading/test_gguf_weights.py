@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
+from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model, unpack
 from services.executor.model.parallel.layers import WeightShard
@@ -63,7 +64,10 @@ def make(
 
 def converted(file: Path, *, unpacked: bool = False) -> Path:
     target = file.with_name("unpacked" if unpacked else "linked")
-    convert_gguf(file, target, lambda *stage: None, unpack=unpacked)
+    if unpacked and not target.exists():
+        convert(file, target, "safetensors", "bf16", lambda *stage: None)
+    elif not unpacked:
+        convert_gguf(file, target, lambda *stage: None)
     return target
 
 
