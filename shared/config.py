@@ -105,7 +105,7 @@ def load_settings(kind: type[SettingsT], **overrides: Any) -> SettingsT:
 def parse_settings(kind: type[SettingsT], command: str, arguments: Sequence[str]) -> SettingsT:
     """Settings of a service started as `command`: each field is an option, `--help` lists them.
 
-    Secrets are no options: everybody on the machine can read a command line. Exits with 2 on an unknown
+    Secrets are not options: everybody on the machine can read a command line. Exits with 2 on an unknown
     option, as argparse does. Raises `ConfigurationError` on a wrong value.
     """
     _refuse_secrets(kind, arguments)
@@ -126,7 +126,7 @@ def _refuse_secrets(kind: type[CommonSettings], arguments: Sequence[str]) -> Non
         option = f"--{name.replace('_', '-')}"
         if _is_secret(kind, name) and any(given.partition("=")[0] == option for given in arguments):
             raise ConfigurationError(
-                f"{option} is no option, since everybody on the machine can read a command line; "
+                f"{option} is not an option, since everybody on the machine can read a command line; "
                 f"set {ENV_PREFIX}{name.upper()}, or {name} in the settings file."
             )
 

@@ -95,7 +95,7 @@ def read_report(path: Path) -> Report:
     """Raises OSError; ValueError for what is no report of this format."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is no results file of `python -m benchmarks.gpu` (format {FORMAT})")
+        raise ValueError(f"{path} is not a results file of `python -m benchmarks.gpu` (format {FORMAT})")
     sections = [
         SectionResult(**{**section, "rows": [row_of(row) for row in section["rows"]]})
         for section in content.pop("sections")

@@ -167,7 +167,9 @@ def _local_measure(directory: Path, server: Measure) -> Measure:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
-        raise BenchError(f"{file} is no tokenizer: {error}; give a folder with a tokenizer.json.") from None
+        raise BenchError(
+            f"{file} is not a tokenizer: {error}; give a folder with a tokenizer.json."
+        ) from None
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)

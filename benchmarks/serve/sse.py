@@ -285,7 +285,7 @@ class Client:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise BenchError(f"{url!r} is no server address: write it like http://127.0.0.1:8000.")
+            raise BenchError(f"{url!r} is not a server's address: write it like http://127.0.0.1:8000.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._host, self._netloc = parts.hostname, parts.netloc.rpartition("@")[2]
         self._port = port or (443 if parts.scheme == "https" else 80)

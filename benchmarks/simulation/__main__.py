@@ -157,7 +157,7 @@ def main(
     """Imbalance, sticky hits and decision times of placement, against other policies."""
     names = policy or list(POLICIES)
     if unknown := [name for name in names if name not in POLICIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no policy; choose from {', '.join(POLICIES)}.")
+        raise typer.BadParameter(f"{unknown[0]!r} is not a policy; choose from {', '.join(POLICIES)}.")
     if requests < sessions:
         raise typer.BadParameter(
             f"{requests} requests are fewer than {sessions} sessions; each needs one at least."

@@ -175,7 +175,7 @@ def _checked(url: str) -> str:
     except httpx.InvalidURL:
         parsed = httpx.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigurationError(f"{url!r} is no address of a gateway; write it as http://host:port.")
+        raise ConfigurationError(f"{url!r} is not the address of a gateway; write it as http://host:port.")
     return url.rstrip("/")
 
 
@@ -261,7 +261,7 @@ def _unreachable(url: str, error: httpx.HTTPError) -> Unavailable:
 
 def _no_gateway(url: str) -> ConfigurationError:
     return ConfigurationError(
-        f"What answers at {url} is no gateway: it does not speak OpenAI's API; name another with --url."
+        f"What answers at {url} is not a gateway: it does not speak OpenAI's API; name another with --url."
     )
 
 

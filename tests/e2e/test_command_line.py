@@ -154,7 +154,7 @@ def test_a_taken_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         (["--dtype", "int3"], "--dtype cannot be 'int3'; it is one of auto, bf16, fp32."),
         (["--nats-url", "what"], "is no NATS address"),
         (["--nats-url", "nats://127.0.0.1:1", "--engine", "stub"], "did not answer within"),
-        (["--model", "/nowhere/at/all"], "'/nowhere/at/all' is no model"),
+        (["--model", "/nowhere/at/all"], "'/nowhere/at/all' is not a model"),
         (["--model", "/nowhere/model.gguf"], "does not exist; check the path"),
         (["--model", "/etc/hostname"], "is neither a model directory nor a GGUF file"),
     ],

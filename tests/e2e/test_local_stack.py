@@ -146,7 +146,7 @@ def test_a_machine_with_too_few_gpus_says_so_before_anything_starts(tmp_path: Pa
     assert result.returncode == 1
     assert result.stderr.startswith("error: 2 groups of 1 rank need 2 GPUs, and 1 can be used here;")
     on_cpu = run_cli(*command, PATH=path, RYZANSTEIN_DEVICE="cpu")
-    assert "'/none' is no model" in on_cpu.stderr, "with the CPU chosen, GPUs are not asked for"
+    assert "'/none' is not a model" in on_cpu.stderr, "with the CPU chosen, GPUs are not asked for"
 
 
 @pytest.mark.slow

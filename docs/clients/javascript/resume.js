@@ -49,7 +49,7 @@ async function* stream(body) {
         }
       }
     } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // fetch says TypeError for what is no answer
+      if (!(error instanceof TypeError)) throw error; // fetch says TypeError where there was no answer
       lost = error.message;
     }
     if (answer && !answer.ok && ![429, 502, 503].includes(answer.status)) throw new Error(await answer.text());

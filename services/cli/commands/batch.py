@@ -178,7 +178,7 @@ async def by_http(url: str, key: str) -> AsyncIterator[BatchClient]:
     try:
         http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False)
     except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigurationError(f"{url!r} is no address of a gateway ({error}).") from None
+        raise ConfigurationError(f"{url!r} is not the address of a gateway ({error}).") from None
     async with http:
         yield HttpBatches(http)
 

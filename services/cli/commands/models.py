@@ -103,7 +103,7 @@ def models_convert(
 ) -> None:
     """Write a model in another format. What a stopped conversion had finished is kept for the next."""
     if to not in ("gguf", "safetensors"):
-        raise ConfigurationError(f"--to {to} is no format that is written; give gguf or safetensors.")
+        raise ConfigurationError(f"--to {to} is not a format that can be written; give gguf or safetensors.")
     screen = console()
     command = ["convert", _path(source), str(target.expanduser()), "--to", to, "--dtype", dtype]
     if calibrate is not None:
@@ -141,7 +141,8 @@ def _path(model: str) -> str:
     local = {known.name.lower(): known.directory for known in catalog.list_models(cache)}
     if (found := local.get(model.lower())) is None:
         raise ConfigurationError(
-            f"{model} is no directory, no file, and no model in the cache; `ryzanstein models list` shows those."
+            f"{model!r} is neither a directory, nor a file, nor a model in the cache; `ryzanstein models list` shows "
+            "those."
         )
     return found
 

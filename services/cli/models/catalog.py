@@ -174,7 +174,7 @@ def _fetched(name: str, cache: Path, progress: Progress) -> Path:
     repository, quantization = hub_name(name)
     if not hub.is_name(repository) or name.endswith(":") or not hub.is_name(quantization or repository):
         raise ConfigurationError(
-            f"{name!r} is no model: there is no such directory, GGUF file or built-in name "
+            f"{name!r} is not a model: there is no such directory, GGUF file or built-in name "
             f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
         )
     if quantization:

@@ -256,7 +256,7 @@ class QuantizedRows:
             if tuple(part.shape) != shape or part.dtype not in dtypes:
                 return f"scales of {part.dtype} {list(part.shape)} do not fit {groups} groups of {self.outputs} rows"
             if part.is_floating_point() and not bool(part.isfinite().all()):
-                return "its scales hold values that are no numbers"
+                return "its scales hold NaN or infinite values"
         return ""
 
     def _flaw_of_order(self) -> str:

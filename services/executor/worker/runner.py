@@ -281,7 +281,7 @@ class ModelRunner:
         logits = self.forward(plan_alone(min(2, size), list(range(min(2, size))), size))
         if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
             raise ModelLoadError(
-                "The model's weights compute values that are no numbers (NaN or infinite); the weights file is "
+                "The model's weights compute NaN or infinite values; the weights file is "
                 "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
             )
         self._rehearse(rehearsal)

@@ -73,7 +73,8 @@ TokenId = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
 BadWord = Annotated[
     str,
     limits.BAD_WORD_CHARACTERS.length(
-        pattern=r"\S", extra={"expected": "at least one character that is no space", "reason": "empty_string"}
+        pattern=r"\S",
+        extra={"expected": "at least one character that is not a space", "reason": "empty_string"},
     ),
 ]
 User = Annotated[str, limits.USER_CHARACTERS.length()]

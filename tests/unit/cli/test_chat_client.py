@@ -104,8 +104,8 @@ async def test_a_question_to_it_is_refused_and_a_text_is_not(
         (502, "<html>", "The gateway answered 502 Bad Gateway"),
         (200, 'data: {"error":{"message":"It broke."}}\n\n', "It broke."),
         (200, CHUNK % "half", "closed the stream before the answer was whole"),
-        (200, "data: <html>\n\n", "is no gateway"),
-        (200, 'data: {"choices":[7]}\n\n', "is no gateway"),
+        (200, "data: <html>\n\n", "is not a gateway"),
+        (200, 'data: {"choices":[7]}\n\n', "is not a gateway"),
         (500, '{"error":"a string"}', "The gateway answered 500"),
     ],
 )
@@ -128,7 +128,7 @@ def test_no_model_yet(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("body", ["<html>", "[]", '{"data":[{}]}', '{"models":[]}', ""])
 def test_something_else_answers(client: ChatClient, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     monkeypatch.setattr(Handler, "models", body)
-    with pytest.raises(ConfigurationError, match=r"is no gateway.*--url"):
+    with pytest.raises(ConfigurationError, match=r"is not a gateway.*--url"):
         client.choose_model()
 
 
@@ -136,7 +136,9 @@ def test_something_else_answers(client: ChatClient, monkeypatch: pytest.MonkeyPa
     "url", ["", "127.0.0.1:8000", "http://", "http://[::1", "http://a:b:c", "ftp://host"]
 )
 def test_what_is_no_address_is_said(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no address of a gateway; write it as http://host:port"):
+    with pytest.raises(
+        ConfigurationError, match="is not the address of a gateway; write it as http://host:port"
+    ):
         ChatClient(url)
 
 

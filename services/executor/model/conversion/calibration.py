@@ -278,7 +278,7 @@ def _sequences(model: SourceModel, text: Path) -> list[Tensor]:
             content = file.read(_CHARACTERS)
     except UnicodeDecodeError:
         raise ConfigurationError(
-            f"The file {text} is no text in UTF-8; give one that is to --calibrate."
+            f"The file {text} is not UTF-8 text; give one that is to --calibrate."
         ) from None
     except OSError as error:
         raise ConfigurationError(

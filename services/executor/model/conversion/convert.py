@@ -81,7 +81,7 @@ def open_model(source: Path) -> Iterator[SourceModel]:
             convert_gguf(source, directory, lambda *stage: None)
         elif not source.is_dir():
             raise ModelLoadError(
-                f"{source} is no model directory and no .gguf file; give one that holds config.json, or a file."
+                f"{source} is neither a model directory nor a .gguf file; give one that holds config.json, or a file."
             )
         if linked_gguf(directory):
             with GgufWeights(directory) as weights:

@@ -157,7 +157,7 @@ def check(model: SourceModel, dtype: SafetensorsDtype) -> None:
             grouped = [one for one in DTYPES.values() if one.group]
             fits = [one.name for one in grouped if not any(width % one.group for width in inputs)]
             raise ModelLoadError(
-                f"{name} has {count} inputs, which are no whole groups of {dtype.group}; use "
+                f"{name} has {count} inputs, not a whole number of groups of {dtype.group}; use "
                 f"{' or '.join([*fits, 'int8'])}."
             )
 

@@ -396,6 +396,6 @@ def _fetch(name: str, quantization: str) -> Path:
         raise
     except Exception as error:
         raise ModelLoadError(
-            f"The model {name!r} is no directory here and cannot be fetched from the hub ({reason_of(error)}); "
+            f"The model {name!r} is not a directory here and cannot be fetched from the hub ({reason_of(error)}); "
             "check the name, the network or your hub credentials."
         ) from error

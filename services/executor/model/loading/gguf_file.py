@@ -211,7 +211,8 @@ class _Reader:
             raise ValueError(f"the tensor {name} has the shape {list(shape)}")
         if shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise ValueError(
-                f"the rows of the tensor {name} have {shape[-1]} values, which are no blocks of type {kind.name}"
+                f"the rows of the tensor {name} have {shape[-1]} values, which is not a whole number of "
+                f"blocks of type {kind.name}"
             )
         return GgufTensor(name, shape, kind, offset)
 

@@ -301,7 +301,7 @@ class Mxfp4(CodedTensor):
         blocks = self._blocks[experts, outputs, groups]
         exponents = self._scales[experts, outputs, groups]
         if bool((exponents == _E8M0_NAN).any()):
-            raise ValueError("its scales hold values that are no numbers")
+            raise ValueError("its scales hold NaN or infinite values")
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
         nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
         values = torch.ldexp(table[nibbles.int()], (exponents.int() - _E8M0_BIAS).unsqueeze(-1)).flatten(-2)
@@ -455,5 +455,5 @@ def _name(dtype: torch.dtype) -> str:
 
 def _finite(values: Tensor) -> Tensor:
     if not bool(values.isfinite().all()):
-        raise ValueError("its codes or scales hold values that are no numbers")
+        raise ValueError("its codes or scales hold NaN or infinite values")
     return values

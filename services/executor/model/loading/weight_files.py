@@ -68,7 +68,7 @@ class MappedFile:
         if self._path is None or self._memory is None or not view.is_contiguous():
             np.copyto(_bytes(into), _bytes(view))
         elif view.numel():
-            assert 0 <= start < len(self._memory), "the view is no part of the file"
+            assert 0 <= start < len(self._memory), "the view is not part of the file"
             self._read(start, memoryview(_bytes(into.view(-1).view(torch.uint8))))  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def _entries(header: bytes) -> dict[str, _Entry]:
         described.pop("__metadata__", None)
         return {name: _entry(name, value) for name, value in described.items()}
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError("its header is no description of tensors") from error
+        raise ValueError("its header does not describe tensors") from error
 
 
 def _entry(name: str, value: dict[str, Any]) -> _Entry:

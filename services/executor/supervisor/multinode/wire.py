@@ -153,7 +153,7 @@ class Line(Generic[Said]):
         except (OSError, asyncio.IncompleteReadError):
             raise LineLost("the connection was closed") from None
         except msgspec.MsgspecError as error:
-            raise LineLost(f"it said what is no message ({error})") from None
+            raise LineLost(f"it sent something that is not a message ({error})") from None
 
     async def close(self) -> None:
         """What was sent last goes out first."""

@@ -86,7 +86,7 @@ class MessageReader:
             raise self._too_large(f"inflated more than {self._limit:,}")
         if not inflate.eof or inflate.unused_data:
             raise InvalidParameter(
-                "The request message is no gzip, though its flag and grpc-encoding say so; compress it whole, or send "
+                "The request message is not gzip, though its flag and grpc-encoding say so; compress it whole, or send "
                 "it as it is.",
                 param=None,
                 reason="invalid_encoding",

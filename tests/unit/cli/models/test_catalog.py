@@ -106,7 +106,7 @@ def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["not a name", "a/b/c", "../up"])
 def test_what_cannot_be_a_model_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no model"):
+    with pytest.raises(ConfigurationError, match="is not a model"):
         ensure_model(name, tmp_path, ignore)
 
 

@@ -134,7 +134,7 @@ def test_a_calibration_goes_on_where_it_was_stopped(model_of: MakeModel, tmp_pat
 def test_texts_that_will_not_do(model_of: MakeModel, tmp_path: Path) -> None:
     source, file = model_of("llama", **SIZES), tmp_path / "text.txt"
     contents = (b"ab" * 900, b"\xff\xfe\xfd", None)
-    sentences = ("has 900 tokens of this model, too few", "is no text in UTF-8", "cannot be read")
+    sentences = ("has 900 tokens of this model, too few", "is not UTF-8 text", "cannot be read")
     for content, sentence in itertools.zip_longest(contents, sentences):
         file.unlink() if content is None else file.write_bytes(content)
         with pytest.raises(ConfigurationError, match=sentence):

@@ -218,7 +218,7 @@ def test_packing_fills_the_last_word() -> None:
     ("model_type", "changes", "to", "dtype", "sentence"),
     [
         ("llama", {}, "gguf", "q9_z", r"not written as q9_z, but as f32, f16"),
-        ("llama", {}, "safetensors", "int4-g128", r"inputs, which are no whole groups of 128; use int8\."),
+        ("llama", {}, "safetensors", "int4-g128", r"inputs, not a whole number of groups of 128; use int8\."),
         ("ministral", {}, "gguf", "bf16", r"type 'ministral' are not written as GGUF, but llama"),
         ("gemma3_text", {}, "gguf", "bf16", r"no place for sliding windows as this model has them"),
         ("gemma2", {}, "gguf", "bf16", r"a query_pre_attn_scalar other than 16, and config.json has 256"),
@@ -272,7 +272,7 @@ def test_targets_and_sources_that_will_not_do(model_of: MakeModel, tmp_path: Pat
         convert(source, tmp_path, "safetensors", "bf16", ignore)
     with pytest.raises(ConfigurationError, match=r"does not end in \.gguf"):
         convert(source, tmp_path / "out", "gguf", "bf16", ignore)
-    with pytest.raises(ModelLoadError, match="is no model directory"):
+    with pytest.raises(ModelLoadError, match="is neither a model directory"):
         convert(tmp_path / "none", tmp_path / "out", "safetensors", "bf16", ignore)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "aqlm"}

@@ -155,7 +155,7 @@ def test_any_bytes_behind_the_magic_are_refused_or_empty(tmp_path: Path, content
         (header(tensors=1) + tensor(b"t", (1 << 40,), 0, 0), "before the end of the tensor t"),
         (header(tensors=1) + tensor(b"t", (8,), 0, 1 << 62), "before the end of the tensor t"),
         (header(tensors=1) + tensor(b"t", (8,), 0, 5), "not at a multiple of 32"),
-        (header(tensors=1) + tensor(b"t", (40,), 8, 0), "no blocks of type Q8_0"),
+        (header(tensors=1) + tensor(b"t", (40,), 8, 0), "not a whole number of blocks of type Q8_0"),
         (header(tensors=1) + tensor(b"t", (32,), 99, 0), "type 99"),
         (header(tensors=2) + tensor(b"t", (8,), 0, 0) + tensor(b"u", (8,), 0, 0) + bytes(99), "overlap"),
         (header(tensors=2) + tensor(b"t", (8,), 0, 0) + tensor(b"t", (8,), 0, 32) + bytes(99), "one name"),

@@ -78,9 +78,9 @@ def test_safetensors_cut_short_say_where(tmp_path: Path) -> None:
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not agree with its bytes"),
         ({"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}, "does not agree with its bytes"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}, "does not agree with its bytes"),
-        ({"dtype": "F32", "shape": [1]}, "no description of tensors"),
-        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "no description of tensors"),
-        ("F32", "no description of tensors"),
+        ({"dtype": "F32", "shape": [1]}, "does not describe tensors"),
+        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "does not describe tensors"),
+        ("F32", "does not describe tensors"),
     ],
 )
 def test_headers_that_lie(tmp_path: Path, entry: object, reason: str) -> None:
