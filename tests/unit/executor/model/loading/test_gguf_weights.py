@@ -276,15 +276,16 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 
 @native
 @pytest.mark.parametrize(
-    ("model_type", "kind"), [("llama", "Q4_K"), ("llama", "Q4_0"), ("qwen2", "Q5_1"), ("gemma3_text", "Q8_0")]
+    ("model_type", "kind"),
+    [*(("llama", kind.name) for kind in QUANTIZED), ("qwen2", "Q5_1"), ("gemma3_text", "Q8_0")],
 )
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
-    file = make(tmp_path, model_type, kind, attn_v="Q6_K")
+    file = make(tmp_path, model_type, kind, {"num_hidden_layers": 1}, attn_v="Q6_K")
     runner = runner_of(converted(file), native=True)
     assert runner.packed is not None
     form = runner.packed.layers[0].down.form
     assert form is not None
-    assert form.bits == int(kind[1])
+    assert form.bits == (int(kind[1]) if kind.startswith("Q") else 4)
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
     plain = errors(runner_of(converted(file, unpacked=True), native=True), expected)

@@ -1,6 +1,8 @@
 """Boxes of coded tensors stand for boxes of what the formats' documents say, code by code."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,6 +233,31 @@ def test_states_of_nf4_that_lie_are_refused() -> None:
 def test_what_is_not_served_is_refused_by_name(described: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelLoadError, match=reason):
         scheme_of(SimpleNamespace(quantization_config=described))
+
+
+def places(described: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where there is a value, at any depth."""
+    for key, value in described.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from places(value, (*above, key))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_descriptions_of_any_values_are_read_or_refused_in_a_sentence(form: str) -> None:
+    written = FORMS[form](np.random.default_rng(0), 64, 64)
+    for place in places(written.settings):
+        for value in (None, -1, 0, 3.5, "x", [[1]], {}, True, 10**30, float("nan")):
+            inner = lying = copy.deepcopy(written.settings)
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            try:
+                read_all_of(replace(written, settings=lying))
+            except ModelLoadError as error:
+                assert "\n" not in str(error)  # noqa: PT017  # some change nothing
+            except AssertionError:
+                continue  # nothing is quantized any more, or other tensors of it
 
 
 def test_a_model_without_a_quantization_config_has_no_coded_weights() -> None:
