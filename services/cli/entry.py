@@ -31,6 +31,9 @@ def main() -> None:
 
             raise SystemExit(probe(sys.argv[2:]))
         if command == "up":
+            from services.cli.supervision.early_executor import start_early
+
+            start_early(sys.argv[2:])  # before the imports below, which run beside its own
             from services.cli.commands.up import main as command_line
         else:
             from services.cli.commands.main import app as command_line

@@ -1,8 +1,12 @@
-"""`python -m services.executor`: one executor, as a process; or a host of its ring."""
+"""`python -m services.executor`: one executor, as a process; or a host of its ring.
+
+With the argument `-` it does its imports, and then takes what it is to be from standard input (`take_arguments`).
+`ryzanstein up` starts one so before it knows that (`services/cli/supervision/early_executor.py`).
+"""
 
 import sys
 
-from services.executor.supervisor.early_fork_server import start_early
+from services.executor.supervisor.early_fork_server import WAITING, start_early, take_arguments
 
 if __name__ == "__main__":
     start_early(sys.argv[1:])  # before the imports below, which run beside its own
@@ -20,4 +24,6 @@ def make(settings: ExecutorSettings) -> ExecutorService | RingNode:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == WAITING:
+        take_arguments()
     raise SystemExit(lifecycle.main(make, ExecutorSettings, "ryzanstein serve executor"))

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 import typer
@@ -267,7 +267,20 @@ class LocalNats:
             await stop_process(self._process, STOP_TIMEOUT)
 
 
-async def stop_process(process: asyncio.subprocess.Process, grace: float) -> None:
+class Stoppable(Protocol):
+    """As asyncio's `Process`."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def stop_process(process: Stoppable, grace: float) -> None:
     """SIGTERM, then SIGKILL after `grace` seconds; returns once it has ended."""
     for stop in (process.terminate, process.kill):
         if process.returncode is None:

@@ -18,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from services.cli.serve import MODULES
+from services.cli.supervision import early_executor
+from services.cli.supervision.early_executor import EarlyExecutor
 from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_process
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
@@ -49,7 +51,7 @@ class Child:
         self.arguments = arguments
         """May be changed between two starts."""
         self._environment = {**(environment or {}), "RYZANSTEIN_INSTANCE": instance}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | EarlyExecutor | None = None
         self._log_begin = 0
         """Where in the log the output of the present process begins."""
 
@@ -64,9 +66,10 @@ class Child:
 
     async def start(self, environment: Mapping[str, str]) -> None:
         """`environment`: what all children share. Raises `OSError` when there can be no process."""
+        whole = {**environment, **self._environment}
         with self.log.open("ab") as output:
             self._log_begin = output.tell()
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = self._started_early(whole) or await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 MODULES[self.service],
@@ -74,10 +77,21 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**environment, **self._environment},
+                env=whole,
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop the others in order
                 preexec_fn=die_with_parent(),
             )
+
+    def _started_early(self, environment: Mapping[str, str]) -> EarlyExecutor | None:
+        """The executor that waits to be told what it is, where there is one; not for one with GPUs of its own."""
+        if self.service != "executor" or "CUDA_VISIBLE_DEVICES" in self._environment:
+            return None
+        early = early_executor.taken()
+        if early is not None:
+            with contextlib.suppress(OSError):
+                early.tell(self.arguments, environment, self.log)
+                return early
+        return None
 
     async def wait(self) -> int:
         assert self._process is not None
@@ -204,9 +218,14 @@ class LocalStack:
             set_aside(self.plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
             self.nats_settings = self._nats.settings()
+            await self._start_children()  # their imports run beside what follows
         self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
         await ensure_streams(self._bus)
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
+        if self.plan.nats is not None:
+            await self._start_children()  # not before it has let us in
+
+    async def _start_children(self) -> None:
         self.children = self._make_children()
         # What takes longest to be ready begins first; what is equal stays in order.
         for child in sorted(self.children, key=lambda child: child.service != "executor"):

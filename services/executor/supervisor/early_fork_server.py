@@ -1,13 +1,14 @@
 """Starts the fork server as the first thing that an executor does: its imports take longer than ours, and run beside
 them. This module imports next to nothing, for it comes before everything else."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shared.process import die_with_parent
 
@@ -16,6 +17,9 @@ RUNTIME = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_NUM_THREADS": "1"}
 """What libraries read while they are imported. GOMP_SPINCOUNT: turns that an OpenMP thread waits before it sleeps, the
 time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a
 process of several is not forked. What the operator has set goes first."""
+
+WAITING = ["-"]
+"""The arguments of an executor that is told later what it is."""
 
 
 class Started(NamedTuple):
@@ -29,6 +33,8 @@ _early: list[Started] = []
 def start_early(arguments: Sequence[str]) -> None:
     """In the executor's main thread, before its imports. Where the `arguments` or the environment show that there is to
     be none, there is none; what they do not show is seen to when the settings are read."""
+    if [*arguments] == WAITING:
+        signal.signal(signal.SIGTERM, lambda *_: _leave())
     words = [
         os.environ.get("RYZANSTEIN_ENGINE", ""),
         os.environ.get("RYZANSTEIN_FORK_SERVER", ""),
@@ -57,3 +63,25 @@ def start() -> Started:
         )
     ours.setblocking(False)
     return Started(process, ours)
+
+
+def take_arguments() -> None:
+    """What a waiting executor is, from standard input: a list of JSON of its arguments, its environment, and the file
+    that it writes its output to. Without it whoever has started us has ended: so do we."""
+    told = sys.stdin.buffer.read()
+    if not told:
+        _leave()
+    sys.argv[1:], environment, log = json.loads(told)
+    os.environ.update(environment)
+    with open(os.devnull, "rb") as nothing, open(log, "ab") as output:  # noqa: PTH123  # before pathlib
+        for number, file in enumerate((nothing, output, output)):
+            os.dup2(file.fileno(), number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave() -> NoReturn:
+    """Ends this process, the fork server before it."""
+    if (forks := taken()) is not None:
+        forks.process.kill()
+        forks.process.wait()
+    os._exit(0)

@@ -37,7 +37,7 @@ _IMPORTABLE = ("services.executor.", "transformers.")
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork"):
-    """Comes with two descriptors: the rank's standard input, and where it tells events."""
+    """Comes with four descriptors: the rank's standard input, where it tells events, standard output and error."""
 
     variables: dict[str, str]
     """Of the rank's environment, where ours does not have them."""
@@ -130,7 +130,7 @@ class ForkServer:
     def _say(self, message: msgspec.Struct) -> None:
         self._line.sendall(msgspec.json.encode(message))
 
-    def _fork(self, variables: dict[str, str], stdin: int, events: int) -> Forked | Refused:
+    def _fork(self, variables: dict[str, str], stdin: int, events: int, *output: int) -> Forked | Refused:
         if reason := why_not_to_fork():
             return Refused(reason)
         read_end, write_end = os.pipe()
@@ -141,24 +141,26 @@ class ForkServer:
             os.close(write_end)
             return Refused(f"the system has no room for another process ({error.strerror})")
         if not between:
-            self._be_between(write_end, variables, stdin, events)
+            self._be_between(write_end, variables, stdin, events, *output)
         os.close(write_end)
         os.waitpid(between, 0)  # from then on the rank is the executor's child
         told = os.read(read_end, 32)
         os.close(read_end)
         return Forked(int(told)) if told else Refused("the system has no room for another process")
 
-    def _be_between(self, write_end: int, variables: dict[str, str], stdin: int, events: int) -> None:
+    def _be_between(
+        self, write_end: int, variables: dict[str, str], stdin: int, events: int, *output: int
+    ) -> None:
         """The child, whose end makes the rank the executor's. Does not return."""
         try:
             rank = os.fork()
             if not rank:
-                self._be_rank(variables, stdin, events)
+                self._be_rank(variables, stdin, events, *output)
             os.write(write_end, str(rank).encode())
         finally:
             os._exit(0)
 
-    def _be_rank(self, variables: dict[str, str], stdin: int, events: int) -> None:
+    def _be_rank(self, variables: dict[str, str], stdin: int, events: int, *output: int) -> None:
         """The rank's whole life. Does not return."""
         code = 1
         try:
@@ -166,8 +168,9 @@ class ForkServer:
             self._line.close()
             _show_as(RANK_MODULE)
             os.environ.update({**variables, **os.environ})
-            os.dup2(stdin, 0)
-            os.close(stdin)
+            for number, given in enumerate((stdin, *output)):
+                os.dup2(given, number)
+                os.close(given)
             self._become_the_executors()
             code = importlib.import_module(RANK_MODULE).main(events)
         except BaseException as error:
@@ -208,7 +211,7 @@ def leave(code: int) -> None:
 
 def _receive(line: socket.socket) -> tuple[bytes, list[int]]:
     """(a message, the descriptors that came with it); empty when the other end is gone."""
-    size = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    size = socket.CMSG_SPACE(4 * array.array("i").itemsize)
     message, ancillary, _, _ = line.recvmsg(LONGEST_MESSAGE, size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, content in ancillary:

@@ -38,6 +38,8 @@ IMPORTED_WITHIN = 300.0
 FORKED_WITHIN = 30.0
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _ORPHANS_GONE_WITHIN = 0.2
+_OUTPUT = (1, 2)
+"""A rank writes where we do: the server may have been started before we were told where."""
 
 _answers = msgspec.json.Decoder(Hello | Forked | Refused)
 
@@ -169,7 +171,8 @@ class ForkClient:
 
     async def _fork(self, stdin: int, events: int) -> ForkedRank | None:
         assert self._line is not None, "there is a server"
-        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables))], [stdin, events])
+        fds = [stdin, events, *_OUTPUT]
+        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables))], fds)
         match await self._answer(FORKED_WITHIN):
             case Forked(pid):
                 return ForkedRank(pid)
