@@ -130,6 +130,8 @@ def configuration(dtype: SafetensorsDtype) -> dict[str, Any]:
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
+            # transformers: its other way of loading expects zero points that are not packed (compressed-tensors 0.20).
+            **({} if weights["symmetric"] else {"dequantize": True}),
             "ignore": ["lm_head"],
             "kv_cache_scheme": None,
         }

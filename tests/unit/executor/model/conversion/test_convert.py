@@ -158,6 +158,7 @@ def test_compressed_tensors_have_the_weights(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"]) == (bits, group or None)
+    assert config["quantization_config"].get("dequantize", False) == bool(group)
     before = load_file(source / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     name = "model.layers.1.mlp.down_proj"
@@ -207,6 +208,10 @@ def test_compressed_tensors_itself_reads_the_weights(model_of: MakeModel, tmp_pa
             theirs = PackedQuantizationCompressor.decompress(state, quantization.QuantizationScheme(**group))
             values = ours.values(tuple(slice(0, extent) for extent in ours.shape))
             assert torch.equal(theirs["weight"], values.bfloat16()), name
+    # transformers loads the directory as it is, and rounds the weights to bf16.
+    convert(tmp_path / "out", tmp_path / "plain", "safetensors", "bf16", ignore)
+    expected, found = (reference_logits(tmp_path / name, TOKENS)[0] for name in ("plain", "out"))
+    assert torch.allclose(expected, found, atol=0.02 * float(expected.abs().max()))
 
 
 def test_packing_fills_the_last_word() -> None:
