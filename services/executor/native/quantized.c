@@ -8,10 +8,9 @@
 
 enum {
     SLAB = 16,                    /* blocks that are unpacked together, at most */
-    FEW = PIECE,                  /* blocks that are unpacked together for one tile of rows */
     SLAB_GROUPS = 2 * SLAB,       /* at most */
     ROWS = VECTORS >= 32 ? 6 : 2, /* of a register tile */
-    FEWEST = 2,                   /* rows that memory bounds: they take a few blocks at a time */
+    FEWEST = 2,                   /* rows that memory bounds: they read codes as they are packed */
     PREFETCHED = 3,               /* rows for which the processor itself brings codes of 8 bits in time */
 };
 
@@ -112,7 +111,7 @@ RZ_INLINE bytes quad_codes(const int bits, const uint8_t *block, int quad, int s
 {
     const int low = bits >= 4 ? 4 : 2; /* bits of the first plane */
     const uint8_t *second = block + QUADS * LINE_BYTES, *third = bits == 5 ? second : block + QUADS / 2 * LINE_BYTES;
-    bytes codes = low == 4 ? field(bytes_load(block + quad * LINE_BYTES), side * 4, 15)
+    bytes codes = low == 4 ? field(bytes_load_once(block + quad * LINE_BYTES), side * 4, 15)
                              : field(bytes_load(block + quad / 2 * LINE_BYTES), (quad % 2 * 2 + side) * 2, 3);
     if (bits == 6)
         codes = bytes_or(
@@ -169,34 +168,36 @@ typedef struct {
     };
 } slab;
 
-/* Those of the groups of a slab; of a group that is summed in parts, its own for each. */
-RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format *format, const places *at, long first,
-                                long blocks, slab *to)
+/* Those of the groups of a slab; of a group that is summed in parts, its own for each. `minimums`: whether there are
+ * any; `simple`: groups are summed at once, and have no zero points. */
+RZ_INLINE void unpack_scales_of(const int type, const int super, const int two, const int minimums, const int simple,
+                                const rz_format *format, const places *at, long first, long blocks, slab *to)
 {
     const long many = blocks_together(format), halves = format->group == BLOCK / 2 ? 2 : 1;
     const long parts = (blocks * halves + many - 1) / many, begin = first * halves / many;
     /* How many parts a group is summed in: larger ones than MANY blocks. */
-    const long times = format->group > MANY * BLOCK ? format->group / (MANY * BLOCK) : 1;
-    const int two = format->per > 0, zeros = format->minimums == RZ_ZEROS;
-    long group = format->group ? begin / times : 0, part = begin % times;
+    const long times = !simple && format->group > MANY * BLOCK ? format->group / (MANY * BLOCK) : 1;
+    const int zeros = !simple && format->minimums == RZ_ZEROS;
+    long group = simple || format->group ? begin / times : 0, part = simple ? 0 : begin % times;
     long over = two ? group / format->per : 0, under = two ? group % format->per : 0;
     for (long i = 0; i < parts; i++) {
         const uint8_t *scales = group_at(at, at->scales, type_bytes(type), group);
-        const uint8_t *minimums = group_at(at, at->minimums, type_bytes(at->minimum_type), group);
+        const uint8_t *least = group_at(at, at->minimums, zeros ? 1 : type_bytes(type), group);
+#pragma GCC unroll 2
         for (int side = 0; side < 2; side++) {
             const long here = side * LANES, there = over * PANEL + side * LANES;
             f32 scale = scales_at(scales, type, here);
             if (two)
                 scale = f32_mul(scale, scales_at(at->supers, super, there));
             f32_store(to->scales[i] + side * LANES, scale);
-            if (!has_minimums(format))
+            if (!minimums)
                 continue;
-            f32 least = scales_at(minimums, zeros ? RZ_U8 : type, here);
+            f32 minimum = scales_at(least, zeros ? RZ_U8 : type, here);
             if (zeros || two)
-                least = f32_mul(least, zeros ? scale : scales_at(at->super_minimums, super, there));
-            f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), least));
+                minimum = f32_mul(minimum, zeros ? scale : scales_at(at->super_minimums, super, there));
+            f32_store(to->minimums[i] + side * LANES, f32_sub(f32_zero(), minimum));
         }
-        if (format->group && ++part == times) {
+        if ((simple || format->group) && ++part == times) {
             part = 0;
             group++;
             if (two && ++under == format->per) {
@@ -209,15 +210,21 @@ RZ_INLINE void unpack_scales_of(const int type, const int super, const rz_format
 
 static void unpack_scales(const rz_format *format, const places *at, long first, long blocks, slab *to)
 {
-    const int type = format->scale_type, super = format->super_type;
-    if (type == RZ_F16)
-        unpack_scales_of(RZ_F16, 0, format, at, first, blocks, to);
-    else if (type == RZ_U8 && super == RZ_F16)
-        unpack_scales_of(RZ_U8, RZ_F16, format, at, first, blocks, to);
-    else if (type == RZ_I8 && super == RZ_F16)
-        unpack_scales_of(RZ_I8, RZ_F16, format, at, first, blocks, to);
+    const int type = format->scale_type, super = format->super_type, two = format->per > 0;
+    const int minimums = has_minimums(format);
+    const int simple = format->group && format->group <= MANY * BLOCK && !(minimums && format->minimums == RZ_ZEROS);
+#define UNPACK_SCALES(type, super, two, minimums, simple) \
+    unpack_scales_of(type, super, two, minimums, simple, format, at, first, blocks, to)
+    if (simple && type == RZ_F16 && !two && !minimums)
+        UNPACK_SCALES(RZ_F16, 0, 0, 0, 1);
+    else if (simple && type == RZ_F16 && !two)
+        UNPACK_SCALES(RZ_F16, 0, 0, 1, 1);
+    else if (simple && type == RZ_U8 && two && super == RZ_F16 && minimums)
+        UNPACK_SCALES(RZ_U8, RZ_F16, 1, 1, 1);
+    else if (simple && type == RZ_I8 && two && super == RZ_F16 && !minimums)
+        UNPACK_SCALES(RZ_I8, RZ_F16, 1, 0, 1);
     else
-        unpack_scales_of(type, super, format, at, first, blocks, to);
+        UNPACK_SCALES(type, super, two, minimums, 0);
 }
 
 /* What is added to the codes of one group for its zero points: 2 ** bits less the zero point, in every byte. */
@@ -531,14 +538,14 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
 {
     places at = places_of(format, panel);
     at.ahead = coming ? coming - panel : 0;
-    const long blocks = blocks_of(format), many = blocks_together(format), most = rows <= FEWEST ? FEW : SLAB;
+    const long blocks = blocks_of(format), many = blocks_together(format);
     const slab_function *packed = packed_tiles(format, rows);
     const slab_function *tiles = (is_narrow(format) ? TILES7 : TILES)[grouping_of(format)][has_minimums(format)];
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
     slab here;
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
-    for (long block = 0; block < blocks; block += most) {
-        const long some = blocks - block < most ? blocks - block : most, group = block * halves / many;
+    for (long block = 0; block < blocks; block += SLAB) {
+        const long some = blocks - block < SLAB ? blocks - block : SLAB, group = block * halves / many;
         unpack_scales(format, &at, block, some, &here);
         for (long piece = block; piece < block + some; piece += PIECE)
             ask_for(block_at(&at, format->bits, piece) + at.ahead - at.head, at.head);
@@ -573,10 +580,10 @@ void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed
     const int offset = unpacked_offset(format), added = has_minimums(format);
     slab here;
     for (long block = 0; block < blocks; block++) {
-        const long begin = block / FEW * FEW;
+        const long begin = block / PIECE * PIECE;
         if (block == begin) {
-            unpack_scales(format, &at, begin, blocks - begin < FEW ? blocks - begin : FEW, &here);
-            unpack_codes(format, &at, begin, blocks - begin < FEW ? blocks - begin : FEW, &here);
+            unpack_scales(format, &at, begin, blocks - begin < PIECE ? blocks - begin : PIECE, &here);
+            unpack_codes(format, &at, begin, blocks - begin < PIECE ? blocks - begin : PIECE, &here);
         }
         for (long i = 0; i < BLOCK && block * BLOCK + i < format->columns; i++) {
             const long column = block * BLOCK + i;

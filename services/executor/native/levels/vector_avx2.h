@@ -236,6 +236,7 @@ RZ_INLINE bytes bytes_load(const void *from)
     const __m256i *at = from;
     return (bytes){ _mm256_loadu_si256(at), _mm256_loadu_si256(at + 1) };
 }
+RZ_INLINE bytes bytes_load_once(const void *from) { return bytes_load(from); }
 
 RZ_INLINE void bytes_store(void *to, bytes a)
 {

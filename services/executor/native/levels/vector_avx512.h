@@ -143,6 +143,14 @@ RZ_INLINE f32 f32_from_i32(i32 a) { return _mm512_cvtepi32_ps(a); }
 /* --- bytes, and products of integers --- */
 
 RZ_INLINE bytes bytes_load(const void *from) { return _mm512_loadu_si512(from); }
+/* For several uses, which compilers make as many loads of. */
+RZ_INLINE bytes bytes_load_once(const void *from)
+{
+    bytes a = bytes_load(from);
+    __asm__("" : "+v"(a));
+    return a;
+}
+
 RZ_INLINE void bytes_store(void *to, bytes a) { _mm512_storeu_si512(to, a); }
 RZ_INLINE bytes bytes_set1(uint8_t value) { return _mm512_set1_epi8((char)value); }
 RZ_INLINE bytes bytes_and(bytes a, bytes b) { return _mm512_and_si512(a, b); }

@@ -232,6 +232,7 @@ RZ_INLINE void f32_load_two_e4m3(const uint8_t *codes, f32 *first, f32 *second)
 /* --- bytes, and products of integers --- */
 
 RZ_INLINE bytes bytes_load(const void *from) { PARTS(bytes, vld1q_u8((const uint8_t *)from + 16 * i)); }
+RZ_INLINE bytes bytes_load_once(const void *from) { return bytes_load(from); }
 
 RZ_INLINE void bytes_store(void *to, bytes a)
 {
