@@ -7,11 +7,13 @@
 #include "quantized_layout.h"
 
 enum {
-    SLAB = 16,                    /* blocks that are unpacked together, at most */
-    SLAB_GROUPS = 2 * SLAB,       /* at most */
-    ROWS = VECTORS >= 32 ? 6 : 2, /* of a register tile */
-    FEWEST = 2,                   /* rows that memory bounds: they read codes as they are packed */
-    PREFETCHED = 3,               /* rows for which the processor itself brings codes of 8 bits in time */
+    SLAB = 16,                     /* blocks that are unpacked together, at most */
+    SLAB_GROUPS = 2 * SLAB,        /* at most */
+    ROWS = VECTORS >= 32 ? 6 : 4,  /* of a register tile */
+    WHOLE = VECTORS >= 32 ? 6 : 2, /* rows whose sums are in registers over a whole panel; of more, half of it */
+    WIDEST = 16,                   /* see WIDTHS */
+    FEWEST = 2,                    /* rows that memory bounds: they read codes as they are packed */
+    PREFETCHED = 3,                /* rows for which the processor itself brings codes of 8 bits in time */
 };
 
 /* --- activations --------------------------------------------------------------------------------------- */
@@ -312,41 +314,73 @@ typedef struct {
 
 enum { BY_HALVES, BY_BLOCKS, BY_MANY /* blocks */ };
 
-/* dots[row] += quads [from, end) of a block: of unpacked codes, where `bits` is 8, else of packed ones. */
-RZ_INLINE void add_quads(const int rows, const int bits, const int zeros, i32 (*dots)[2], const uint8_t *codes,
-                         const amends *amend, ptrdiff_t ahead, const int8_t *x, long columns, const int from,
-                         const int end)
+/* The codes of quad `quad`, `side` 0 left, 1 right, of a block as `bits` says it is: packed, or as WIDTHS has it. Of 8
+ * bits a half, `plane` 0 the lower one, where products are summed in 16 bits. */
+RZ_INLINE bytes codes_at(const int bits, const uint8_t *block, int quad, int side, int plane)
 {
+    if (bits < 7)
+        return quad_codes(bits, block, quad, side);
+    const bytes codes = bytes_load(block + (quad * 2 + side) * LINE_BYTES);
+    return SUMS_OF_16_BITS && bits == 8 ? field(codes, plane * 4, 15) : codes;
+}
+
+/* dots[row] += quads [from, end) of `sides` sides of a block, from `side` on. */
+RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const int zeros, i32 (*dots)[2],
+                         const uint8_t *codes, int side, const amends *amend, ptrdiff_t ahead, const int8_t *x,
+                         long columns, const int from, const int end)
+{
+    const int width = bits > 10 ? bits - 10 : bits + zeros, planes = SUMS_OF_16_BITS && width == 8 ? 2 : 1;
+    /* How many quads' products fit into sums of 16 bits. */
+    const int fit = planes == 2 || width <= 4 ? QUADS : width == 5 ? 4 : width == 6 ? 2 : 1;
+    const int run = !SUMS_OF_16_BITS ? 1 : fit < end - from ? fit : end - from;
+#pragma GCC unroll 2
+    for (int plane = 0; plane < planes; plane++) {
+        if (plane) /* loads the activations again: there are no registers to keep them in */
+            __asm__("" : "+r"(x));
 #pragma GCC unroll 8
-    for (int quad = from; quad < end; quad++) {
-        bytes left, right;
-        if (bits >= 7) {
-            left = bytes_load(codes + quad * 2 * LINE_BYTES);
-            right = bytes_load(codes + quad * 2 * LINE_BYTES + LINE_BYTES);
-        } else {
-            left = quad_codes(bits, codes, quad, 0);
-            right = quad_codes(bits, codes, quad, 1);
-        }
-        if (bits < 7 || (bits == 8 && rows > PREFETCHED))
-            ask_for(codes + ahead + quad * bits / 4 * LINE_BYTES,
-                    (size_t)((quad + 1) * bits / 4 - quad * bits / 4) * LINE_BYTES);
-        if (zeros) {
-            left = bytes_add(left, amend->more[0]);
-            right = bytes_add(right, amend->more[1]);
-        }
+        for (int begin = from; begin < end; begin += run) {
+            bytes sums[ROWS][2]; /* of 16 bits */
+#pragma GCC unroll 8
+            for (int quad = begin; quad < begin + run; quad++) {
+                bytes here[2];
+#pragma GCC unroll 2
+                for (int i = 0; i < sides; i++)
+                    here[i] = codes_at(bits, codes, quad, side + i, plane);
+                if (plane == 0 && side == 0 && (bits < 7 || (bits == 8 && rows > PREFETCHED)))
+                    ask_for(codes + ahead + quad * bits / 4 * LINE_BYTES,
+                            (size_t)((quad + 1) * bits / 4 - quad * bits / 4) * LINE_BYTES);
+#pragma GCC unroll 2
+                for (int i = 0; i < sides && zeros; i++)
+                    here[i] = bytes_add(here[i], amend->more[side + i]);
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++) {
-            bytes four = bytes_repeat4(x + row * columns + quad * 4);
-            dots[row][0] = bits < 8 ? i32_dot_u7(dots[row][0], left, four) : i32_dot_u8(dots[row][0], left, four);
-            dots[row][1] = bits < 8 ? i32_dot_u7(dots[row][1], right, four) : i32_dot_u8(dots[row][1], right, four);
+                for (int row = 0; row < rows; row++) {
+                    bytes four = bytes_repeat4(x + row * columns + quad * 4);
+#pragma GCC unroll 2
+                    for (int i = 0; i < sides; i++) {
+                        if (!SUMS_OF_16_BITS) {
+                            dots[row][i] = width < 8 ? i32_dot_u7(dots[row][i], here[i], four)
+                                                     : i32_dot_u8(dots[row][i], here[i], four);
+                            continue;
+                        }
+                        const bytes two = shorts_dot_u7(here[i], four);
+                        sums[row][i] = quad == begin ? two : shorts_add(sums[row][i], two);
+                    }
+                }
+            }
+#pragma GCC unroll 6
+            for (int row = 0; row < rows && SUMS_OF_16_BITS; row++)
+#pragma GCC unroll 2
+                for (int i = 0; i < sides; i++)
+                    dots[row][i] = i32_add_shorts(dots[row][i], sums[row][i], plane ? 16 : 1);
         }
     }
 }
 
-/* sums[rows][32] += those of a slab of `blocks` blocks, `many` in a group. Every row is summed in the same order,
- * however many rows there are. */
-RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, const int grouping, const int minimums,
-                    const slab *from, long blocks, long many, tile_rows x, float *sums)
+/* sums[rows][32] += those of `sides` sides of a slab of `blocks` blocks, `many` in a group. Every row is summed in the
+ * same order, however many rows there are. */
+RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, const int zeros, const int grouping,
+                              const int minimums, const slab *from, int side, long blocks, long many, tile_rows x,
+                              float *sums)
 {
     f32 totals[ROWS][2];
     const uint8_t *codes = from->codes;
@@ -354,10 +388,10 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
     const int halves = grouping == BY_HALVES ? 2 : 1;
     if (grouping != BY_MANY)
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++) {
-            totals[row][0] = f32_load(sums + row * PANEL);
-            totals[row][1] = f32_load(sums + row * PANEL + LANES);
-        }
+        for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+            for (int i = 0; i < sides; i++)
+                totals[row][i] = f32_load(sums + row * PANEL + (side + i) * LANES);
     for (long block = 0, group = 0; block < blocks;) {
         const long end = grouping == BY_MANY ? (block + many < blocks ? block + many : blocks) : block + 1;
         f32 parts[ROWS][2]; /* of this row's scales or, by halves, of the weight's */
@@ -375,56 +409,54 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
                     dots[row][0] = dots[row][1] =
                         i32_set1(x.starts[row * x.blocks * 2 + block * halves + half]);
                 const int8_t *here = x.codes + block * BLOCK;
+#define ADD_QUADS(first, last) \
+    add_quads(rows, sides, bits, zeros, dots, codes, side, &amend, from->ahead, here, x.columns, first, last)
                 if (halves == 1)
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, 0, QUADS);
+                    ADD_QUADS(0, QUADS);
                 else if (half == 0)
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, 0, QUADS / 2);
+                    ADD_QUADS(0, QUADS / 2);
                 else
-                    add_quads(rows, bits, zeros, dots, codes, &amend, from->ahead, here, x.columns, QUADS / 2, QUADS);
+                    ADD_QUADS(QUADS / 2, QUADS);
                 if (grouping == BY_MANY) {
 #pragma GCC unroll 6
                     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
-                        for (int side = 0; side < 2; side++) {
+                        for (int i = 0; i < sides; i++) {
                             f32 scale = f32_set1(x.scales[row * x.blocks + block]);
-                            parts[row][side] =
-                                f32_fma(f32_from_i32(dots[row][side]), scale, parts[row][side]);
+                            parts[row][i] = f32_fma(f32_from_i32(dots[row][i]), scale, parts[row][i]);
                         }
                     continue;
                 }
-                const f32 left = f32_load(from->scales[group]);
-                const f32 right = f32_load(from->scales[group] + LANES);
 #pragma GCC unroll 6
-                for (int row = 0; row < rows; row++) {
-                    parts[row][0] = f32_fma(f32_from_i32(dots[row][0]), left, parts[row][0]);
-                    parts[row][1] = f32_fma(f32_from_i32(dots[row][1]), right, parts[row][1]);
-                    if (half + 1 < halves)
-                        continue;
-                    const f32 scale = f32_set1(x.scales[row * x.blocks + block]);
-                    totals[row][0] = f32_fma(parts[row][0], scale, totals[row][0]);
-                    totals[row][1] = f32_fma(parts[row][1], scale, totals[row][1]);
-                }
+                for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+                    for (int i = 0; i < sides; i++) {
+                        const f32 scale = f32_load(from->scales[group] + (side + i) * LANES);
+                        parts[row][i] = f32_fma(f32_from_i32(dots[row][i]), scale, parts[row][i]);
+                        if (half + 1 == halves)
+                            totals[row][i] =
+                                f32_fma(parts[row][i], f32_set1(x.scales[row * x.blocks + block]), totals[row][i]);
+                    }
                 if (minimums)
 #pragma GCC unroll 6
-                    for (int row = 0; row < rows; row++) {
-                        f32 sum = f32_set1(x.sums[row * x.blocks * 2 + group]);
-                        totals[row][0] = f32_fma(sum, f32_load(from->minimums[group]), totals[row][0]);
-                        totals[row][1] =
-                            f32_fma(sum, f32_load(from->minimums[group] + LANES), totals[row][1]);
-                    }
+                    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+                        for (int i = 0; i < sides; i++)
+                            totals[row][i] =
+                                f32_fma(f32_set1(x.sums[row * x.blocks * 2 + group]),
+                                        f32_load(from->minimums[group] + (side + i) * LANES), totals[row][i]);
             }
         if (grouping == BY_MANY) {
 #pragma GCC unroll 6
             for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
-                for (int side = 0; side < 2; side++) {
-                    float *at = sums + row * PANEL + side * LANES;
-                    f32 total = f32_fma(parts[row][side],
-                                                   f32_load(from->scales[group] + side * LANES),
-                                                   f32_load(at));
+                for (int i = side; i < side + sides; i++) {
+                    float *at = sums + row * PANEL + i * LANES;
+                    f32 total =
+                        f32_fma(parts[row][i - side], f32_load(from->scales[group] + i * LANES), f32_load(at));
                     if (minimums)
                         total = f32_fma(f32_set1(x.sums[row * x.blocks * 2 + group]),
-                                                f32_load(from->minimums[group] + side * LANES), total);
+                                        f32_load(from->minimums[group] + i * LANES), total);
                     f32_store(at, total);
                 }
             group++;
@@ -434,10 +466,20 @@ RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, co
     }
     if (grouping != BY_MANY)
 #pragma GCC unroll 6
-        for (int row = 0; row < rows; row++) {
-            f32_store(sums + row * PANEL, totals[row][0]);
-            f32_store(sums + row * PANEL + LANES, totals[row][1]);
-        }
+        for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+            for (int i = 0; i < sides; i++)
+                f32_store(sums + row * PANEL + (side + i) * LANES, totals[row][i]);
+}
+
+RZ_INLINE void multiply_slab(const int rows, const int bits, const int zeros, const int grouping, const int minimums,
+                             const slab *from, long blocks, long many, tile_rows x, float *sums)
+{
+    if (rows <= WHOLE)
+        multiply_sides(rows, 2, bits, zeros, grouping, minimums, from, 0, blocks, many, x, sums);
+    else
+        for (int side = 0; side < 2; side++)
+            multiply_sides(rows, 1, bits, zeros, grouping, minimums, from, side, blocks, many, x, sums);
 }
 
 typedef void (*slab_function)(const slab *, long, long, tile_rows, float *);
@@ -448,31 +490,44 @@ typedef void (*slab_function)(const slab *, long, long, tile_rows, float *);
     { \
         multiply_slab(rows, bits, zeros, grouping, minimums, from, blocks, many, x, sums); \
     }
-#define TILES_OF(n, grouping, minimums) TILE_OF(n, 7, 0, grouping, minimums) TILE_OF(n, 8, 0, grouping, minimums)
-#define EVERY_GROUPING(make, n) \
-    make(n, BY_HALVES, 0) make(n, BY_HALVES, 1) make(n, BY_BLOCKS, 0) make(n, BY_BLOCKS, 1) make(n, BY_MANY, 0) \
-    make(n, BY_MANY, 1)
+#define EVERY_GROUPING(make, ...) \
+    make(__VA_ARGS__, BY_HALVES, 0) make(__VA_ARGS__, BY_HALVES, 1) make(__VA_ARGS__, BY_BLOCKS, 0) \
+    make(__VA_ARGS__, BY_BLOCKS, 1) make(__VA_ARGS__, BY_MANY, 0) make(__VA_ARGS__, BY_MANY, 1)
 #define EACH_GROUPING(name) \
     { { name(BY_HALVES, 0), name(BY_HALVES, 1) }, { name(BY_BLOCKS, 0), name(BY_BLOCKS, 1) }, \
       { name(BY_MANY, 0), name(BY_MANY, 1) } }
-
-EVERY_GROUPING(TILES_OF, 1) EVERY_GROUPING(TILES_OF, 2)
 #define FEW_ROWS(bits, zeros, kind) NULL, slab_1_##bits##_##zeros##_##kind, slab_2_##bits##_##zeros##_##kind
-#if MOST_AT_ONCE > 6
-EVERY_GROUPING(TILES_OF, 3) EVERY_GROUPING(TILES_OF, 4) EVERY_GROUPING(TILES_OF, 5) EVERY_GROUPING(TILES_OF, 6)
-#define MORE_ROWS(bits, kind) , slab_3_##bits##_0_##kind, slab_4_##bits##_0_##kind, slab_5_##bits##_0_##kind, \
-        slab_6_##bits##_0_##kind
+
+/* What `bits` of unpacked codes are: 8; 7, where those are faster; and where products are summed in 16 bits 10 + n, those
+ * below 2^n. */
+#if SUMS_OF_16_BITS
+#define WIDTHS(make) \
+    EVERY_GROUPING(make, 8) EVERY_GROUPING(make, 14) make(15, BY_BLOCKS, 0) make(15, BY_BLOCKS, 1) \
+    make(15, BY_MANY, 0) make(16, BY_HALVES, 0)
+#elif FASTER_BELOW_128
+#define WIDTHS(make) EVERY_GROUPING(make, 8) EVERY_GROUPING(make, 7)
 #else
+#define WIDTHS(make) EVERY_GROUPING(make, 8)
+#endif
+#if VECTORS >= 32
+#define MORE_ROWS_OF(bits, grouping, minimums) \
+    TILE_OF(5, bits, 0, grouping, minimums) TILE_OF(6, bits, 0, grouping, minimums)
+#define MORE_ROWS(bits, kind) , slab_5_##bits##_0_##kind, slab_6_##bits##_0_##kind
+#else
+#define MORE_ROWS_OF(bits, grouping, minimums)
 #define MORE_ROWS(bits, kind)
 #endif
+#define UNPACKED_OF(bits, grouping, minimums) \
+    TILE_OF(1, bits, 0, grouping, minimums) TILE_OF(2, bits, 0, grouping, minimums) \
+    TILE_OF(3, bits, 0, grouping, minimums) TILE_OF(4, bits, 0, grouping, minimums) \
+    MORE_ROWS_OF(bits, grouping, minimums)
+#define UNPACKED_AS(bits, kind) \
+    { FEW_ROWS(bits, 0, kind), slab_3_##bits##_0_##kind, slab_4_##bits##_0_##kind MORE_ROWS(bits, kind) }
+#define UNPACKED_AT(bits, grouping, minimums) [bits][grouping][minimums] = UNPACKED_AS(bits, grouping##_##minimums),
+WIDTHS(UNPACKED_OF)
 
-#define UNPACKED_AS(bits, kind) { FEW_ROWS(bits, 0, kind) MORE_ROWS(bits, kind) }
-#define UNPACKED(grouping, minimums) UNPACKED_AS(8, grouping##_##minimums)
-#define UNPACKED7(grouping, minimums) UNPACKED_AS(7, grouping##_##minimums)
-
-/* [grouping][minimums][rows]: of codes up to 255, and up to 127 */
-static const slab_function TILES[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED);
-static const slab_function TILES7[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED7);
+/* [bits][grouping][minimums][rows] */
+static const slab_function TILES[WIDEST + 1][3][2][ROWS + 1] = { WIDTHS(UNPACKED_AT) };
 
 /* Few rows read codes of every format as they are packed; more rows, where there are registers for their sums, those
  * of the formats that files have: the units that do not multiply unpack meanwhile. */
@@ -486,7 +541,7 @@ static const slab_function TILES7[3][2][ROWS + 1] = EACH_GROUPING(UNPACKED7);
       [6] = { FEW_ROWS(6, 0, grouping##_##minimums) } }
 EVERY_GROUPING(PACKED_OF, 1) EVERY_GROUPING(PACKED_OF, 2) ZEROS_OF(1) ZEROS_OF(2)
 
-#if MOST_AT_ONCE > 6
+#if VECTORS >= 32
 #define OF_FILES(make) \
     make(2, 0, BY_HALVES, 1) make(3, 0, BY_HALVES, 0) make(4, 0, BY_BLOCKS, 0) make(4, 0, BY_BLOCKS, 1) \
     make(4, 1, BY_BLOCKS, 0) make(4, 0, BY_MANY, 0) make(4, 0, BY_MANY, 1) make(4, 1, BY_MANY, 0) \
@@ -516,13 +571,18 @@ RZ_INLINE int grouping_of(const rz_format *format)
     return format->group == BLOCK / 2 ? BY_HALVES : blocks_together(format) == 1 ? BY_BLOCKS : BY_MANY;
 }
 
-/* Whether unpacked codes are below 128, and that is worth telling. */
-RZ_INLINE int is_narrow(const rz_format *format)
+/* How codes are unpacked: see WIDTHS. */
+static int unpacked_bits(const rz_format *format)
 {
-    int most = 0;
-    for (int code = 0; format->has_table && code < 16; code++)
-        most = format->table[code] > most ? format->table[code] : most;
-    return FASTER_BELOW_128 && format->bits < 8 && most + (format->has_table ? unpacked_offset(format) : 0) < 128;
+    int most = (format->minimums == RZ_ZEROS ? 2 << format->bits : 1 << format->bits) - 1;
+    for (int code = 0; format->has_table && code < 16; code++) {
+        const int here = format->table[code] + unpacked_offset(format);
+        most = code == 0 || here > most ? here : most;
+    }
+    if (!SUMS_OF_16_BITS)
+        return FASTER_BELOW_128 && most < 128 ? 7 : 8;
+    const int bits = most < 16 ? 14 : most < 32 ? 15 : most < 64 ? 16 : 8;
+    return TILES[bits][grouping_of(format)][has_minimums(format)][1] ? bits : 8;
 }
 
 /* What multiplies up to ROWS of `rows` rows by codes as they are packed, or NULL: they are to be unpacked. */
@@ -540,7 +600,9 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     at.ahead = coming ? coming - panel : 0;
     const long blocks = blocks_of(format), many = blocks_together(format);
     const slab_function *packed = packed_tiles(format, rows);
-    const slab_function *tiles = (is_narrow(format) ? TILES7 : TILES)[grouping_of(format)][has_minimums(format)];
+    const slab_function *tiles =
+        packed ? packed : TILES[unpacked_bits(format)][grouping_of(format)][has_minimums(format)];
+    const int in_place = packed || format->bits == 8;
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
     slab here;
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
@@ -549,21 +611,21 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
         unpack_scales(format, &at, block, some, &here);
         for (long piece = block; piece < block + some; piece += PIECE)
             ask_for(block_at(&at, format->bits, piece) + at.ahead - at.head, at.head);
-        if (packed) {
+        if (in_place) {
             here.codes = block_at(&at, format->bits, block);
-            if (format->minimums == RZ_ZEROS)
+            if (packed && format->minimums == RZ_ZEROS)
                 unpack_zeros(format, &at, block, some, &here);
         } else {
             unpack_codes(format, &at, block, some, &here);
         }
-        here.head = packed || format->bits == 8 ? at.head : 0;
-        here.ahead = packed || format->bits == 8 ? at.ahead : 0;
+        here.head = in_place ? at.head : 0;
+        here.ahead = in_place ? at.ahead : 0;
         for (long row = 0, left = (rows + ROWS - 1) / ROWS; left; left--) {
             const long count = (rows - row + left - 1) / left, r = first + row;
             tile_rows some_rows = { x->codes + r * x->columns + block * BLOCK, x->scales + r * blocks + block,
                                     x->sums + r * blocks * 2 + group, x->starts + r * blocks * 2 + block * halves,
                                     x->columns, blocks };
-            (packed ? packed : tiles)[count](&here, some, many, some_rows, sums + row * PANEL);
+            tiles[count](&here, some, many, some_rows, sums + row * PANEL);
             row += count;
             here.ahead = 0;
         }

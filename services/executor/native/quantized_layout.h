@@ -54,10 +54,10 @@ static int unpacked_offset(const rz_format *format)
     return offset + (format->minimums == RZ_ZEROS && format->bits < 8 ? 1 << format->bits : 0);
 }
 
-/* Of a block as it is packed; 7: unpacked, of codes below 128. */
+/* Of a block as it is packed; 7, and more than 8: unpacked, see WIDTHS. */
 RZ_INLINE size_t block_bytes(int bits)
 {
-    return bits == 7 ? (size_t)BLOCK_BYTES : (size_t)bits * BLOCK_BYTES / 8;
+    return bits == 7 || bits > 8 ? (size_t)BLOCK_BYTES : (size_t)bits * BLOCK_BYTES / 8;
 }
 
 RZ_INLINE size_t whole_lines(size_t bytes)

@@ -10,7 +10,7 @@ typedef struct { __m256i low, high; } i32;
 typedef i32 bytes;
 typedef i32 lanes; /* all bits of a lane, or none */
 
-enum { VECTORS = 8 };
+#define VECTORS 8
 
 #define RZ_NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 /* `type` of what `function` makes of the halves of one vector, or two. */
@@ -308,9 +308,11 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 }
 
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return i32_dot_u8(sum, a, b); }
-enum { FASTER_BELOW_128 = 0 };
+#define FASTER_BELOW_128 0
+#define SUMS_OF_16_BITS 0
 #else
-enum { FASTER_BELOW_128 = 1 };
+#define FASTER_BELOW_128 1
+#define SUMS_OF_16_BITS 1
 /* Sums of two products fit into 16 bits where the bytes of `a` are below 128: vpmaddubsw saturates beyond. */
 RZ_INLINE __m256i dot_u7(__m256i sum, __m256i a, __m256i b, int unit)
 {
@@ -330,6 +332,21 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
     return (i32){ dot_u7(sum.low, upper.low, b.low, 128), dot_u7(sum.high, upper.high, b.high, 128) };
 }
 #endif
+
+RZ_INLINE bytes shorts_dot_u7(bytes a, bytes b) { return HALVES2(bytes, _mm256_maddubs_epi16, a, b); }
+/* Where it stands: compilers put additions off, and run out of registers for what is to be added. */
+RZ_INLINE bytes shorts_add(bytes a, bytes b)
+{
+    bytes sum = HALVES2(bytes, _mm256_add_epi16, a, b);
+    __asm__("" : "+x"(sum.low), "+x"(sum.high));
+    return sum;
+}
+
+RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
+{
+    const __m256i by = _mm256_set1_epi16((short)times);
+    return i32_add(sum, (i32){ _mm256_madd_epi16(a.low, by), _mm256_madd_epi16(a.high, by) });
+}
 
 /* --- layouts --- */
 

@@ -10,7 +10,7 @@ typedef __m512i i32;
 typedef __m512i bytes;
 typedef __mmask16 lanes;
 
-enum { VECTORS = 32 /* f32 that fit into the registers */ };
+#define VECTORS 32 /* f32 that fit into the registers */
 
 #define RZ_NEAREST (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
@@ -177,8 +177,18 @@ RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { return _mm512_shuffle_
 /* sum + the products of each lane's four unsigned bytes of `a` with its four signed ones of `b`. */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
 /* The same, for bytes of `a` below 128: faster where FASTER_BELOW_128 says so. */
-enum { FASTER_BELOW_128 = 0 };
+#define FASTER_BELOW_128 0
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
+/* Whether there is no such instruction, and sums of 16 bits are faster where they are enough. */
+#define SUMS_OF_16_BITS 0
+/* The products of two unsigned bytes of `a`, below 128, with two signed ones of `b`, as 16 bits. */
+RZ_INLINE bytes shorts_dot_u7(bytes a, bytes b) { return _mm512_maddubs_epi16(a, b); }
+RZ_INLINE bytes shorts_add(bytes a, bytes b) { return _mm512_add_epi16(a, b); }
+/* sum + `times` the two of each lane */
+RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
+{
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, _mm512_set1_epi16((short)times)));
+}
 
 /* --- layouts --- */
 

@@ -10,7 +10,7 @@ typedef struct { int32x4_t part[4]; } i32;
 typedef struct { uint8x16_t part[4]; } bytes;
 typedef struct { uint32x4_t part[4]; } lanes; /* all bits of a lane, or none */
 
-enum { VECTORS = 8 };
+#define VECTORS 8
 
 /* `type` whose part i is `expression`. */
 #define PARTS(type, expression) \
@@ -269,14 +269,14 @@ RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
 }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-enum { FASTER_BELOW_128 = 0 };
+#define FASTER_BELOW_128 0
 
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 {
     PARTS(i32, vusdotq_s32(sum.part[i], a.part[i], vreinterpretq_s8_u8(b.part[i])));
 }
 #else
-enum { FASTER_BELOW_128 = 1 };
+#define FASTER_BELOW_128 1
 
 /* (a - 128) b + 64 b + 64 b */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
@@ -285,6 +285,28 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
     return i32_dot_u7(i32_dot_u7(i32_dot_u7(sum, bytes_xor(a, bytes_set1(128)), b), half, b), half, b);
 }
 #endif
+#define SUMS_OF_16_BITS 0
+
+RZ_INLINE int16x8_t pairs_of(uint8x16_t a, int8x16_t b)
+{
+    int8x16_t codes = vreinterpretq_s8_u8(a);
+    return vpaddq_s16(vmull_s8(vget_low_s8(codes), vget_low_s8(b)), vmull_high_s8(codes, b));
+}
+
+RZ_INLINE bytes shorts_dot_u7(bytes a, bytes b)
+{
+    PARTS(bytes, vreinterpretq_u8_s16(pairs_of(a.part[i], vreinterpretq_s8_u8(b.part[i]))));
+}
+
+RZ_INLINE bytes shorts_add(bytes a, bytes b)
+{
+    PARTS(bytes, vreinterpretq_u8_s16(vaddq_s16(vreinterpretq_s16_u8(a.part[i]), vreinterpretq_s16_u8(b.part[i]))));
+}
+
+RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
+{
+    PARTS(i32, vpadalq_s16(sum.part[i], vmulq_n_s16(vreinterpretq_s16_u8(a.part[i]), (int16_t)times)));
+}
 
 /* --- layouts --- */
 

@@ -120,6 +120,27 @@ def test_a_row_has_the_same_bits_in_every_batch(kernels: Kernels, form: str) -> 
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_the_largest_codes_and_activations_fit_into_sums(kernels: Kernels, form: str) -> None:
+    """Those of 16 bits, where a level has them: they hold no more than this."""
+    x = torch.ones(ROWS, COLUMNS).bfloat16()
+    x[1::2] = -1
+    for bits in widths(form):
+        for group in (16, 32, 128):
+            weight = random_rows(form, 33, COLUMNS, bits, group, per=5)
+            most = replace(weight, codes=torch.full_like(weight.codes, (1 << bits) - 1))
+            if most.zeros is not None:
+                most = replace(most, zeros=torch.zeros_like(most.zeros))
+            wanted = expected(most, x)
+            for count in (1, ROWS):
+                torch.testing.assert_close(
+                    kernels.of(most, x[:count]).double(),
+                    wanted[:count],
+                    rtol=0,
+                    atol=2e-6 * wanted.abs().max().item(),
+                )
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group", [256, 512])
 def test_groups_that_are_summed_in_parts(kernels: Kernels, form: str, group: int) -> None:
     x = activations(7, 1024)
