@@ -139,7 +139,12 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
     ("model_type", "codec", "weights"),
     [
         *(("llama", None, ""), ("llama", INT8, ""), ("mistral", None, ""), ("mistral", INT8, "")),
-        *(("qwen2_moe", None, ""), ("dots1", None, "q4_k")),
+        *(
+            ("qwen2_moe", None, ""),
+            ("dots1", None, "q4_k"),
+            ("llama", INT8, "q4_k"),
+            ("mistral", INT8, "q6_k"),
+        ),
     ],
 )
 def test_a_row_does_not_depend_on_its_neighbours(

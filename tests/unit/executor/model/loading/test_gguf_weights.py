@@ -25,6 +25,7 @@ from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
+from tests.unit.executor.model.conversion.test_convert import split
 from tests.unit.executor.model.gguf_models import ARCHITECTURES, OWN, write_gguf
 from tests.unit.executor.model.loading.test_gguf_blocks import QUANTIZED
 from tests.unit.executor.model.ring import CPU, mixed_script
@@ -166,14 +167,43 @@ NOT_OF_THE_FILE = {
 @pytest.mark.parametrize("value", [1 << 31, 4097])
 def test_more_layers_than_a_model_has_are_not_built(tmp_path: Path, value: int) -> None:
     file = make(tmp_path, "llama", "F32")
-    said = b"llama.block_count" + struct.pack("<I", 4)
-    whole = file.read_bytes()
-    at = whole.index(said) + len(said)
-    file.write_bytes(whole[:at] + struct.pack("<I", value) + whole[at + 4 :])
+    lie(file, "llama.block_count", value)
     with pytest.raises(
         ModelLoadError, match=rf"its llama.block_count is {value}, and no model with more than 4096"
     ):
         converted(file)
+
+
+SIZES_OF = [f"llama.{name}" for name in ("embedding_length", "feed_forward_length", "attention.head_count")]
+SIZES_OF += ["llama.attention.head_count_kv", "llama.attention.key_length"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [*((key, (1 << 31) + 1) for key in SIZES_OF), *((key, 7) for key in SIZES_OF), (SIZES_OF[2], 0)],
+)
+def test_sizes_that_are_not_the_tensors_are_refused(tmp_path: Path, key: str, value: int) -> None:
+    file = make(tmp_path, "llama", "Q8_0", {"num_hidden_layers": 1})
+    lie(file, key, value)
+    with pytest.raises(ModelLoadError) as raised:
+        load(converted(file), torch.float32, keep_codes=True)
+    assert "\n" not in str(raised.value)
+
+
+def lie(file: Path, key: str, value: int) -> None:
+    """Has the metadata say `value` where they have another number of 32 bits."""
+    whole, said = file.read_bytes(), key.encode() + struct.pack("<I", gguf.GGUFValueType.UINT32)
+    at = whole.index(said) + len(said)
+    file.write_bytes(whole[:at] + struct.pack("<I", value) + whole[at + 4 :])
+
+
+def test_files_in_parts_are_served_as_one(tmp_path: Path) -> None:
+    file = make(tmp_path, "llama", "Q4_K", {"num_hidden_layers": 2})
+    expected = values_of(load(converted(file), torch.float32, keep_codes=True))
+    target = tmp_path / "parts"
+    convert_gguf(split(file)[0], target, lambda *stage: None)
+    file.unlink()
+    check(values_of(load(target, torch.float32, keep_codes=True)), expected)
 
 
 def test_what_a_file_has_to_say_is_named(tmp_path: Path) -> None:
