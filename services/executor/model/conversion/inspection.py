@@ -95,6 +95,10 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
+_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+"""What transformers calls models of an architecture of GGUF, where it is another name."""
+
+
 def _computed_by(shape: tuple[int, ...], architecture: str, plain: bool, kept: bool) -> str:
     """What multiplies by the tensor on this machine's CPU, as codes where they are `kept`."""
     if len(shape) < 2:
@@ -102,8 +106,8 @@ def _computed_by(shape: tuple[int, ...], architecture: str, plain: bool, kept: b
     library = load_library()
     if library is None:
         return f"PyTorch ({why_not().split(';')[0]})"
-    if {"gemma3": "gemma3_text"}.get(architecture, architecture) not in FAMILIES:
+    if _TYPES.get(architecture, architecture) not in FAMILIES:
         return f"PyTorch (models of type {architecture})"
-    if kept and len(shape) == 2:
+    if kept:
         return f"kernel for codes, {library.level}"
     return f"bf16 kernel, {library.level}" + ("" if plain else ", unpacked when it is loaded")

@@ -119,10 +119,12 @@ def tokens_of(model: SourceModel, text: str) -> list[int]:
 def _gguf_reader(weights: GgufWeights, content: Composition, config: Any) -> Callable[[], Iterator[Tensor]]:
     def pieces() -> Iterator[Tensor]:
         for first, end in row_spans(content.shape):
-            read = Read(content.selected(0, [Span(first, end)]), torch.float32)
+            some = content.selected(0, [Span(first, end)])
+            flat = some.flattened() if len(some.shape) == 3 else None
+            read = Read(flat or some, torch.float32)
             (piece,) = weights.read_all([read], config, torch.device("cpu"), lambda done, total: None)
             assert isinstance(piece, Tensor), "codes were not asked for"
-            yield piece
+            yield piece.view(some.shape)
 
     return pieces
 

@@ -194,6 +194,8 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     header = files[0].header.metadata
     if width := header.get(f"{header['general.architecture']}.attention.key_length"):
         config.head_dim = width
+    if width := header.get(f"{header['general.architecture']}.expert_feed_forward_length"):
+        config.moe_intermediate_size = width
     config.tie_word_embeddings = "output.weight" not in {
         tensor.name for file in files for tensor in file.header.tensors
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import Span
-from services.executor.model.loading.composition import Composition, Part
+from services.executor.model.loading.composition import Composition, Part, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
 from services.executor.model.loading.reading import Meter, Progress, Read
@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "mistral": Architecture(pairs=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
+    "qwen3moe": Architecture(),
     "phi3": Architecture(),
     "granite": Architecture(pairs=True),
     "smollm3": Architecture(pairs=True),
@@ -98,9 +99,14 @@ class GgufWeights:
         parameters = {}
         for name in model.state_dict():
             found = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if found in shapes and self._is_served(found):
+            if (experts := name.partition(_EXPERTS))[2]:
+                sides = [
+                    table.get_name(f"{experts[0]}.experts.{side}") for side in _SIDES.get(experts[2], ())
+                ]
+                parameters[name] = _of_experts([f"{side}.weight" for side in sides], shapes)
+            elif found in shapes and self._is_served(found):
                 parameters[name] = Composition.whole(found, shapes[found])
-        used = {composition.parts[0].source for composition in parameters.values()}
+        used = {part.source for composition in parameters.values() for part in composition.parts}
         return Sources(parameters, frozenset(shapes.keys() - used - _NO_PARAMETERS))
 
     def _is_served(self, name: str) -> bool:
@@ -238,7 +244,7 @@ class GgufWeights:
 
     def _order(self, tensor: GgufTensor, config: Any) -> Tensor:
         """int64 [rows]: the row of the file for each of the model's."""
-        count = tensor.shape[0]
+        count = _rows_of(tensor)
         order = torch.arange(count)
         parts = tensor.name.split(".")
         if not self._architecture.pairs or len(parts) < 3 or parts[2] not in ("attn_q", "attn_k"):
@@ -263,7 +269,38 @@ class GgufWeights:
 
     def _read_bytes(self, read: Read) -> int:
         tensors = [(part, self._tensors[part.source][1]) for part in read.content.parts]
-        return sum(part.size[0] * (tensor.nbytes // tensor.shape[0]) for part, tensor in tensors)
+        return sum(tensor.nbytes // _rows_of(tensor) * part.size[0] for part, tensor in tensors)
+
+
+def _rows_of(tensor: GgufTensor) -> int:
+    """Each value of a vector is a row."""
+    return tensor.rows if len(tensor.shape) > 1 else tensor.shape[0]
+
+
+_EXPERTS = ".experts."
+_SIDES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _of_experts(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Composition:
+    """The tensors `names` [experts, out, in], each of whose rows the file has one after the other, side by side."""
+    sides = []
+    for name in names:
+        if len(shape := shapes.get(name, ())) != 3:
+            raise ModelLoadError(
+                f"The file has no tensor {name} of three dimensions, which its architecture calls for; fetch it again."
+            )
+        count, rows, columns = shape
+        parts = (
+            Part(name, (None, 0, 1), (0, expert * rows, 0), (expert, 0, 0), (1, rows, columns))
+            for expert in range(count)
+        )
+        sides.append(Composition(shape, tuple(parts)))
+    try:
+        return concatenated(sides, 1)
+    except ValueError as error:
+        raise ModelLoadError(
+            f"The file's {', '.join(names)} do not fit ({error}); fetch it again."
+        ) from error
 
 
 def _table(architecture: str) -> str:

@@ -1,6 +1,6 @@
 """Tiny models written as GGUF files, with the package `gguf`: what other programs make of transformers' models."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gemma2": "gemma2",
     "phi3": "phi3",
@@ -57,6 +58,10 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -80,7 +85,7 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
     architecture = ALL[config.model_type]
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in apart(model.state_dict()):
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -97,9 +102,22 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
         if tensor.dim() == 1:
             writer.add_tensor(stored, tensor.numpy())
             continue
+        if ".ffn_gate_inp." in stored:
+            writer.add_tensor(stored, tensor.numpy())
+            continue
         chosen = next((other for end, other in extra.items() if f"{end}.weight" in stored), kind)
         type_ = gguf.GGMLQuantizationType[chosen]
         writer.add_tensor(stored, stored_as(tensor.numpy(), type_), raw_dtype=type_)
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors by name, those of experts with gate and up as tensors of their own."""
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for side, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{side}.weight"), half.contiguous()
+        else:
+            yield name + ".weight" * name.endswith("experts.down_proj"), tensor
 
 
 def stored_as(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
@@ -108,6 +126,8 @@ def stored_as(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
         return gguf.quantize(values, kind)
     from tests.unit.executor.model.loading.test_gguf_blocks import FLOATS, any_rows
 
+    if values.ndim == 3:
+        return np.stack([stored_as(part, kind) for part in values])
     size = gguf.GGML_QUANT_SIZES[kind][1]
     raw = any_rows(kind, values.size, values.shape[0], values.shape[1] // gguf.GGML_QUANT_SIZES[kind][0])
     blocks = raw.reshape(values.shape[0], -1, size)

@@ -18,6 +18,7 @@ from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.conversion.convert import convert
+from services.executor.model.conversion.inspection import inspect
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model, unpack
 from services.executor.model.parallel.layers import WeightShard
@@ -49,6 +50,7 @@ THREE = {
 """1024 inputs are no three equal parts of whole blocks, three heads no two."""
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"attention_bias": False, "head_dim": 128},
+    "qwen3_moe": {"attention_bias": False, "head_dim": 128, "moe_intermediate_size": 768, "hidden_size": 256},
     "phi3": {"vocab_size": 32064, "partial_rotary_factor": 1.0},
 }
 """What its files say, and transformers' reader of them takes for granted."""
@@ -307,15 +309,22 @@ native = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()
 @native
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [*(("llama", kind.name) for kind in QUANTIZED), ("qwen2", "Q5_1"), ("gemma3_text", "Q8_0")],
+    [
+        *(("llama", kind.name) for kind in QUANTIZED),
+        *(("qwen2", "Q5_1"), ("gemma3_text", "Q8_0"), ("qwen3_moe", "Q4_K")),
+    ],
 )
 def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kind: str) -> None:
     file = make(tmp_path, model_type, kind, {"num_hidden_layers": 1}, attn_v="Q6_K")
     runner = runner_of(converted(file), native=True)
     assert runner.packed is not None
-    form = runner.packed.layers[0].down.form
-    assert form is not None
-    assert form.bits == (int(kind[1]) if kind.startswith("Q") else 4)
+    layer = runner.packed.layers[0]
+    down = layer.experts.down if layer.experts else layer.down
+    assert down is not None
+    assert down.form is not None
+    assert down.form.bits == (int(kind[1]) if kind.startswith("Q") else 4)
+    served = {tensor.name: tensor.computed_by for tensor in inspect(file).tensors}
+    assert served[f"blk.0.ffn_down{'_exps' if layer.experts else ''}.weight"].startswith("kernel for codes")
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
     spread = torch.stack([row.std() for row in expected]).mean()
     plain = errors(runner_of(converted(file, unpacked=True), native=True), expected)
@@ -324,9 +333,15 @@ def test_the_kernels_compute_with_the_codes(tmp_path: Path, model_type: str, kin
 
 
 @native
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "Q8_0"), (2, "IQ4_XS"), (3, "Q4_K"), (3, "Q6_K")])
-def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str) -> None:
-    file = make(tmp_path, "llama", kind, THREE)
+@pytest.mark.parametrize(
+    ("ranks", "kind", "model_type"),
+    [
+        *((2, "Q8_0", "llama"), (2, "IQ4_XS", "llama"), (3, "Q4_K", "llama"), (3, "Q6_K", "llama")),
+        pytest.param(2, "Q5_K", "qwen3_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str, model_type: str) -> None:
+    file = make(tmp_path, model_type, kind, THREE)
     directory = converted(file)
     expected = truth(converted(file, unpacked=True), mixed_script()[0].sequences)
     area = make_area(ranks, 2)
@@ -335,7 +350,10 @@ def test_ranks_cut_the_codes(tmp_path: Path, ranks: int, kind: str) -> None:
         ring = SharedMemory(area, rank, ranks, lanes=2, timeout=60)
         runner = runner_of(directory, native=True, collectives=ring)
         assert runner.packed is not None
-        assert runner.packed.layers[0].down.form is not None
+        layer = runner.packed.layers[0]
+        down = layer.experts.down if layer.experts else layer.down
+        assert down is not None
+        assert down.form is not None
         return errors(runner, expected)
 
     with ThreadPoolExecutor(ranks) as pool:

@@ -123,6 +123,23 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
 
 
 @native
+@pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False)])
+def test_codes_of_experts_stay_codes_where_they_have_one_format(
+    tmp_path: Path, form: str, packed: bool
+) -> None:
+    changes = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe", FORMS[form], **changes)
+    runner = runner_of(checkpoint.quantized, native=True)
+    assert runner.packed is not None
+    experts = runner.packed.layers[-1].experts
+    assert experts is not None
+    assert [experts.gate_up.form is not None, experts.down.form is not None] == [packed, packed]
+    expected = truth(checkpoint.plain, mixed_script()[0].sequences)
+    spread = torch.stack([row.std() for row in expected]).mean()
+    assert errors(runner, expected).mean() < 0.1 * spread
+
+
+@native
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(VALUES_ONLY)])
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
