@@ -123,13 +123,14 @@ static void multiply_piece(const segment *part, piece at, int thread)
         multiply_bf16(part, at, thread);
 }
 
+/* A piece of the rows by one panel after the other: the rows stay in the second cache, panels come from the third. */
 static void product_task(void *argument, long task, long next, int thread)
 {
     const segment *part = argument;
-    const long rows = part->job->rows, pieces = rz_pieces_of(rows), panel = task / pieces, coming = next / pieces;
-    const long panels = (part->linear->outputs + PANEL - 1) / PANEL, first = task % pieces * ROWS_OF_TASK;
-    const int more = coming != panel && coming < panels;
-    multiply_piece(part, (piece){ panel, more ? coming : -1, first, least(ROWS_OF_TASK, rows - first) }, thread);
+    const long rows = part->job->rows, panels = (part->linear->outputs + PANEL - 1) / PANEL;
+    const long panel = task % panels, first = task / panels * ROWS_OF_TASK;
+    const long coming = panels > 1 && next < panels * rz_pieces_of(rows) ? next % panels : -1;
+    multiply_piece(part, (piece){ panel, coming, first, least(ROWS_OF_TASK, rows - first) }, thread);
 }
 
 static void round_task(void *argument, long row, long next, int thread)

@@ -24,7 +24,7 @@ typedef struct {
  * rounded rows: rz_workspace_reserve_rounded. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
 
-enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for a panel */ };
+enum { ROWS_OF_TASK = 96 /* rows of a task: they stay in the second cache for all panels */ };
 
 RZ_INLINE long rz_pieces_of(long rows)
 {
