@@ -103,7 +103,8 @@ def _check_widths(config: Any, world_size: int) -> None:
 
 def _check_experts(routing: Routing) -> None:
     experts, hidden = routing.router.shape
-    if experts > _MOST_EXPERTS or not routing.chosen <= experts // routing.groups * routing.among:
+    size = experts // routing.groups
+    if experts > _MOST_EXPERTS or experts % routing.groups or not 0 < routing.chosen <= size * routing.among:
         raise CannotLower(f"{routing.chosen} of {experts} experts are beyond the native kernels")
     if hidden % PANEL:
         raise CannotLower(f"experts of {hidden} outputs do not fit the native kernels")

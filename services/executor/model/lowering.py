@@ -312,8 +312,8 @@ def _routing(block: Any, family: Family) -> Routing:
         scores=family.scores,
         chosen=int(gate.top_k),
         normalised=bool(getattr(gate, "norm_topk_prob", True)),
-        groups=int(getattr(gate, "num_group", 1)),
-        among=int(getattr(gate, "topk_group", 1)),
+        groups=int(getattr(gate, "num_group", None) or 1),
+        among=int(getattr(gate, "topk_group", None) or 1),
         scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
     )
 

@@ -398,3 +398,13 @@ def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[st
     runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
     assert not runner.is_native
     runner.warm_up()
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 72}, {"moe_intermediate_size": 40}])
+def test_experts_that_do_not_fit_run_through_pytorch_quantized_or_not(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    directory = make_model(tmp_path, "qwen3_moe", **{"head_dim": 32, **changes})
+    runner = runner_of(directory, native=True, weights="q8_0")
+    assert not runner.is_native
+    runner.warm_up()
