@@ -36,7 +36,7 @@ def up(
     weight_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Data type of weights; quantized while loading: int8, q8_0, q6_k, q4_k and int4, on GPUs also fp8.",
+            help="Data type of weights; quantized while loading: int8, fp8, q8_0, q6_k, q4_k and int4.",
             metavar="|".join(_WEIGHT_DTYPES),
             show_default="auto",
         ),

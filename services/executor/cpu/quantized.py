@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.executor.model.loading.arena import fresh
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import E4M3, QuantizedRows
 from services.executor.native.library import Codes, Format
 
 PANEL = 32
@@ -20,6 +20,7 @@ _WIDEST_GROUP = 512
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 """As `decoder.h` numbers them."""
 _NONE, _MINIMUMS, _ZEROS = 0, 1, 2
+_E4M3, _FLOAT_TABLE = 1, 2
 
 
 class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
@@ -34,20 +35,23 @@ class PackedFormat(msgspec.Struct, frozen=True, array_like=True):
     minimums: int
     offset: int
     table: tuple[int, ...]
+    """Integers, or the bits of bf16 values."""
+    floats: int = 0
 
     def describe(self, permutation: Tensor | None) -> Format:
         """The structure that the kernels take."""
         numbers = msgspec.structs.asdict(self)
         table = numbers.pop("table")
-        made = Format(**numbers, has_table=bool(table))
+        made = Format(**numbers, has_table=bool(table) and not self.floats)
         made.permutation = None if permutation is None else permutation.data_ptr()
-        made.table[: len(table)] = table
+        (made.float_table if self.floats else made.table)[: len(table)] = table
         return made
 
 
 def format_of(weight: QuantizedRows) -> PackedFormat:
     """How `weight` is packed, which must be `servable`."""
     minimums = _MINIMUMS if weight.mins is not None else _ZEROS if weight.zeros is not None else _NONE
+    floats = 0 if not weight.floats else _E4M3 if weight.floats == E4M3 else _FLOAT_TABLE
     return PackedFormat(
         bits=weight.bits,
         columns=weight.columns_stored,
@@ -57,8 +61,14 @@ def format_of(weight: QuantizedRows) -> PackedFormat:
         super_type=0 if weight.supers is None else _TYPES[weight.supers.dtype],
         minimums=minimums,
         offset=weight.offset,
-        table=weight.table,
+        table=_bits_of(weight.floats) if floats == _FLOAT_TABLE else weight.table,
+        floats=floats,
     )
+
+
+def _bits_of(values: tuple[float, ...]) -> tuple[int, ...]:
+    """Of bf16"""
+    return tuple(torch.tensor(values, dtype=torch.bfloat16).view(torch.uint16).tolist())
 
 
 def servable(weight: QuantizedRows) -> QuantizedRows:

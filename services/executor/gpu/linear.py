@@ -5,7 +5,7 @@ What a product multiplies by says how: a plain weight by the library's product, 
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -176,16 +176,9 @@ def weight_codec(kind: WeightDType, device: torch.device, dtype: torch.dtype) ->
     """
     if kind in ("auto", "bf16"):
         return None
-    on_gpu = device.type == "cuda"
-    served: Mapping[str, WeightCodec] = {**CODECS, **_CODECS} if on_gpu else CODECS
-    if kind not in served:
-        raise ConfigurationError(
-            f"--weight-dtype {kind} is for GPUs and this rank computes on the CPU; leave it at auto, or choose one of: "
-            f"{', '.join(served)}."
-        )
-    codec = served[kind]
-    if not on_gpu:
-        return codec
+    if device.type != "cuda":
+        return CODECS[kind]
+    codec: WeightCodec = _CODECS.get(kind) or CODECS[kind]
     if dtype != torch.bfloat16:
         raise ConfigurationError(
             f"--weight-dtype {kind} computes in bf16 and this model would be served in fp32; give --dtype bf16, "

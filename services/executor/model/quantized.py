@@ -2,7 +2,7 @@
 
     value[o, i] = s(o, g) * T(code[o, i]) - m(o, g)        g = i // group
 
-    T(c)         table[c] where there is a table, else c - offset
+    T(c)         table[c] or floats[c] where there is such a table, else c - offset
     one level    s = scales[o, g]                          m = mins[o, g], or s * zeros[o, g], or 0
     two levels   s = supers[o, g // per] * scales[o, g]    m = super_mins[o, g // per] * mins[o, g], or 0
 
@@ -21,6 +21,12 @@ BITS = (2, 3, 4, 5, 6, 8)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _SMALLEST_GROUP = 16
 """Inputs. What the kernels can give a scale of its own."""
+
+
+_E4M3_ABOVE_ZERO = [math.ldexp(*((8 + m, e - 10) if e else (m, -9))) for e in range(16) for m in range(8)]
+E4M3 = (*_E4M3_ABOVE_ZERO, *(-value for value in _E4M3_ABOVE_ZERO))
+"""What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are no
+numbers, which readers of files refuse and products take for 480."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,9 @@ class QuantizedRows:
     """Groups under one of `supers`; divides them."""
     table: tuple[int, ...] = ()
     """int8, one per code"""
+    floats: tuple[float, ...] = ()
+    """What codes stand for that are no integers: `E4M3`, or 16 values that bf16 holds. They have a multiple of 4
+    columns, scales of one level, and nothing else."""
     permutation: Tensor | None = None
     """int32 [columns]: code column i is the layer's input permutation[i]; -1: none, its codes count for nothing"""
     of_inputs: int | None = None
@@ -145,7 +154,8 @@ class QuantizedRows:
         codes, offset = finer.codes, finer.offset
         if self.table:
             offset = max(0, -min(self.table))
-            codes = (self._table(torch.int32)[codes.int()] + offset).to(torch.uint8)
+            table = torch.tensor(self.table, dtype=torch.int32, device=codes.device)
+            codes = (table[codes.int()] + offset).to(torch.uint8)
         shift = (
             torch.full_like(scales, float(offset)) if finer.zeros is None else finer.zeros.float() + offset
         )
@@ -167,8 +177,10 @@ class QuantizedRows:
         if all(first.same_format(other) for other in weights[1:]):
             return list(weights)
         group = math.gcd(*(weight.group for weight in weights))
-        if group % _SMALLEST_GROUP or not all(
-            _same(first.permutation, other.permutation) for other in weights
+        if (
+            any(weight.floats for weight in weights)
+            or group % _SMALLEST_GROUP
+            or not all(_same(first.permutation, other.permutation) for other in weights)
         ):
             return None
         bits = max(8 if weight.table else weight.bits for weight in weights)
@@ -188,7 +200,8 @@ class QuantizedRows:
         scales, mins = self.level_scales()
         by_group = (self.outputs, self.groups, self.group)
         codes = self.codes.reshape(by_group)
-        values = self._table(torch.float32)[codes.int()] if self.table else codes.float() - self.offset
+        table = torch.tensor(self.floats or self.table, dtype=torch.float32, device=codes.device)
+        values = table[codes.int()] if len(table) else codes.float() - self.offset
         if self.zeros is not None:
             values -= self.zeros.float().unsqueeze(2)
         values *= scales.unsqueeze(2)
@@ -209,9 +222,6 @@ class QuantizedRows:
         order = None if self.permutation is None else self.permutation.to(device)
         return replace(self._of_each_row(lambda part: part.to(device)), permutation=order)
 
-    def _table(self, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(self.table, dtype=dtype, device=self.codes.device)
-
     def _flaw(self) -> str:
         """Why it is no weight; nothing where it is one."""
         if self.bits not in BITS or self.codes.dtype is not torch.uint8 or self.codes.dim() != 2:
@@ -230,7 +240,18 @@ class QuantizedRows:
             return f"an offset of {self.offset} or a value of the table is beyond eight bits"
         if self.zeros is not None and self.bits < 8 and bool((self.zeros > 1 << self.bits).any()):
             return f"a zero point is beyond what {self.bits} bits hold"
-        return self._flaw_of_scales(groups) or self._flaw_of_order()
+        return self._flaw_of_floats() or self._flaw_of_scales(groups) or self._flaw_of_order()
+
+    def _flaw_of_floats(self) -> str:
+        if not self.floats:
+            return ""
+        others = (self.mins, self.zeros, self.supers, self.permutation)
+        if any(part is not None for part in others) or self.table or self.offset:
+            return "codes of floats have scales of one level and nothing else"
+        exact = torch.tensor(self.floats).bfloat16().tolist() == list(self.floats)
+        if not exact or self.bits != (8 if self.floats == E4M3 else 4) or len(self.floats) != 1 << self.bits:
+            return f"codes of {self.bits} bits for {len(self.floats)} such floats are not served"
+        return f"{self.columns_stored} columns are no multiple of 4" if self.columns_stored % 4 else ""
 
     def _flaw_of_scales(self, groups: int) -> str:
         two = self.supers is not None
@@ -364,7 +385,7 @@ def _format(weight: QuantizedRows) -> tuple[object, ...]:
     parts = [getattr(weight, name) for name in _ROW_PARTS]
     dtypes = [None if part is None else part.dtype for part in parts]
     sizes = (weight.bits, weight.group, weight.per, weight.inputs, weight.columns_stored)
-    return (*sizes, weight.offset, weight.table, *dtypes)
+    return (*sizes, weight.offset, weight.table, weight.floats, *dtypes)
 
 
 def _cut_groups(weight: QuantizedRows, first: int, end: int) -> QuantizedRows:

@@ -1,6 +1,8 @@
-"""Quantizes weights while they are loaded, on the host: what `--weight-dtype` means, but for int8 on GPUs.
+"""Quantizes weights while they are loaded, on the host: what `--weight-dtype` means, but for int8 and fp8 on
+GPUs.
 
     int8    one scale per row                                              8 bits a weight
+    fp8     the same, codes of e4m3                                        8
     q8_0    one float16 scale per 32 inputs                                8.5
     q6_k    one 8-bit scale per 16 inputs, one float16 per 256             6.56
     q4_k    one 6-bit scale and minimum per 32 inputs, two float16 per 256 4.5
@@ -19,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import E4M3, QuantizedRows
 from services.executor.native.library import Codes, compiled, kernels_at, levels
 from shared.errors import ConfigurationError
 
-_SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS = range(4)
+_SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS, _OF_E4M3 = range(5)
 """As `quantized.h` numbers them."""
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """As `decoder.h` numbers them."""
@@ -63,6 +65,9 @@ class RowsCodec:
             if codec.kind == _SIGNED:
                 return QuantizedRows(offset=1 << (codec.bits - 1), **room)
             return QuantizedRows(mins=_zeros(small), super_mins=_zeros(supers), **room)
+        if codec.kind == _OF_E4M3:
+            room["scales"] = _zeros(((outputs, groups), torch.float32))
+            return QuantizedRows(floats=E4M3, **room)
         of_rows = codec.kind == _SYMMETRIC and groups == 1
         room["scales"] = _zeros(((outputs, groups), torch.float32 if of_rows else torch.float16))
         if codec.kind == _SYMMETRIC:
@@ -104,6 +109,8 @@ class RowsCodec:
 
     def _fitting(self, inputs: int) -> "tuple[RowsCodec, int]":
         """(what quantizes rows of `inputs`, in groups of so many)"""
+        if self.kind == _OF_E4M3 and inputs % 4:
+            return CODECS["int8"], inputs
         if not self.group or inputs % self.group == 0:
             return self, self.group or inputs
         finer = next((group for group in (64, 32, 16) if group < self.group and inputs % group == 0), 0)
@@ -118,10 +125,11 @@ CODECS = {
     codec.name: codec
     for codec in (
         RowsCodec("int8", 8, 0, _SYMMETRIC, "int8"),
+        RowsCodec("fp8", 8, 0, _OF_E4M3, "q8_0"),
         RowsCodec("q8_0", 8, 32, _SYMMETRIC, "q8_0"),
         RowsCodec("q6_k", 6, 16, _SIGNED, "q6_k"),
         RowsCodec("q4_k", 4, 32, _WITH_MINIMUMS, "q6_k"),
         RowsCodec("int4", 4, 64, _WITH_ZEROS, "q6_k"),
     )
 }
-"""What `--weight-dtype` names; on GPUs int8 is the codec of KV blocks."""
+"""What `--weight-dtype` names; on GPUs int8 and fp8 are the codecs of KV blocks."""

@@ -4,6 +4,23 @@
 
 #include "attention.h"
 
+RZ_INLINE f32 limited(f32 values, float limit)
+{
+    return f32_min(f32_max(values, f32_set1(-limit)), f32_set1(limit));
+}
+
+/* Rounded to what e4m3 can hold, which float16 holds too; its bits are float16's, moved (vector_avx512.h). */
+RZ_INLINE void store_e4m3(uint8_t *to, f32 values)
+{
+    values = limited(values, 448.0f);
+    f32 step = f32_mul(f32_max(f32_power_below(values), f32_set1(1.0f / 64)), f32_set1(0.125f));
+    f32 rounded = f32_mul(f32_round(f32_div(values, step)), step);
+    uint16_t half[LANES];
+    f32_store_f16(half, f32_mul(rounded, f32_set1(1.0f / 256)));
+    for (int i = 0; i < LANES; i++)
+        to[i] = (uint8_t)((half[i] >> 7 & 0x7f) | (half[i] >> 8 & 0x80));
+}
+
 /* Compresses the keys or values of one head of one block, `count` of them (a multiple of 16).
  * The same codes and scales as the Python codec gives. */
 void rz_encode(int codec, const bf16 *values, long count, void *codes, float *scale);

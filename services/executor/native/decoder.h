@@ -19,6 +19,7 @@
 
 enum { RZ_F32, RZ_F16, RZ_BF16, RZ_U8, RZ_I8 }; /* types of scales */
 enum { RZ_NO_MINIMUMS, RZ_MINIMUMS, RZ_ZEROS };
+enum { RZ_NO_FLOATS, RZ_E4M3, RZ_FLOAT_TABLE };
 
 /* How a quantized weight is packed: see quantized.h. */
 typedef struct {
@@ -31,6 +32,8 @@ typedef struct {
     int32_t offset;   /* that codes have; nothing where there is a table */
     int32_t has_table;
     int8_t table[16];
+    int32_t floats;           /* what codes of 4 or 8 bits stand for, where it is bf16: see float_codes.h */
+    uint16_t float_table[16]; /* with RZ_FLOAT_TABLE */
     const int32_t *permutation; /* [columns]: the input of each; -1: none; or NULL */
 } rz_format;
 

@@ -166,7 +166,7 @@ void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, 
         .scale = 1.0f });
     rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, choose_task, &job);
     rz_run_stage(decoder, thread, RZ_GATE_UP, 1, group_task, &job);
-    const int gathers = !experts->gate_up.format.bits;
+    const int gathers = !rz_rounds(&experts->gate_up);
     if (gathers)
         rz_run_stage(decoder, thread, RZ_GATE_UP, rows, gather_task, &job);
     rz_multiply_experts(decoder, thread, RZ_GATE_UP, (rz_product){

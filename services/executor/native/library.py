@@ -14,7 +14,7 @@ A process computes at the best one that its processor runs, or at the one that i
 import ctypes
 import importlib.util
 import os
-from ctypes import POINTER, c_float, c_int, c_int8, c_int32, c_int64, c_long, c_size_t, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int8, c_int32, c_int64, c_long, c_size_t, c_uint16, c_void_p
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +37,8 @@ class Format(ctypes.Structure):
         *((name, c_int32) for name in ("bits", "columns", "group", "per", "scale_type", "super_type")),
         *((name, c_int32) for name in ("minimums", "offset", "has_table")),
         ("table", c_int8 * 16),
+        ("floats", c_int32),
+        ("float_table", c_uint16 * 16),
         ("permutation", c_void_p),
     ]
 

@@ -1,6 +1,7 @@
 /* See products.h. */
 #include "products.h"
 
+#include "float_codes.h"
 #include "gemm.h"
 #include "largest.h"
 #include "quantized.h"
@@ -109,9 +110,14 @@ static void multiply_quantized(const segment *part, piece at, int thread)
     const uint8_t *packed = linear->packed;
     const size_t bytes = rz_quantized_panel_bytes(&linear->format);
     float sums[ROWS_OF_TASK * PANEL];
-    rz_quantized_panel(&linear->format, packed + (size_t)at.panel * bytes,
-                       at.coming < 0 ? NULL : packed + (size_t)at.coming * bytes, &part->rounded, at.first, at.rows,
-                       sums);
+    const uint8_t *here = packed + (size_t)at.panel * bytes;
+    const uint8_t *coming = at.coming < 0 ? NULL : packed + (size_t)at.coming * bytes;
+    if (rz_rounds(linear)) {
+        rz_quantized_panel(&linear->format, here, coming, &part->rounded, at.first, at.rows, sums);
+    } else {
+        const long stride = stride_of(part->job);
+        rz_float_codes_panel(&linear->format, here, coming, part->job->x + at.first * stride, stride, at.rows, sums);
+    }
     end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
 }
 
@@ -145,7 +151,7 @@ static void round_task(void *argument, long row, long next, int thread)
 /* The activations, for a quantized linear. */
 static void round_rows(rz_decoder *decoder, int thread, int booked, segment *part)
 {
-    if (!part->linear->format.bits)
+    if (!rz_rounds(part->linear))
         return;
     part->rounded = rz_rounded_in(decoder->space.rounded, &part->linear->format, part->job->rows);
     rz_run_stage(decoder, thread, booked, part->job->rows, round_task, part);
@@ -256,7 +262,7 @@ size_t rz_rounded_row(const rz_linear *linear)
 {
     size_t most = 0;
     for (; linear; linear = linear->next) {
-        const size_t bytes = linear->format.bits ? rz_rounded_bytes(linear->format.columns) : 0;
+        const size_t bytes = rz_rounds(linear) ? rz_rounded_bytes(linear->format.columns) : 0;
         most = bytes > most ? bytes : most;
     }
     return most;

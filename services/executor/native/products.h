@@ -20,6 +20,12 @@ typedef struct {
     const float *weights; /* [rows]: what each is multiplied with besides, with ADD and STORE; or NULL */
 } rz_product;
 
+/* Whether its products take activations rounded. */
+RZ_INLINE int rz_rounds(const rz_linear *linear)
+{
+    return linear->format.bits && !linear->format.floats;
+}
+
 /* Called by all threads alike; its time is booked on `part`. Where a linear is quantized, there must be room for the
  * rounded rows: rz_workspace_reserve_rounded. */
 void rz_multiply(rz_decoder *decoder, int thread, int part, rz_product job);
@@ -33,7 +39,7 @@ RZ_INLINE long rz_pieces_of(long rows)
 
 /* Each group of rows by its expert's share of `linear`, of `experts` as many outputs each, with ACTIVATE or ADD: what is
  * added to a row comes in the order of the groups. Weights of other experts are not read. As `rz_multiply` else, but that
- * bf16 takes x as it is, without `from`. */
+ * what is not rounded takes x as it is, without `from`. */
 void rz_multiply_experts(rz_decoder *decoder, int thread, int part, rz_product job, long experts, rz_group *groups,
                          long count);
 

@@ -2,8 +2,10 @@
  *
  * A lane is a group: the inputs of up to 16 groups of a row lie side by side, so all sums are of one lane, in one order
  * at every level of instructions. */
+#include <float.h>
 #include <string.h>
 
+#include "codec.h"
 #include "quantized_layout.h"
 
 enum { TRIALS_OF_SIGNED = 9, TRIALS_OF_MINIMUMS = 11, TRIALS_OF_ZEROS = 9 };
@@ -271,8 +273,8 @@ static void quantize_batch(batch *b, const rz_codes *to, int kind, int bits, int
     }
 }
 
-/* Eight bits with one float32 scale. */
-static void quantize_row(const rz_codes *to, const void *from, int type, long columns, long row)
+/* Eight bits, integers or e4m3, with one float32 scale. */
+static void quantize_row(const rz_codes *to, int kind, const void *from, int type, long columns, long row)
 {
     const size_t value = type_bytes(type);
     f32 most = f32_zero();
@@ -284,13 +286,20 @@ static void quantize_row(const rz_codes *to, const void *from, int type, long co
             float last[LANES] = { 0 };
             memcpy(last, (const char *)from + (size_t)i * value, (size_t)count * value);
             const f32 x = load_values(last, type, 0);
-            int8_t rounded[LANES];
+            uint8_t rounded[LANES];
             most = f32_max(most, f32_abs(x));
-            f32_store_i8(rounded, nearest(f32_mul(x, inverse(f32_set1(scale))), f32_set1(-127), f32_set1(127)));
+            if (pass && kind == RZ_OF_E4M3) {
+                store_e4m3(rounded, f32_div(x, f32_set1(scale)));
+            } else if (pass) {
+                const f32 code = nearest(f32_mul(x, inverse(f32_set1(scale))), f32_set1(-127), f32_set1(127));
+                f32_store_i8((int8_t *)rounded, code);
+            }
             for (long j = 0; pass && j < count; j++)
-                codes[i + j] = (uint8_t)rounded[j] ^ 128;
+                codes[i + j] = kind == RZ_OF_E4M3 ? rounded[j] : rounded[j] ^ 128;
         }
-        scale = f32_largest(most) / 127;
+        scale = f32_largest(most) / (kind == RZ_OF_E4M3 ? 448.0f : 127.0f);
+        if (kind == RZ_OF_E4M3)
+            scale = scale > FLT_MIN ? scale : FLT_MIN;
     }
     ((float *)to->scales)[row * to->scale_stride] = scale;
 }
@@ -302,8 +311,8 @@ void rz_quantize(const rz_codes *to, int kind, int bits, long columns, long grou
     const long groups = columns / group, together = per ? LANES / per * per : LANES;
     for (long row = first; row < end; row++) {
         const char *values = (const char *)from + (size_t)(row * stride) * type_bytes(type);
-        if (group == columns && kind == RZ_SYMMETRIC) {
-            quantize_row(to, values, type, columns, row);
+        if (kind == RZ_OF_E4M3 || (group == columns && kind == RZ_SYMMETRIC)) {
+            quantize_row(to, kind, values, type, columns, row);
             continue;
         }
         for (long at = 0; at < groups; at += together) {

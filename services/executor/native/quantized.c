@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "float_codes.h"
 #include "quantized_layout.h"
 
 enum {
@@ -143,18 +144,6 @@ RZ_INLINE void unpack_block(const int bits, const int has_table, const int has_z
                 codes = bytes_add(codes, amend->more[side]);
             bytes_store(to + (quad * 2 + side) * LINE_BYTES, codes);
         }
-}
-
-/* 16 values of a type of scales. */
-RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
-{
-    if (type == RZ_F16)
-        return f32_load_f16((const uint16_t *)from + at);
-    if (type == RZ_BF16)
-        return f32_load_bf16((const bf16 *)from + at);
-    if (type == RZ_F32)
-        return f32_load((const float *)from + at);
-    return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
 }
 
 /* A panel's slab, ready for tiles. */
@@ -635,6 +624,10 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
 void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output)
 {
     const uint8_t *panel = packed + (size_t)(output / PANEL) * rz_quantized_panel_bytes(format);
+    if (format->floats) {
+        rz_float_codes_row(row, format, panel, output % PANEL);
+        return;
+    }
     const places at = places_of(format, panel);
     const long lane = output % PANEL, side = lane / LANES, blocks = blocks_of(format);
     const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;

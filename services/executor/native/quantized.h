@@ -65,7 +65,7 @@ size_t rz_quantized_bytes(const rz_format *format, long outputs);
 /* Packs the panels [first, end), as many as `weight` has. */
 void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes *weight, long first, long end);
 
-enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS };
+enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS, RZ_OF_E4M3 };
 
 /* Quantizes the rows [first, end) of `from`, `columns` values of `type` (floats), `stride` apart, into `to`, whose parts
  * are written: codes of `bits` bits in groups of `group`, a multiple of 16, at most 512.
@@ -74,6 +74,7 @@ enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS };
  *     RZ_SIGNED         8 bits with their sign (6 with codes of 3) for each group, a float16 for `per` of them
  *     RZ_WITH_MINIMUMS  scales and minimums of 6 bits (4 with codes of 2), two float16
  *     RZ_WITH_ZEROS     a float16 and a zero point for each group
+ *     RZ_OF_E4M3        a float32, where one group is the row, any width; 8 bits, as rz_encode rounds them
  *
  * Scales are searched for: of several near the one that spans the values, that with the least squared error. */
 void rz_quantize(const rz_codes *to, int kind, int bits, long columns, long group, int per, const void *from, int type,

@@ -70,6 +70,18 @@ RZ_INLINE size_t type_bytes(int type)
     return type == RZ_F32 ? 4 : type == RZ_F16 || type == RZ_BF16 ? 2 : 1;
 }
 
+/* 16 values of a type of scales. */
+RZ_INLINE f32 scales_at(const uint8_t *from, const int type, long at)
+{
+    if (type == RZ_F16)
+        return f32_load_f16((const uint16_t *)from + at);
+    if (type == RZ_BF16)
+        return f32_load_bf16((const bf16 *)from + at);
+    if (type == RZ_F32)
+        return f32_load((const float *)from + at);
+    return f32_from_i32(type == RZ_U8 ? i32_load_u8(from + at) : i32_load_i8((const int8_t *)from + at));
+}
+
 /* Where a panel's parts lie. */
 typedef struct {
     const uint8_t *scales, *minimums, *supers, *super_minimums, *codes; /* of the first group, or block */

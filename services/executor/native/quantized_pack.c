@@ -11,13 +11,21 @@ size_t rz_quantized_panel_bytes(const rz_format *format)
     return (size_t)(at.codes - (const uint8_t *)NULL) + (pieces - 1) * at.head + blocks * block_bytes(format->bits);
 }
 
+static int is_served_as_floats(const rz_format *format)
+{
+    /* Lines are whole: what would fill them up need not stand for 0. */
+    return format->bits == (format->floats == RZ_E4M3 ? 8 : 4) && format->columns % 4 == 0 && !format->per
+        && !format->minimums && !format->has_table && !format->permutation;
+}
+
 static int is_served(const rz_format *format)
 {
     const int bits = format->bits, group = format->group;
     return bits >= 2 && bits <= 8 && bits != 7 && format->columns > 0 && format->per >= 0
         && (group == 0 || (group >= BLOCK / 2 && group <= WIDEST_GROUP && (group & (group - 1)) == 0))
         && (group <= BLOCK || format->columns % group == 0) && (!format->has_table || bits <= 4)
-        && !(format->has_table && format->minimums == RZ_ZEROS) && !(format->per && format->minimums == RZ_ZEROS);
+        && !(format->has_table && format->minimums == RZ_ZEROS) && !(format->per && format->minimums == RZ_ZEROS)
+        && (!format->floats || is_served_as_floats(format));
 }
 
 size_t rz_quantized_bytes(const rz_format *format, long outputs)
@@ -58,6 +66,22 @@ static void pack_block(uint8_t *to, int bits, const rz_codes *weight, long colum
         }
 }
 
+/* Lines of pairs: see float_codes.h. */
+static void pack_float_block(uint8_t *to, int bits, const rz_codes *weight, long columns, long output, long column)
+{
+    memset(to, 0, block_bytes(bits));
+    for (long row = 0; row < PANEL && output + row < weight->outputs; row++) {
+        const uint8_t *codes = weight->codes + (output + row) * weight->code_stride;
+        const long side = row / LANES, lane = row % LANES, quarters = lane / 4 * 16 + side * 8 + lane % 4 * 2;
+        for (long i = 0; i < BLOCK && column + i < columns; i++) {
+            if (bits == 8)
+                to[i / 2 * LINE_BYTES + quarters + i % 2] = codes[column + i];
+            else
+                to[i / 4 * LINE_BYTES + (lane * 2 + i % 2) * 2 + i / 2 % 2] |= (uint8_t)((codes[column + i] & 15) << side * 4);
+        }
+    }
+}
+
 /* Group `group` of scales or minimums: 32 of them, from [outputs][groups]. */
 static void pack_scales(const uint8_t *to, const void *from, size_t bytes, long stride, long group, long output,
                         long outputs)
@@ -91,7 +115,8 @@ void rz_quantized_pack(uint8_t *packed, const rz_format *format, const rz_codes 
                         output, all);
         }
         for (long block = 0; block < blocks; block++)
-            pack_block((uint8_t *)block_at(&at, format->bits, block), format->bits, weight, format->columns, output,
-                       block * BLOCK);
+            (format->floats ? pack_float_block : pack_block)((uint8_t *)block_at(&at, format->bits, block),
+                                                             format->bits, weight, format->columns, output,
+                                                             block * BLOCK);
     }
 }

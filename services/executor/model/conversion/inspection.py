@@ -12,7 +12,7 @@ from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import scheme_of
-from services.executor.model.loading.quantized_tensors import CodedRows
+from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import load_library, why_not
@@ -72,7 +72,9 @@ def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
                 form = f"{quantization['quant_method']} int{coded.bits}, {group}"
             else:
                 form = type(coded).__name__.lower()
-            served = _computed_by(shape, config.model_type, form in _PLAIN, isinstance(coded, CodedRows))
+            served = _computed_by(
+                shape, config.model_type, form in _PLAIN, isinstance(coded, CodedRows | Fp8 | Nf4)
+            )
             yield TensorFacts(name, form, shape, files.stored_bytes(name), served)
 
 

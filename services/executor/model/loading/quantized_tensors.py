@@ -2,7 +2,7 @@
 
 A `CodedTensor` goes by the name and has the shape of the model's parameter; which tensors of the checkpoint it is made
 of is `quantization_schemes.py`'s. Codes and scales are the file's own. Where they fit `QuantizedRows` they are kept so;
-e4m3, NF4 and MXFP4 of experts have no integer products and are read as values.
+MXFP4 of experts is read as values.
 
     Gptq             qweight, scales, qzeros, g_idx      github.com/AutoGPTQ/AutoGPTQ, ModelCloud/GPTQModel
     Awq              qweight, scales, qzeros             github.com/casper-hansen/AutoAWQ, "GEMM"
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.sharding import Span
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantized import E4M3, QuantizedRows
 
 Box = tuple[slice, ...]
 """A slice [start, stop) of each dimension."""
@@ -30,6 +30,7 @@ _WORD = 32
 """Bits."""
 _ROWS = 256
 """That are unpacked at once where it takes eight bytes for each code."""
+_FLOATS_TOGETHER = 4
 _STEP = 16
 """Inputs at whose multiples `QuantizedRows` can be cut."""
 
@@ -44,7 +45,7 @@ class CodedTensor(ABC):
         """float32, finite: what the codes in `box` stand for."""
 
     def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
-        """The codes of a weight [out, in]; None where they have no integer products or cannot be cut there."""
+        """The codes of a weight [out, in]; None where they have no products or cannot be cut there."""
         return None
 
 
@@ -277,6 +278,18 @@ class Fp8(CodedTensor):
         scales = self._scales[places[0]].float()[:, places[1]]
         return _finite(self._weight[box].float() * scales)
 
+    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+        high, wide = self._block
+        group = _cut_group(wide, columns)
+        if group is None:
+            return None
+        codes = self._weight.view(torch.uint8)[rows.start : rows.stop, columns.start : columns.stop].clone()
+        if bool((codes & 127 == 127).any()):
+            raise ValueError("its codes or scales hold values that are no numbers")
+        scales = self._scales[torch.arange(rows.start, rows.stop) // high]
+        scales = scales[:, torch.arange(columns.start, columns.stop, group) // wide]
+        return QuantizedRows(codes, 8, group, scales, floats=E4M3)
+
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS, _E8M0_NAN = 127, 255
@@ -352,15 +365,32 @@ class Nf4(CodedTensor):
 
     def values(self, box: Box) -> Tensor:
         rows, columns = box
-        inputs = self.shape[1]
+        inputs, block = self.shape[1], self._state.block
         first, end = rows.start * inputs, rows.stop * inputs
-        packed = self._weight[first // 2 : -(-end // 2)]
-        codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten()[first % 2 : first % 2 + end - first]
-        block = self._state.block
         scales = self._scales(first // block, -(-end // block)).repeat_interleave(block)
         skip = first % block
-        values = self._map[codes.int()] * scales[skip : skip + end - first]
+        values = self._map[self._codes(first, end).int()] * scales[skip : skip + end - first]
         return _finite(values.view(-1, inputs)[:, columns])
+
+    def rows(self, rows: Span, columns: Span) -> QuantizedRows | None:
+        """With the 16 values rounded to bf16."""
+        inputs, block = self.shape[1], self._state.block
+        group = _cut_group(math.gcd(block, inputs), columns)
+        if group is None:
+            return None
+        codes = self._codes(rows.start * inputs, rows.stop * inputs).view(-1, inputs)
+        first = rows.start * inputs // block
+        scales = self._scales(first, -(-rows.stop * inputs // block))
+        begins = torch.arange(rows.start, rows.stop).unsqueeze(1) * inputs
+        of = (begins + torch.arange(columns.start, columns.stop, group)) // block - first
+        floats = tuple(_finite(self._map.bfloat16()).tolist())
+        codes = codes[:, columns.start : columns.stop].contiguous()
+        return QuantizedRows(codes, 4, group, scales[of], floats=floats)
+
+    def _codes(self, first: int, end: int) -> Tensor:
+        """uint8: of the values [first, end), row after row"""
+        packed = self._weight[first // 2 : -(-end // 2)]
+        return torch.stack([packed >> 4, packed & 15], dim=-1).flatten()[first % 2 : first % 2 + end - first]
 
     def _scales(self, first: int, end: int) -> Tensor:
         """float32: of the blocks [first, end)"""
@@ -420,6 +450,17 @@ def _groups(inputs: int, group: int, rest: int = 0) -> tuple[int, int]:
     if rest or not group or inputs % group:
         raise ValueError(f"its {inputs} inputs do not divide into groups of {group}")
     return group, inputs // group
+
+
+def _cut_group(group: int, columns: Span) -> int | None:
+    """Inputs that share a scale among `columns` of a weight that has one for each `group`; None: too few, or no
+    columns that codes of floats may have."""
+    if columns.size % _FLOATS_TOGETHER:
+        return None
+    if columns.start // group == (columns.stop - 1) // group:
+        return columns.size
+    cut = math.gcd(group, columns.start, columns.stop)
+    return None if cut % _STEP else cut
 
 
 def _by_group(scales: Tensor, outputs: int) -> Tensor:

@@ -147,6 +147,8 @@ def _read_coded(
     unpacked: dict[str, int] = {}
     for read in reads:
         codes = _codes(read, files) if read.keeps_codes else None
+        if codes is not None and codes.floats and device.type != "cpu":
+            codes = None  # GPUs multiply integers alone
         held.append(_values(read, files).to(device) if codes is None else codes)
         sources = [part.source for part in read.content.parts]
         if codes is None:

@@ -24,6 +24,8 @@
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
 #define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
+#define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
+#define rz_float_codes_row RZ_OF_LEVEL(rz_float_codes_row)
 #define rz_largest RZ_OF_LEVEL(rz_largest)
 #define rz_look_ahead RZ_OF_LEVEL(rz_look_ahead)
 #define rz_merge RZ_OF_LEVEL(rz_merge)
@@ -60,6 +62,7 @@
 #include "../codec.c"
 #include "../decoder.c"
 #include "../experts.c"
+#include "../float_codes.c"
 #include "../gemm.c"
 #include "../largest.c"
 #include "../products.c"

@@ -300,6 +300,16 @@ RZ_INLINE bytes bytes_repeat16(const void *from)
 }
 
 RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { return HALVES2(bytes, _mm256_shuffle_epi8, table, index); }
+RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index)
+{
+    return bytes_look_up(table, bytes_add(index, bytes_set1(0x70)));
+}
+
+RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
+{
+    bytes_store(to, HALVES2(bytes, _mm256_unpacklo_epi8, a, b));
+    bytes_store((char *)to + 64, HALVES2(bytes, _mm256_unpackhi_epi8, a, b));
+}
 
 #if defined(__AVXVNNI__)
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)

@@ -173,6 +173,22 @@ RZ_INLINE bytes bytes_repeat4(const void *from)
 RZ_INLINE bytes bytes_repeat16(const void *from) { return _mm512_broadcast_i32x4(_mm_loadu_si128(from)); }
 /* table[index], for indices below 16 */
 RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { return _mm512_shuffle_epi8(table, index); }
+/* The same; 0 for those from 16 to 127. */
+RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index)
+{
+    return bytes_look_up(table, bytes_add(index, bytes_set1(0x70)));
+}
+
+/* table[index]: of 32 words, by the lowest five bits of each word */
+#define LOOKS_UP_WORDS
+RZ_INLINE bytes bytes_look_up_words(bytes table, bytes index) { return _mm512_permutexvar_epi16(index, table); }
+
+/* a and b byte by byte: the first eight of each sixteen to `to`, the others 64 bytes behind. */
+RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
+{
+    bytes_store(to, _mm512_unpacklo_epi8(a, b));
+    bytes_store((char *)to + 64, _mm512_unpackhi_epi8(a, b));
+}
 
 /* sum + the products of each lane's four unsigned bytes of `a` with its four signed ones of `b`. */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }

@@ -262,6 +262,15 @@ RZ_INLINE bytes bytes_repeat4(const void *from)
 
 RZ_INLINE bytes bytes_repeat16(const void *from) { PARTS(bytes, vld1q_u8(from)); }
 RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { PARTS(bytes, vqtbl1q_u8(table.part[i], index.part[i])); }
+RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index) { return bytes_look_up(table, index); }
+
+RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
+{
+    for (int i = 0; i < 4; i++) {
+        vst1q_u8((uint8_t *)to + 16 * i, vzip1q_u8(a.part[i], b.part[i]));
+        vst1q_u8((uint8_t *)to + 16 * (4 + i), vzip2q_u8(a.part[i], b.part[i]));
+    }
+}
 
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
 {

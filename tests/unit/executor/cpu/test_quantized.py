@@ -13,7 +13,7 @@ from torch import Tensor
 from services.executor.cpu import packed_linear
 from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
 from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
-from services.executor.model.quantized import DeferredRows, QuantizedRows
+from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
 from services.executor.native.library import Model, kernels_at, levels, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
@@ -281,6 +281,49 @@ def test_gate_and_up_that_cannot_be_one_are_unpacked(kernels: Kernels) -> None:
     found = kernels.product(linear, x)
     torch.testing.assert_close(found[:, 16:], x.float() @ up.float().T, rtol=1e-2, atol=0.1)
     torch.testing.assert_close(found[:, :16], x.float() @ gate.dequantized().T, rtol=1e-2, atol=0.5)
+
+
+def of_floats(kind: str, outputs: int, columns: int, group: int) -> QuantizedRows:
+    """All codes of e4m3 that are numbers, or 16 values of a table."""
+    floats = E4M3 if kind == "e4m3" else tuple(torch.linspace(-1, 1, 16).bfloat16().tolist())
+    made = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, len(floats), (outputs, columns), dtype=torch.uint8, generator=made)
+    codes[codes & 127 == 127] = 0
+    scales = torch.rand(outputs, columns // group, generator=made) + 0.1
+    return QuantizedRows(codes, 8 if kind == "e4m3" else 4, group, scales, floats=floats)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "table"])
+@pytest.mark.parametrize(
+    ("columns", "group"), [(640, 640), (640, 64), (640, 320), (1024, 512), (576, 16), (44, 44), (80, 16)]
+)
+def test_codes_of_floats_are_multiplied_as_they_are(
+    kernels: Kernels, kind: str, columns: int, group: int
+) -> None:
+    """Activations are not rounded; a row has the same bits in every batch."""
+    weight, x = of_floats(kind, OUTPUTS, columns, group), activations(100, columns)
+    linear = kernels.pack(*one_after_another([(weight, None)]))
+    found, wanted = kernels.product(linear, x), x.double() @ weight.dequantized().double().T
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=3e-6 * wanted.abs().max().item())
+    for count in (1, 2, 4, 5, 13):
+        assert torch.equal(kernels.product(linear, x[:count]), found[:count]), count
+
+
+def test_e4m3_is_unpacked_to_what_it_stands_for(kernels: Kernels) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(32, 1)
+    values = codes.view(torch.float8_e4m3fn).float()
+    weight = QuantizedRows(codes, 8, 256, torch.ones(32, 1), floats=E4M3)
+    for made in (
+        weight.dequantized(),
+        unpacked(
+            kernels.library,
+            pack_rows(kernels.library, (weight,), format_of(weight), 32, kernels.pool, 1),
+            format_of(weight),
+            32,
+        ),
+        kernels.of(weight, torch.eye(256).bfloat16()).T,
+    ):
+        assert torch.equal(made[:, values[0].isfinite()], values[:, values[0].isfinite()])
 
 
 def test_every_level_has_the_same_bits_but_for_the_order_of_sums() -> None:

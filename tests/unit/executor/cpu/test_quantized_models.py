@@ -48,7 +48,7 @@ def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "weights"),
-    [("llama", "int8"), ("llama", "q4_k"), ("llama", "int4"), ("qwen2_moe", "q8_0")],
+    [("llama", "int8"), ("llama", "q4_k"), ("llama", "int4"), ("llama", "fp8"), ("qwen2_moe", "q8_0")],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: str, weights: str) -> None:

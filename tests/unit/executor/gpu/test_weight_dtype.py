@@ -37,13 +37,12 @@ def test_how_weights_are_kept() -> None:
     assert weight_codec("int8", CUDA, BF16) is INT8
     for name, codec in CODECS.items():
         assert weight_codec(cast("WeightDType", name), CPU, BF16) is codec
-        assert weight_codec(cast("WeightDType", name), CUDA, BF16) is (INT8 if name == "int8" else codec)
+        assert weight_codec(cast("WeightDType", name), CUDA, BF16) is {"int8": INT8, "fp8": FP8}.get(
+            name, codec
+        )
 
 
 def test_where_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(
-        "fp8", CPU, BF16, "--weight-dtype fp8 is for GPUs and this rank computes on the CPU; leave it at auto"
-    )
     refused("int8", CUDA, torch.float32, "give --dtype bf16")
     refused("q4_k", CUDA, torch.float32, "give --dtype bf16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

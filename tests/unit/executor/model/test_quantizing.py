@@ -7,6 +7,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
+from services.executor.kv_cache.codecs import FP8
 from services.executor.model import quantizing
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
@@ -39,8 +40,17 @@ def test_q8_0_has_the_codes_of_ggufs_quantizer() -> None:
     assert error(weight, ours.dequantized()) <= 1.001 * error(weight, theirs)
 
 
+def test_fp8_has_the_codes_and_scales_that_gpus_have() -> None:
+    weight = rows(40, 576).bfloat16()
+    codes, scales = FP8.encode(weight)
+    ours = quantized(CODECS["fp8"], weight)
+    assert torch.equal(ours.codes, codes.view(torch.uint8))
+    assert torch.equal(ours.scales.flatten(), scales)
+
+
 @pytest.mark.parametrize(
-    ("name", "most"), [("int8", 0.008), ("q8_0", 0.006), ("q6_k", 0.019), ("q4_k", 0.074), ("int4", 0.09)]
+    ("name", "most"),
+    [("int8", 0.008), ("fp8", 0.028), ("q8_0", 0.006), ("q6_k", 0.019), ("q4_k", 0.074), ("int4", 0.09)],
 )
 def test_errors_are_those_of_so_many_bits(name: str, most: float) -> None:
     """Of normally distributed weights, in parts of their size."""

@@ -264,5 +264,3 @@ FORMS: dict[str, Write] = {
     "nf4 with plain scales": lambda *sizes: nf4(*sizes, nested=False),
 }
 """Of weights [out, in], multiples of 32."""
-VALUES_ONLY = ("fp8", "nf4")
-"""Forms that have no integer products begin so."""

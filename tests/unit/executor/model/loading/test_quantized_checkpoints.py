@@ -24,7 +24,7 @@ from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import errors, runner_of, truth
 from tests.unit.executor.model.architectures import settings_of
-from tests.unit.executor.model.loading.quantized_weights import FORMS, VALUES_ONLY, Write, mxfp4
+from tests.unit.executor.model.loading.quantized_weights import FORMS, Write, fp8, mxfp4
 from tests.unit.executor.model.ring import CPU, make_runner, mixed_script, on_ring
 from tests.unit.executor.model.tiny import build, make_model, reference_logits
 
@@ -123,7 +123,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
 
 
 @native
-@pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False)])
+@pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)])
 def test_codes_of_experts_stay_codes_where_they_have_one_format(
     tmp_path: Path, form: str, packed: bool
 ) -> None:
@@ -140,7 +140,7 @@ def test_codes_of_experts_stay_codes_where_they_have_one_format(
 
 
 @native
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(VALUES_ONLY)])
+@pytest.mark.parametrize("form", FORMS)
 def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
     runner = runner_of(checkpoint.quantized, native=True)
@@ -154,7 +154,7 @@ def test_codes_stay_codes_in_the_native_kernels(tmp_path: Path, form: str) -> No
 
 
 @native
-@pytest.mark.parametrize("form", ["gptq act-order", "awq", "int8 per channel"])
+@pytest.mark.parametrize("form", ["gptq act-order", "awq", "int8 per channel", "fp8 by blocks", "nf4"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -> None:
     checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
@@ -180,8 +180,8 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16, weights: str = ""
     return load_model(directory, dtype, layout, SingleRank(), CPU, lambda *_: None, codec, keep_codes=True)
 
 
-def test_what_has_no_integer_products_is_unpacked_and_the_log_says_so(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, "llama", FORMS["nf4"])
+def test_what_has_no_product_is_unpacked_and_the_log_says_so(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", lambda *sizes: fp8(*sizes, block=24))
     with capture_logs() as logs:
         model = load(checkpoint.quantized)
     assert isinstance(model.model.layers[0].mlp.down_proj.stored, Tensor)

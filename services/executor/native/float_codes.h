@@ -1,0 +1,29 @@
+/* Products of bf16 activations with codes that stand for bf16 values: e4m3, or any table of 16 values (NF4).
+ *
+ *     value[o][i] = s[o][g] * T(code[o][i])        g = i / group     (model/quantized.py)
+ *
+ * Nothing is rounded but float32's sums: T(code) is a bf16 number, and scales multiply the sum of a group. A group is
+ * summed in parts of 256 columns. Scales, pieces and blocks lie as quantized.h has them. A line of 64 bytes is unpacked
+ * into pairs of inputs of 32 outputs, which lie as in gemm.h, by instructions that keep to quarters of a vector or to
+ * words:
+ *
+ *     8 bits   byte 16q + 8h + 2j + k      input k of a pair, of output 16h + 4q + j
+ *     4 bits   word 2j + k, nibble 2p + h  input k of pair p, of output 16h + j
+ *
+ * A block of 8 bits has 16 lines, of 4 bits 8. Few rows multiply what was just unpacked; for more of them a span of
+ * columns is unpacked into the first cache, for the tiles of gemm.h. A row's sums are in the same order either way.
+ */
+#ifndef RZ_FLOAT_CODES_H
+#define RZ_FLOAT_CODES_H
+
+#include "decoder.h"
+#include "vector.h"
+
+/* sums[rows][32] of a panel, from `rows` rows of `x`, `stride` apart. `coming`: as rz_quantized_panel has it. */
+void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const bf16 *x,
+                          long stride, long rows, float *sums);
+
+/* Output `output` of a panel as float32 [columns]. */
+void rz_float_codes_row(float *row, const rz_format *format, const uint8_t *panel, long output);
+
+#endif
