@@ -285,7 +285,7 @@ class Fp8(CodedTensor):
             return None
         codes = self._weight.view(torch.uint8)[rows.start : rows.stop, columns.start : columns.stop].clone()
         if bool((codes & 127 == 127).any()):
-            raise ValueError("its codes or scales hold values that are no numbers")
+            raise ValueError("its codes or scales hold NaN or infinite values")
         scales = self._scales[torch.arange(rows.start, rows.stop) // high]
         scales = scales[:, torch.arange(columns.start, columns.stop, group) // wide]
         return QuantizedRows(codes, 8, group, scales, floats=E4M3)

@@ -82,7 +82,7 @@ def test_weights_of_different_formats_are_not_joined() -> None:
         ({"group": 48}, "do not divide"),
         ({"bits": 7}, "7 bits"),
         ({"table": (1, 2)}, "table of 2"),
-        ({"scales": torch.full((4, 2), float("nan"))}, "no numbers"),
+        ({"scales": torch.full((4, 2), float("nan"))}, "NaN or infinite"),
         ({"scales": torch.ones(4, 2, dtype=torch.uint8)}, "scales of torch.uint8"),
         ({"mins": torch.ones(4, 2)}, "scales of torch.float32"),
         ({"zeros": torch.ones(3, 2, dtype=torch.uint8)}, "do not fit"),
