@@ -123,7 +123,9 @@ def test_experts_of_gpt_oss(tmp_path: Path, ranks: int) -> None:
 
 
 @native
-@pytest.mark.parametrize(("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)])
+@pytest.mark.parametrize(
+    ("form", "packed"), [("awq", True), ("gptq act-order", False), ("fp8 by blocks", True)]
+)
 def test_codes_of_experts_stay_codes_where_they_have_one_format(
     tmp_path: Path, form: str, packed: bool
 ) -> None:
