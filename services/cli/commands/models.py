@@ -86,7 +86,11 @@ def models_convert(
     target: Annotated[Path, typer.Argument(help="What to make: a .gguf file, or a directory.")],
     to: Annotated[str, typer.Option(help="gguf or safetensors.")],
     dtype: Annotated[
-        str, typer.Option(help="Of the weights: bf16, f16, f32, q8_0, q4_k_m, int8, int4-g128, ...")
+        str,
+        typer.Option(
+            help="Of the weights: f32, f16, bf16; for gguf q8_0, q6_k, q5_k_m, q4_k_m, q3_k_m, q2_k and others; for "
+            "safetensors int8, int4-g128, int4-g64, int4-g32."
+        ),
     ] = "bf16",
     calibrate: Annotated[
         Path | None,

@@ -12,14 +12,14 @@ from typing import Any
 
 import gguf
 
+from services.executor.model.loading.checkpoints import SEED_CODER
 from shared.errors import ModelLoadError, reason_of
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SEED = _LLAMA3.replace("{1,3}", "{1}").replace(r"]+[\r\n]*", r"\r\n]+")
-_PATTERNS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2", _SEED: "seed-coder"}
+_PATTERNS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2", SEED_CODER: "seed-coder"}
 """GGUF's names for the expressions by which tokenizers split text."""
 _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -51,15 +51,24 @@ _FETCHED_PYTORCH = (*_FETCHED, "pytorch_model*.bin")
 """Where a model has no safetensors."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-_PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "smollm": {
-        "type": "Sequence",
-        "pretokenizers": [
-            {"type": "Digits", "individual_digits": True},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        ],
-    },
+SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
+    r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Seed-OSS' tokenizer splits text."""
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_DIGITS_ALONE: dict[str, Any] = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, {**_BYTES, "use_regex": True}],
 }
+_SEED: dict[str, Any] = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": SEED_CODER}, "behavior": "Isolated", "invert": False},
+        {**_BYTES, "use_regex": False},
+    ],
+}
+_PRE_TOKENIZERS = {**dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS_ALONE), "seed-coder": _SEED}
 """What transformers' GGUF reader leaves out, by `tokenizer.ggml.pre`, in the format of tokenizer.json."""
 
 
@@ -167,7 +176,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
         link_gguf(made, file)
     _write_generation(made, config, header)
     tokenizer.save_pretrained(str(made))
-    _mend_tokenizer(made, str(header.get("tokenizer.ggml.pre")), int(config.max_position_embeddings))
+    _mend_tokenizer(made, header, int(config.max_position_embeddings))
 
 
 def _unpacked_model(file: Path, named: dict[str, Any]) -> Any:
@@ -357,12 +366,18 @@ def _dequantize() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def _mend_tokenizer(directory: Path, pre: str, context_length: int) -> None:
+def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_length: int) -> None:
     tokenizer = directory / "tokenizer.json"
-    if pre in _PRE_TOKENIZERS:
-        content = json.loads(tokenizer.read_text(encoding="utf-8"))
-        content["pre_tokenizer"] = _PRE_TOKENIZERS[pre]
-        tokenizer.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    content = json.loads(tokenizer.read_text(encoding="utf-8"))
+    splitter, changes = content.get("pre_tokenizer") or {}, {}
+    if (pre := str(header.get("tokenizer.ggml.pre"))) in _PRE_TOKENIZERS:
+        changes["pre_tokenizer"] = _PRE_TOKENIZERS[pre]
+    elif splitter.get("type") == "Metaspace" and header.get("tokenizer.ggml.add_space_prefix") is False:
+        changes["pre_tokenizer"] = {**splitter, "prepend_scheme": "never"}
+        steps = [step for step in content["decoder"].get("decoders", ()) if step["type"] != "Strip"]
+        changes["decoder"] = {**content["decoder"], "decoders": steps}
+    if changes:
+        tokenizer.write_text(json.dumps({**content, **changes}, ensure_ascii=False), encoding="utf-8")
     settings = directory / "tokenizer_config.json"
     content = json.loads(settings.read_text(encoding="utf-8"))
     for name in ("is_local", "local_files_only"):

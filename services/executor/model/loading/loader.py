@@ -73,6 +73,11 @@ def load_config(directory: Path) -> Any:
     if not directory.is_dir():
         raise ModelLoadError(f"The model directory {directory} does not exist; check the path.")
     if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ModelLoadError(
+                f"The directory {directory} holds an adapter (LoRA) and not a model; merge it into its model "
+                "(merge_and_unload of PEFT), save that, and give its directory."
+            )
         raise ModelLoadError(
             f"The directory {directory} has no config.json, so it is not a model; "
             "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."

@@ -11,9 +11,9 @@ from transformers.tokenization_utils_base import generate_merges
 
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_tokenizer import scores, space_prefix, vocabulary
-from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.checkpoints import _DIGITS_ALONE, _SEED, convert_gguf
 from shared.errors import ModelLoadError
-from tests.unit.executor.model.conversion.conftest import PLAIN
+from tests.unit.executor.model.conversion.conftest import PLAIN, TOKENIZER
 from tests.unit.executor.model.tiny import make_model
 
 SPACE = "\u2581"
@@ -22,6 +22,7 @@ PREPEND = {"type": "Prepend", "prepend": SPACE}
 METASPACE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
 RULES: dict[str, dict[str, Any]] = {
     "llama": {"normalizer": None, "pre_tokenizer": METASPACE},
+    "qwen2": {"normalizer": None, "pre_tokenizer": {**METASPACE, "prepend_scheme": "never"}},
     "phi3": {"normalizer": {"type": "Sequence", "normalizers": [PREPEND, REPLACE]}, "pre_tokenizer": None},
     "gemma": {
         "normalizer": REPLACE,
@@ -105,6 +106,21 @@ def test_sentencepiece_is_the_same_after_gguf(tmp_path: Path, model_type: str) -
     before, after = (Tokenizer.from_file(str(one / "tokenizer.json")) for one in (source, tmp_path / "back"))
     for text in TEXTS:
         assert before.encode(text).ids == after.encode(text).ids, text
+        if "<" not in text:
+            assert after.decode(after.encode(text).ids) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "splitter"), [("smollm", _DIGITS_ALONE), ("seed-coder", _SEED)], ids=["smollm", "seed-coder"]
+)
+def test_byte_level_tokenizers_split_text_as_before(tmp_path: Path, name: str, splitter: Any) -> None:
+    source = make_model(tmp_path / "tiny", "seed_oss")
+    (source / "tokenizer.json").write_text(json.dumps({**TOKENIZER, "pre_tokenizer": splitter}))
+    convert(source, tmp_path / "model.gguf", "gguf", "bf16", lambda *stage: None)
+    said = gguf.GGUFReader(str(tmp_path / "model.gguf")).fields["tokenizer.ggml.pre"].contents()
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "back", lambda *stage: None)
+    found = json.loads((tmp_path / "back" / "tokenizer.json").read_text())["pre_tokenizer"]
+    assert (said, found) == (name, splitter)
 
 
 def test_what_llama_cpp_reads_of_sentencepiece(tmp_path: Path) -> None:
