@@ -121,8 +121,7 @@ def load_model(
 
     With a `codec` the weights of its linear layers are quantised as they are read, with a `RowsCodec` those of head and
     embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked. Codes with
-    scales for groups lie on the host, whatever `device` is; with `defer_codes` those of GGUF files are read when they
-    are packed.
+    scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)

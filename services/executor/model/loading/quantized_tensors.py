@@ -16,6 +16,7 @@ MXFP4 of experts is read as values.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,12 +98,18 @@ class CodedRows(CodedTensor):
         scales, zeros = self._scales_of(rows, groups)
         parts = {"codes": codes.contiguous(), "bits": self.bits, "group": codes.shape[1] // scales.shape[1]}
         parts |= {"scales": scales.contiguous(), "permutation": order}
-        same = int(zeros[0, 0])
-        if 0 <= same < 256 and bool((zeros == same).all()):
-            return QuantizedRows(offset=same, **parts)  # type: ignore[arg-type]
+        if self._zero is not None:
+            return QuantizedRows(offset=self._zero, **parts)  # type: ignore[arg-type]
         if bool((zeros < 0).any()) or bool((zeros > 255).any()):
             raise ValueError("its zero points are beyond eight bits")
         return QuantizedRows(zeros=zeros.to(torch.uint8).contiguous(), **parts)  # type: ignore[arg-type]
+
+    @cached_property
+    def _zero(self) -> int | None:
+        """The zero point of all groups, where they have the same: then all rows have one format."""
+        _, zeros = self._scales_of(Span(0, self.shape[0]), slice(0, self.shape[1] // self.group))
+        same = int(zeros[0, 0])
+        return same if 0 <= same < 256 and bool((zeros == same).all()) else None
 
     def _order(self) -> Tensor | None:
         """int32 [in]: the inputs by group, where they do not lie so."""

@@ -7,8 +7,8 @@ go through the buffers of `streaming.py`.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -20,6 +20,7 @@ from services.executor.model.loading import streaming
 from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.composition import Composition, Part
 from services.executor.model.loading.quantization_schemes import unreadable
+from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Quantized, Weight, WeightCodec, empty, quantize
@@ -60,6 +61,7 @@ def read_all(
 ) -> list[Weight]:
     """The tensors that `reads` describe, on `device`, in that order; those with a codec quantised.
 
+    Those that defer their codes keep the files mapped, each until it is let go.
     Raises `ModelLoadError` where the files cannot be read or hold codes that make no sense.
     """
     coded = [any(part.source in files.coded for part in read.content.parts) for read in reads]
@@ -67,14 +69,20 @@ def read_all(
         sum(read.nbytes for read, is_one in zip(reads, coded, strict=True) if is_one is kind)
         for kind in (True, False)
     ]
+    done = [0, 0]
+
+    def tell(kind: int, count: int, _: int) -> None:
+        done[kind] = count
+        progress(sum(done), sum(sizes))
+
     held: list[Weight] = []
     if any(coded):
-        meter = Meter(lambda done, _: progress(done, sum(sizes)), sizes[0])
+        meter = Meter(partial(tell, 0), sizes[0])
         held = _read_coded(
             [read for read, is_one in zip(reads, coded, strict=True) if is_one], files, device, meter
         )
     plain = [read for read, is_one in zip(reads, coded, strict=True) if not is_one]
-    rest = iter(_read_plain(plain, files, device, lambda done, _: progress(sizes[0] + done, sum(sizes))))
+    rest = iter(_read_plain(plain, files, device, partial(tell, 1)))
     first = iter(held)
     return [next(first if is_one else rest) for is_one in coded]
 
@@ -133,7 +141,7 @@ def _streamed(
     for part in read.content.parts:
         if not isinstance(into, Tensor):
             assert read.codec is not None, "only a weight with a codec is quantised"
-            assert not isinstance(into, DeferredRows), "codes are read later from GGUF files alone"
+            assert not isinstance(into, DeferredRows), "only what is coded is read later"
             yield from streaming.coded_pieces_of(part, files, into, read.codec, read.dtype)
         else:
             yield from streaming.pieces_of(part, files, into, read.dtype.itemsize)
@@ -146,11 +154,15 @@ def _read_coded(
     held: list[Weight] = []
     unpacked: dict[str, int] = {}
     for read in reads:
-        codes = _codes(read, files) if read.keeps_codes else None
-        if codes is not None and codes.floats and device.type != "cpu":
-            codes = None  # GPUs multiply integers alone
-        held.append(_values(read, files).to(device) if codes is None else codes)
         sources = [part.source for part in read.content.parts]
+        deferred = _deferred(read, files, meter) if read.keeps_codes and read.defers else None
+        if deferred is not None and not _not_there(deferred.like, device):
+            held.append(deferred)
+            continue
+        codes = _codes(read, files.coded) if read.keeps_codes else None
+        if codes is not None and _not_there(codes, device):
+            codes = None
+        held.append(_values(read, files).to(device) if codes is None else codes)
         if codes is None:
             kind = re.sub(r"\.\d+\.", ".*.", sources[0])
             unpacked[kind] = unpacked.get(kind, 0) + 1
@@ -163,11 +175,42 @@ def _read_coded(
     return held
 
 
-def _codes(read: Read, files: WeightFiles) -> QuantizedRows | None:
+def _not_there(codes: QuantizedRows, device: torch.device) -> bool:
+    """GPUs multiply integers alone."""
+    return bool(codes.floats) and device.type != "cpu"
+
+
+def _deferred(read: Read, files: WeightFiles, meter: "Meter") -> DeferredRows | None:
+    """None where `_codes` would be none."""
+    coded, release = files.coded, [files.releaser(part.source) for part in read.content.parts]
+
+    def rows(first: int, end: int) -> Read:
+        return replace(read, content=read.content.selected(0, [Span(first, end)]))
+
+    def codes_of(first: int, end: int) -> QuantizedRows | None:
+        codes = _codes(rows(first, end), coded)
+        for let_go in release:
+            let_go()
+        return codes
+
+    def reader(first: int, end: int) -> QuantizedRows:
+        codes = codes_of(first, end)
+        assert codes is not None, "the first rows are of one format"
+        meter.add(rows(first, end).nbytes)
+        return codes
+
+    firsts = [codes_of(part.at[0], part.at[0] + 1) for part in read.content.parts]
+    like = firsts[0]
+    if like is None or not all(one is not None and like.same_format(one) for one in firsts):
+        return None
+    return DeferredRows(like, 0, read.content.shape[0], reader)
+
+
+def _codes(read: Read, coded_tensors: Mapping[str, CodedTensor]) -> QuantizedRows | None:
     """None where they are not one weight's rows, of one format, one after the other."""
     rows: list[QuantizedRows] = []
     for part in sorted(read.content.parts, key=lambda part: part.at):
-        coded = files.coded.get(part.source)
+        coded = coded_tensors.get(part.source)
         if coded is None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
             return None
         spans = [Span(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]

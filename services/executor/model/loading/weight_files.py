@@ -318,8 +318,17 @@ class WeightFiles:
 
     def release_coded(self, name: str) -> None:
         """`release`, of all that the coded tensor `name` is made of."""
-        for part in self._made_of[name]:
-            self.release(part, self.tensor(part))
+        self.releaser(name)()
+
+    def releaser(self, name: str) -> Callable[[], None]:
+        """`release_coded`, of `name`, which may be called when the files are closed."""
+        parts = [(self._files[part], self.tensor(part)) for part in self._made_of.get(name, ())]
+
+        def release() -> None:
+            for file, tensor in parts:
+                file.release(tensor)
+
+        return release
 
     def close(self) -> None:
         """Lets the files go; tensors handed out keep theirs."""

@@ -18,7 +18,9 @@ from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.conversion.convert import convert
 from services.executor.model.loading.loader import load_config, load_model, unpack
-from services.executor.model.quantized import QuantizedRows
+from services.executor.model.loading.reading import Progress
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
 from shared.errors import ModelLoadError
@@ -176,10 +178,58 @@ def test_ranks_read_their_cuts_of_codes(tmp_path: Path, ranks: int, form: str) -
     assert found.mean() < 0.05 * spread
 
 
-def load(directory: Path, dtype: torch.dtype = torch.bfloat16, weights: str = "") -> Any:
-    layout = ShardLayout.from_config(load_config(directory), 1, 0)
+def load(
+    directory: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    weights: str = "",
+    report: Progress = lambda *_: None,
+    *,
+    later: bool = False,
+    of: tuple[int, int] = (1, 0),
+) -> Any:
+    layout = ShardLayout.from_config(load_config(directory), *of)
     codec = CODECS[weights] if weights else None
-    return load_model(directory, dtype, layout, SingleRank(), CPU, lambda *_: None, codec, keep_codes=True)
+    how = {"keep_codes": True, "defer_codes": later}
+    return load_model(directory, dtype, layout, SingleRank(), CPU, report, codec, **how)
+
+
+@pytest.mark.parametrize("of", [(1, 0), (3, 1)])
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_that_are_read_later_are_the_same(tmp_path: Path, form: str, of: tuple[int, int]) -> None:
+    """A few rows at a time, with the files closed."""
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
+    told: list[tuple[int, int]] = []
+    held = [
+        module for module in load(checkpoint.quantized, of=of).modules() if isinstance(module, WeightShard)
+    ]
+    model = load(checkpoint.quantized, report=lambda *now: told.append(now), later=True, of=of)
+    later = [module for module in model.modules() if isinstance(module, WeightShard)]
+    assert any(isinstance(module.stored, DeferredRows) for module in later)
+    for now, then in zip(held, later, strict=True):
+        codes, deferred = now.stored, then.stored
+        assert isinstance(codes, QuantizedRows) is isinstance(deferred, DeferredRows)
+        if not isinstance(codes, QuantizedRows) or not isinstance(deferred, DeferredRows):
+            continue
+        assert deferred.shape == codes.shape
+        for first in range(0, codes.outputs, 32):
+            end = min(first + 32, codes.outputs)
+            some = deferred.rows(first, end).read()
+            assert some.same_format(deferred.like)
+            assert some.same_format(codes)
+            assert torch.equal(some.codes, codes.codes[first:end])
+            assert torch.equal(some.dequantized(), codes.rows(first, end).dequantized())
+    assert told == sorted(told), "what is read later counts when it is read"
+    assert told[-1][0] > 0.99 * told[-1][1]
+
+
+def test_damage_that_is_found_later_is_said(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama", FORMS["gptq"]).quantized / "model.safetensors"
+    stored = load_file(path)
+    stored["model.layers.1.self_attn.o_proj.scales"][1, 2] = float("nan")
+    save_file(stored, path)
+    weight = load(path.parent, later=True).model.layers[1].self_attn.o_proj.stored
+    with pytest.raises(ModelLoadError, match=r"1.self_attn.o_proj.weight cannot be read \(.*NaN or infinite"):
+        weight.read()
 
 
 def test_what_has_no_product_is_unpacked_and_the_log_says_so(tmp_path: Path) -> None:
