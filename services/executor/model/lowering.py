@@ -109,6 +109,7 @@ FAMILIES = {
     "qwen3_moe": Family(),
     "dots1": Family(scores="sigmoid"),
     "glm4_moe": Family(scores="sigmoid"),
+    "solar_open": Family(scores="sigmoid"),
     "gemma": Family(norm_offset=1.0),
     "gemma2": Family(norm_offset=1.0, post_norms=True),
     "gemma3_text": Family(norm_offset=1.0, post_norms=True),

@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
     "dots1": {**GROUPED, "sliding_window": 9},
     "glm4_moe": {**GROUPED, "use_qk_norm": True, "attention_bias": True},
+    "solar_open": GROUPED,
     "gemma": {},
     "gemma2": {**WINDOWS, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0},
     "gemma3_text": WINDOWS,
