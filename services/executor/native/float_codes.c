@@ -5,16 +5,20 @@
 #include "quantized_layout.h"
 
 enum {
-    SPAN = 256,                                /* columns that are unpacked together, and summed before they are scaled */
-    PAIR = 2 * PANEL,                          /* values of a line, unpacked */
-    FEW_ROWS = VECTORS >= 32 ? 4 : 1,          /* that are multiplied as codes are unpacked */
+    SPAN = 256,                       /* columns that are unpacked together, and summed before they are scaled */
+    PAIR = 2 * PANEL,                 /* values of a line, unpacked */
+    FEW_ROWS = VECTORS >= 32 ? 4 : 1, /* that are multiplied as codes are unpacked */
 };
+
+/* How lines are unpacked: of 4 bits; of 8, in parts; of 8, where tables of 128 bytes are looked up. */
+enum { OF_NIBBLES, OF_HALVES, OF_TABLES, WAYS };
 
 /* The two bytes of each value. Of e4m3 the upper one by the sign and three bits of the exponent, the lower one by the
  * rest; `first_*`: what denormals and zeros, codes below 8, differ from that in. */
 typedef struct {
     bytes low, high, first_low, first_high;
-    bytes words; /* the table of 16 twice */
+    bytes words;                         /* the table of 16 twice */
+    bytes whole_low[2], whole_high[2]; /* of the codes below 128 */
 } decoding;
 
 /* Bits of bf16. */
@@ -22,6 +26,19 @@ static int e4m3_below_8(int code)
 {
     const union { float value; uint32_t bits; } both = { .value = (float)code / 512 };
     return (int)(both.bits >> 16);
+}
+
+#define EIGHT(n) n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7
+static const uint8_t BELOW_128[128] = { EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48),
+                                        EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104),
+                                        EIGHT(112), EIGHT(120) };
+
+/* The bytes of e4m3. */
+RZ_INLINE void halves_of(const decoding *by, bytes codes, bytes *low, bytes *high)
+{
+    const bytes rest = bytes_and(codes, bytes_set1(127)), exponent = bytes_and(bytes_right(codes, 4), bytes_set1(15));
+    *low = bytes_xor(bytes_and(bytes_left(codes, 4), bytes_set1(0xf0)), bytes_look_up_first(by->first_low, rest));
+    *high = bytes_xor(bytes_look_up(by->high, exponent), bytes_look_up_first(by->first_high, rest));
 }
 
 static decoding decoding_of(const rz_format *format)
@@ -39,8 +56,16 @@ static decoding decoding_of(const rz_format *format)
     uint16_t words[32];
     memcpy(words, format->float_table, sizeof words / 2);
     memcpy(words + 16, format->float_table, sizeof words / 2);
-    return (decoding){ bytes_repeat16(low), bytes_repeat16(high), bytes_repeat16(first_low), bytes_repeat16(first_high),
-                       bytes_load(words) };
+    decoding made = { .low = bytes_repeat16(low), .high = bytes_repeat16(high), .first_low = bytes_repeat16(first_low),
+                      .first_high = bytes_repeat16(first_high), .words = bytes_load(words) };
+    for (int i = 0; i < 2; i++)
+        halves_of(&made, bytes_load(BELOW_128 + i * LINE_BYTES), &made.whole_low[i], &made.whole_high[i]);
+    return made;
+}
+
+static int way_of(const rz_format *format)
+{
+    return format->bits == 4 ? OF_NIBBLES : has_whole_look_ups() ? OF_TABLES : OF_HALVES;
 }
 
 #if defined(LOOKS_UP_WORDS)
@@ -63,36 +88,162 @@ RZ_INLINE void unpack_nibbles(const decoding *by, bytes codes, bf16 *to)
 }
 #endif
 
+#if defined(LOOKS_UP_WHOLE)
+#pragma GCC push_options
+#pragma GCC target("avx512vbmi")
+#endif
+
 /* Unpacks a line: of 8 bits one pair of inputs, of 4 bits two. */
-RZ_INLINE void unpack_line(const int bits, const decoding *by, const uint8_t *line, bf16 *to)
+RZ_INLINE void unpack_line(const int way, const decoding *by, const uint8_t *line, bf16 *to)
 {
     const bytes codes = bytes_load(line);
-    if (bits == 4) {
+    bytes low, high;
+    if (way == OF_NIBBLES) {
         unpack_nibbles(by, codes, to);
         return;
     }
-    const bytes rest = bytes_and(codes, bytes_set1(127)), low = bytes_and(bytes_left(codes, 4), bytes_set1(0xf0));
-    const bytes high = bytes_look_up(by->high, bytes_and(bytes_right(codes, 4), bytes_set1(15)));
-    bytes_store_zipped(to, bytes_xor(low, bytes_look_up_first(by->first_low, rest)),
-                       bytes_xor(high, bytes_look_up_first(by->first_high, rest)));
+#if defined(LOOKS_UP_WHOLE)
+    if (way == OF_TABLES) {
+        low = bytes_look_up_whole(by->whole_low, codes);
+        high = bytes_look_up_whole(by->whole_high, codes);
+        high = bytes_or(high, bytes_and(codes, bytes_set1(128)));
+    } else
+#endif
+        halves_of(by, codes, &low, &high);
+    bytes_store_zipped(to, low, high);
 }
 
-/* Where the line of the columns from `column` on lies. */
-RZ_INLINE const uint8_t *line_at(const int bits, const places *at, long column)
+RZ_INLINE int width_of(const int way)
 {
-    return block_at(at, bits, column / BLOCK) + column % BLOCK * bits / 16 * LINE_BYTES;
+    return way == OF_NIBBLES ? 4 : 8;
 }
 
-/* Unpacks that line, and asks for what the next panel has in its place. */
-RZ_INLINE void take_line(const int bits, const decoding *by, const places *at, long column, bf16 *to)
+/* Asks for the same of the panel that comes, and for the scales of a piece that begins there. */
+RZ_INLINE void ask_for_block(const places *at, const int way, const uint8_t *block, long column)
 {
-    const uint8_t *line = line_at(bits, at, column), *coming = line + at->ahead;
-    __builtin_prefetch(coming, 0, 2);
+    const uint8_t *coming = block + at->ahead;
+    for (size_t byte = 0; byte < block_bytes(width_of(way)); byte += LINE_BYTES)
+        __builtin_prefetch(coming + byte, 0, 2);
     if (column % (PIECE * BLOCK) == 0)
         for (size_t byte = 0; byte < at->head; byte += LINE_BYTES)
             __builtin_prefetch(coming - at->head + byte, 0, 2);
-    unpack_line(bits, by, line, to);
 }
+
+/* The columns [first, end), from the beginning of a block on, as a panel of gemm.h. */
+RZ_INLINE void unpack_blocks(const int way, const decoding *by, const places *at, long first, long end, bf16 *to)
+{
+    for (long column = first; column < end;) {
+        const uint8_t *codes = block_at(at, width_of(way), column / BLOCK);
+        const long last = column + BLOCK < end ? column + BLOCK : end;
+        ask_for_block(at, way, codes, column);
+        for (; column < last; column += 16 / width_of(way), codes += LINE_BYTES, to += 8 / width_of(way) * PAIR)
+            unpack_line(way, by, codes, to);
+    }
+}
+
+static __attribute__((noinline)) void unpack_span(const int way, const decoding *by, const places *at, long first,
+                                                  long end, bf16 *to)
+{
+    if (way == OF_NIBBLES)
+        unpack_blocks(OF_NIBBLES, by, at, first, end, to);
+    else if (way == OF_HALVES)
+        unpack_blocks(OF_HALVES, by, at, first, end, to);
+#if defined(LOOKS_UP_WHOLE)
+    else
+        unpack_blocks(OF_TABLES, by, at, first, end, to);
+#endif
+}
+
+#if !defined(__AMX_BF16__)
+/* part[rows][32] of the columns [first, end), as rz_tile sums them; `x` begins with the first. */
+RZ_INLINE void multiply_few(const int rows, const int way, const decoding *by, const places *at, const operand *x,
+                            long ldx, long first, long end, float *part)
+{
+    wide sums[FEW_ROWS][PANEL / WIDTH];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < PANEL / WIDTH; v++)
+            sums[row][v] = wide_zero();
+    for (long column = first; column < end;) {
+        const uint8_t *block = block_at(at, width_of(way), column / BLOCK);
+        const long last = column / BLOCK * BLOCK + BLOCK < end ? column / BLOCK * BLOCK + BLOCK : end;
+        const uint8_t *codes = block + column % BLOCK * width_of(way) / 16 * LINE_BYTES;
+        if (column % BLOCK == 0)
+            ask_for_block(at, way, block, column);
+        for (; column < last; column += 16 / width_of(way), codes += LINE_BYTES) {
+            _Alignas(64) bf16 line[2 * PAIR];
+            unpack_line(way, by, codes, line);
+#pragma GCC unroll 2
+            for (int pair = 0; pair < 8 / width_of(way); pair++, x += 2)
+#pragma GCC unroll 2
+                for (int turn = 0; turn < TURNS; turn++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < PANEL / WIDTH; v++) {
+                        const wide weights = weights_of(line + pair * PAIR + v * 2 * WIDTH, turn);
+#pragma GCC unroll 4
+                        for (int row = 0; row < rows; row++)
+                            sums[row][v] = multiply_add(sums[row][v], operand_of(x + row * ldx, turn), weights);
+                    }
+        }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < PANEL / WIDTH; v++)
+            wide_store(part + row * PANEL + v * WIDTH, sums[row][v]);
+}
+
+typedef void (*few_function)(const decoding *, const places *, const operand *, long, long, long, float *);
+
+#define FEW_OF(n, way) \
+    static __attribute__((noinline)) void few_##n##_##way(const decoding *by, const places *at, const operand *x, \
+                                                          long ldx, long first, long end, float *part) \
+    { \
+        multiply_few(n, way, by, at, x, ldx, first, end, part); \
+    }
+#if defined(LOOKS_UP_WHOLE)
+#define EVERY_WAY(n) FEW_OF(n, OF_NIBBLES) FEW_OF(n, OF_HALVES) FEW_OF(n, OF_TABLES)
+#else
+#define EVERY_WAY(n) FEW_OF(n, OF_NIBBLES) FEW_OF(n, OF_HALVES)
+#endif
+EVERY_WAY(1)
+#if MOST_AT_ONCE > 6
+EVERY_WAY(2) EVERY_WAY(3) EVERY_WAY(4)
+#define FEW(way) { NULL, few_1_##way, few_2_##way, few_3_##way, few_4_##way }
+#else
+#define FEW(way) { NULL, few_1_##way }
+#endif
+
+/* [way][rows] */
+static const few_function FEW_TILES[WAYS][FEW_ROWS + 1] = {
+    FEW(OF_NIBBLES), FEW(OF_HALVES),
+#if defined(LOOKS_UP_WHOLE)
+    FEW(OF_TABLES),
+#endif
+};
+
+#endif
+
+#if defined(LOOKS_UP_WHOLE)
+#pragma GCC pop_options
+#endif
+
+#if !defined(__AMX_BF16__)
+static void few_rows(const rz_format *format, const decoding *by, const places *at, const bf16 *x, long stride,
+                     long rows, long first, long end, float *part)
+{
+    if (TURNS == 1) {
+        FEW_TILES[way_of(format)][rows](by, at, (const operand *)x + first, stride, first, end, part);
+        return;
+    }
+    operand inputs[FEW_ROWS * SPAN];
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < end - first; i++)
+            inputs[row * SPAN + i] = (operand)bf16_to_float(x[row * stride + first + i]);
+    FEW_TILES[way_of(format)][rows](by, at, inputs, SPAN, first, end, part);
+}
+#endif
 
 /* sums += part * the scales of the group of `column`. */
 RZ_INLINE void add_scaled(const rz_format *format, const places *at, long column, long rows, const float *part,
@@ -105,86 +256,6 @@ RZ_INLINE void add_scaled(const rz_format *format, const places *at, long column
         for (long i = side; i < rows * PANEL; i += PANEL)
             f32_store(sums + i, f32_fma(f32_load(part + i), scale, f32_load(sums + i)));
     }
-}
-
-#if !defined(__AMX_BF16__)
-/* part[rows][32] of the columns [first, end), as rz_tile sums them; `x` begins with the first. */
-RZ_INLINE void multiply_few(const int rows, const int bits, const decoding *by, const places *at, const operand *x,
-                            long ldx, long first, long end, float *part)
-{
-    wide sums[FEW_ROWS][PANEL / WIDTH];
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL / WIDTH; v++)
-            sums[row][v] = wide_zero();
-    for (long column = first; column < end; column += 16 / bits) {
-        _Alignas(64) bf16 line[2 * PAIR];
-        take_line(bits, by, at, column, line);
-#pragma GCC unroll 2
-        for (int pair = 0; pair < 8 / bits; pair++, x += 2)
-#pragma GCC unroll 2
-            for (int turn = 0; turn < TURNS; turn++)
-#pragma GCC unroll 8
-                for (int v = 0; v < PANEL / WIDTH; v++) {
-                    const wide weights = weights_of(line + pair * PAIR + v * 2 * WIDTH, turn);
-#pragma GCC unroll 4
-                    for (int row = 0; row < rows; row++)
-                        sums[row][v] = multiply_add(sums[row][v], operand_of(x + row * ldx, turn), weights);
-                }
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL / WIDTH; v++)
-            wide_store(part + row * PANEL + v * WIDTH, sums[row][v]);
-}
-
-typedef void (*few_function)(const decoding *, const places *, const operand *, long, long, long, float *);
-
-#define FEW_OF(n, bits) \
-    static __attribute__((noinline)) void few_##n##_##bits(const decoding *by, const places *at, const operand *x, \
-                                                           long ldx, long first, long end, float *part) \
-    { \
-        multiply_few(n, bits, by, at, x, ldx, first, end, part); \
-    }
-FEW_OF(1, 8) FEW_OF(1, 4)
-#if MOST_AT_ONCE > 6
-FEW_OF(2, 8) FEW_OF(3, 8) FEW_OF(4, 8) FEW_OF(2, 4) FEW_OF(3, 4) FEW_OF(4, 4)
-#endif
-
-/* [of 8 bits][rows] */
-static const few_function FEW_TILES[2][FEW_ROWS + 1] = {
-#if MOST_AT_ONCE > 6
-    { NULL, few_1_4, few_2_4, few_3_4, few_4_4 }, { NULL, few_1_8, few_2_8, few_3_8, few_4_8 },
-#else
-    { NULL, few_1_4 }, { NULL, few_1_8 },
-#endif
-};
-
-static void few_rows(const rz_format *format, const decoding *by, const places *at, const bf16 *x, long stride,
-                     long rows, long first, long end, float *part)
-{
-    if (TURNS == 1) {
-        FEW_TILES[format->bits == 8][rows](by, at, (const operand *)x + first, stride, first, end, part);
-        return;
-    }
-    operand inputs[FEW_ROWS * SPAN];
-    for (long row = 0; row < rows; row++)
-        for (long i = 0; i < end - first; i++)
-            inputs[row * SPAN + i] = (operand)bf16_to_float(x[row * stride + first + i]);
-    FEW_TILES[format->bits == 8][rows](by, at, inputs, SPAN, first, end, part);
-}
-#endif
-
-static void unpack_span(const int bits, const decoding *by, const places *at, long first, long end, bf16 *to)
-{
-    if (bits == 8)
-        for (long column = first; column < end; column += 2, to += PAIR)
-            take_line(8, by, at, column, to);
-    else
-        for (long column = first; column < end; column += 4, to += 2 * PAIR)
-            take_line(4, by, at, column, to);
 }
 
 void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const bf16 *x,
@@ -210,7 +281,7 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
     for (long begin = 0; begin < columns; begin += SPAN) {
         _Alignas(64) bf16 span[SPAN * PANEL];
         const long last = begin + SPAN < columns ? begin + SPAN : columns;
-        unpack_span(format->bits, &by, &at, begin, last, span);
+        unpack_span(way_of(format), &by, &at, begin, last, span);
         for (long row = 0, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS; tiles; tiles--) {
             const long here = (rows - row + tiles - 1) / tiles;
             for (long first = begin; first < last; first += together) {
@@ -230,15 +301,15 @@ void rz_float_codes_row(float *row, const rz_format *format, const uint8_t *pane
     const decoding by = decoding_of(format);
     const size_t bytes = type_bytes(format->scale_type);
     float scales[LANES] = { 0 };
-    const long together = 16 / format->bits;
-    bf16 line[2 * PAIR];
+    _Alignas(64) bf16 span[SPAN * PANEL];
     for (long column = 0; column < format->columns; column++) {
         const long group = format->group ? column / format->group : 0;
         if (column == 0 || (format->group && column % format->group == 0))
             f32_store(scales, scales_at(group_at(&at, at.scales, bytes, group), format->scale_type,
                                         output / LANES * LANES));
-        if (column % together == 0)
-            unpack_line(format->bits, &by, line_at(format->bits, &at, column), line);
-        row[column] = bf16_to_float(line[column % together / 2 * PAIR + output * 2 + column % 2]) * scales[output % LANES];
+        if (column % SPAN == 0)
+            unpack_span(way_of(format), &by, &at, column,
+                        column + SPAN < format->columns ? column + SPAN : format->columns, span);
+        row[column] = bf16_to_float(span[column % SPAN / 2 * PAIR + output * 2 + column % 2]) * scales[output % LANES];
     }
 }

@@ -305,6 +305,8 @@ RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index)
     return bytes_look_up(table, bytes_add(index, bytes_set1(0x70)));
 }
 
+RZ_INLINE int has_whole_look_ups(void) { return 0; }
+
 RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
 {
     bytes_store(to, HALVES2(bytes, _mm256_unpacklo_epi8, a, b));

@@ -183,6 +183,23 @@ RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index)
 #define LOOKS_UP_WORDS
 RZ_INLINE bytes bytes_look_up_words(bytes table, bytes index) { return _mm512_permutexvar_epi16(index, table); }
 
+#if defined(__AVX512BF16__)
+/* Of such processors all but Cooper Lake have it: whoever calls it asks, and is compiled for it. */
+#define LOOKS_UP_WHOLE
+RZ_INLINE int has_whole_look_ups(void) { return __builtin_cpu_supports("avx512vbmi"); }
+
+#pragma GCC push_options
+#pragma GCC target("avx512vbmi")
+/* table[index], of 128 bytes, by the lowest seven bits */
+RZ_INLINE bytes bytes_look_up_whole(const bytes *table, bytes index)
+{
+    return _mm512_permutex2var_epi8(table[0], index, table[1]);
+}
+#pragma GCC pop_options
+#else
+RZ_INLINE int has_whole_look_ups(void) { return 0; }
+#endif
+
 /* a and b byte by byte: the first eight of each sixteen to `to`, the others 64 bytes behind. */
 RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
 {

@@ -264,6 +264,8 @@ RZ_INLINE bytes bytes_repeat16(const void *from) { PARTS(bytes, vld1q_u8(from));
 RZ_INLINE bytes bytes_look_up(bytes table, bytes index) { PARTS(bytes, vqtbl1q_u8(table.part[i], index.part[i])); }
 RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index) { return bytes_look_up(table, index); }
 
+RZ_INLINE int has_whole_look_ups(void) { return 0; }
+
 RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
 {
     for (int i = 0; i < 4; i++) {
