@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from benchmarks.engine.weight_quality import by_the_executor, by_transformers, o
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_types import DTYPES
 from services.executor.native.library import why_not
-from tests.unit.executor.model.conversion.conftest import MakeModel
+from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.conversion.test_convert import GEMMA3_LAYERS, GEMMA3_ROPE
 
 PROGRAM = shutil.which(
     "llama-perplexity", path=os.environ.get("RYZANSTEIN_LLAMA_CPP", "") + os.pathsep + os.environ["PATH"]
@@ -106,3 +108,30 @@ def test_it_computes_what_we_serve(source: Path, tmp_path: Path, dtype: str) -> 
     # Both round activations, and ours are in bf16 between layers.
     assert divergence(exact, theirs) < 1e-2
     assert divergence(exact, ours) < 1.25 * divergence(exact, theirs) + 1e-3
+
+
+GEMMA = {"query_pre_attn_scalar": 16}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("seed_oss", {}),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("gemma", {}),
+        ("gemma2", GEMMA),
+        ("gemma3_text", {**GEMMA, **GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPE}),
+    ],
+)
+def test_it_computes_each_architecture(
+    model_of: MakeModel, tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    made = model_of(model_type, hidden_size=144, max_position_embeddings=2 * CONTEXT, **changes)
+    source = made.rename(tmp_path / "tiny")  # it looks for tokens by what a model is called
+    (source / "tokenizer.json").write_text(json.dumps({**TOKENIZER, "post_processor": None}))
+    convert(source, tmp_path / "model.gguf", "gguf", "f32", lambda *_: None)
+    tokens, theirs = read(tmp_path / "model.gguf", tmp_path)
+    model, _ = opened(source, torch.float32, tmp_path / "cache")
+    with torch.inference_mode():
+        exact = later(by_transformers(model)(tokens))
+    assert divergence(exact, theirs) < 1e-4
