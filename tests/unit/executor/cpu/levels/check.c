@@ -222,6 +222,40 @@ static void check_quantized(int bits, int group, int minimums, int tabled)
     }
 }
 
+/* e4m3 (8 bits), or a table of 16: all their codes. */
+static void check_float_codes(int bits)
+{
+    enum { OUTPUTS = 40, COLUMNS = 256, GROUPS = 4, ROWS_TRIED = 13 };
+    rz_format format = { .bits = bits, .group = COLUMNS / GROUPS, .scale_type = RZ_F32, .columns = COLUMNS,
+                         .floats = bits == 8 ? RZ_E4M3 : RZ_FLOAT_TABLE };
+    uint8_t *codes = room(OUTPUTS * COLUMNS);
+    float scales[OUTPUTS * GROUPS], row[COLUMNS], all[ROWS_TRIED * PANEL], some[ROWS_TRIED * PANEL];
+    for (int i = 0; i < 16; i++)
+        format.float_table[i] = to_bf16_of((float)(i * i - 120));
+    for (int i = 0; i < OUTPUTS * COLUMNS; i++)
+        codes[i] = (uint8_t)((i + i / COLUMNS) & ((1 << bits) - 1));
+    for (int i = 0; i < OUTPUTS * GROUPS; i++)
+        scales[i] = draw_float();
+    const rz_codes weight = { .codes = codes, .scales = scales, .outputs = OUTPUTS, .code_stride = COLUMNS,
+                              .scale_stride = GROUPS };
+    uint8_t *packed = room(rz_quantized_bytes(&format, OUTPUTS));
+    rz_quantized_pack(packed, &format, &weight, 0, 2);
+    for (int output = 0; output < OUTPUTS; output += 13) {
+        rz_quantized_row(row, &format, packed, output);
+        show_floats("row", row, COLUMNS);
+    }
+    bf16 x[ROWS_TRIED * COLUMNS];
+    for (int i = 0; i < ROWS_TRIED * COLUMNS; i++)
+        x[i] = to_bf16_of(draw_float());
+    rz_float_codes_panel(&format, packed, NULL, x, COLUMNS, ROWS_TRIED, all);
+    show_floats("float_codes", all, ROWS_TRIED * PANEL);
+    for (int rows = 1; rows < ROWS_TRIED; rows++) {
+        rz_float_codes_panel(&format, packed, NULL, x + (ROWS_TRIED - rows) * COLUMNS, COLUMNS, rows, some);
+        must(!memcmp(some, all + (ROWS_TRIED - rows) * PANEL, (size_t)(rows * PANEL) * sizeof *some),
+             "a row of products with codes of floats, of its neighbours");
+    }
+}
+
 static void check_codecs(void)
 {
     enum { COUNT = 64 };
@@ -368,5 +402,7 @@ int main(void)
         check_quantized(bits, 64, RZ_ZEROS, 0);
     }
     check_quantized(4, 32, RZ_NO_MINIMUMS, 1);
+    check_float_codes(8);
+    check_float_codes(4);
     return 0;
 }
