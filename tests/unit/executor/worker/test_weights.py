@@ -95,12 +95,14 @@ def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: N
 
 
 @natively
-@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", True), ("olmoe", False)])
 def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
     tmp_path: Path, model_type: str, packed: bool
 ) -> None:
     experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
-    checkpoint = make_checkpoint(tmp_path, model_type, FORMS["gptq"], **({} if packed else experts))
+    checkpoint = make_checkpoint(
+        tmp_path, model_type, FORMS["gptq"], **({} if model_type == "llama" else experts)
+    )
     config = checkpoint.quantized / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float16"}))
     with structlog.testing.capture_logs() as logged:
