@@ -418,12 +418,15 @@ RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, c
                         }
                     continue;
                 }
+                f32 scales[2];
+#pragma GCC unroll 2
+                for (int i = 0; i < sides; i++)
+                    scales[i] = f32_load(from->scales[group] + (side + i) * LANES);
 #pragma GCC unroll 6
                 for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
                     for (int i = 0; i < sides; i++) {
-                        const f32 scale = f32_load(from->scales[group] + (side + i) * LANES);
-                        parts[row][i] = f32_fma(f32_from_i32(dots[row][i]), scale, parts[row][i]);
+                        parts[row][i] = f32_fma(f32_from_i32(dots[row][i]), scales[i], parts[row][i]);
                         if (half + 1 == halves)
                             totals[row][i] =
                                 f32_fma(parts[row][i], f32_set1(x.scales[row * x.blocks + block]), totals[row][i]);
