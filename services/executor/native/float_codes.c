@@ -7,7 +7,8 @@
 enum {
     SPAN = 256,                       /* columns that are unpacked together, and summed before they are scaled */
     PAIR = 2 * PANEL,                 /* values of a line, unpacked */
-    FEW_ROWS = VECTORS >= 32 ? 4 : 1, /* that are multiplied as codes are unpacked */
+    FEW_ROWS = VECTORS >= 32 ? 8 : 1, /* that are multiplied as codes are unpacked */
+    TURNS_OF_FEW = VECTORS >= 32 ? 12 : 1, /* so often a group is, before it is worth unpacking it for tiles */
 };
 
 /* How lines are unpacked: of 4 bits; of 8, in parts; of 8, where tables of 128 bytes are looked up. */
@@ -160,7 +161,7 @@ RZ_INLINE void multiply_few(const int rows, const int way, const decoding *by, c
                             long ldx, long first, long end, float *part)
 {
     wide sums[FEW_ROWS][PANEL / WIDTH];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < PANEL / WIDTH; v++)
@@ -181,13 +182,13 @@ RZ_INLINE void multiply_few(const int rows, const int way, const decoding *by, c
 #pragma GCC unroll 8
                     for (int v = 0; v < PANEL / WIDTH; v++) {
                         const wide weights = weights_of(line + pair * PAIR + v * 2 * WIDTH, turn);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                         for (int row = 0; row < rows; row++)
                             sums[row][v] = multiply_add(sums[row][v], operand_of(x + row * ldx, turn), weights);
                     }
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < PANEL / WIDTH; v++)
@@ -209,8 +210,10 @@ typedef void (*few_function)(const decoding *, const places *, const operand *, 
 #endif
 EVERY_WAY(1)
 #if MOST_AT_ONCE > 6
-EVERY_WAY(2) EVERY_WAY(3) EVERY_WAY(4)
-#define FEW(way) { NULL, few_1_##way, few_2_##way, few_3_##way, few_4_##way }
+EVERY_WAY(2) EVERY_WAY(3) EVERY_WAY(4) EVERY_WAY(5) EVERY_WAY(6) EVERY_WAY(7) EVERY_WAY(8)
+#define FEW(way) \
+    { NULL,          few_1_##way, few_2_##way, few_3_##way, few_4_##way, \
+      few_5_##way, few_6_##way, few_7_##way, few_8_##way }
 #else
 #define FEW(way) { NULL, few_1_##way }
 #endif
@@ -269,11 +272,17 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
     float part[TILE_ROWS * PANEL];
     memset(sums, 0, (size_t)(rows * PANEL) * sizeof *sums);
 #if !defined(__AMX_BF16__)
-    if (rows <= FEW_ROWS) {
+    if (rows <= FEW_ROWS * TURNS_OF_FEW) {
+        places again = at;
+        again.ahead = 0;
         for (long first = 0; first < columns; first += together) {
             const long end = first + together < columns ? first + together : columns;
-            few_rows(format, &by, &at, x, stride, rows, first, end, part);
-            add_scaled(format, &at, first, rows, part, sums);
+            for (long row = 0, turns = (rows + FEW_ROWS - 1) / FEW_ROWS; turns; turns--) {
+                const long here = (rows - row + turns - 1) / turns;
+                few_rows(format, &by, row ? &again : &at, x + row * stride, stride, here, first, end, part);
+                add_scaled(format, &at, first, here, part, sums + row * PANEL);
+                row += here;
+            }
         }
         return;
     }

@@ -10,8 +10,9 @@
  *     8 bits   byte 16q + 8h + 2j + k      input k of a pair, of output 16h + 4q + j
  *     4 bits   word 2j + k, nibble 2p + h  input k of pair p, of output 16h + j
  *
- * A block of 8 bits has 16 lines, of 4 bits 8. Few rows multiply what was just unpacked; for more of them a span of
- * columns is unpacked into the first cache, for the tiles of gemm.h. A row's sums are in the same order either way.
+ * A block of 8 bits has 16 lines, of 4 bits 8. With 32 registers, rows multiply what was just
+ * unpacked, eight of them at a time; else, but for one row, a span of columns is unpacked into the first cache, for the
+ * tiles of gemm.h. A row's sums are in the same order either way.
  */
 #ifndef RZ_FLOAT_CODES_H
 #define RZ_FLOAT_CODES_H
