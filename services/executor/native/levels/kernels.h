@@ -57,6 +57,7 @@
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
 #define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
 
+#include "../activations.c"
 #include "../attention.c"
 #include "../attention_stages.c"
 #include "../codec.c"
