@@ -94,6 +94,8 @@ def start() -> EarlyExecutor:
     process = subprocess.Popen(  # noqa: S603  # our own module
         [sys.executable, "-m", MODULE, "-"],
         stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # until it is told its log; where it cannot start, the next one says why
+        stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches us alone: we stop the others in order
         preexec_fn=die_with_parent(signal.SIGTERM),
     )

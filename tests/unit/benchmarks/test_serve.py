@@ -163,7 +163,7 @@ async def test_bundled_tokens_are_told() -> None:
         ({}, ["--workload", "W1", *SMALL], "leave out --rate and --concurrency"),
         ({}, ["--prompt-tokens", "5"], "too small: the model's chat template alone takes 10"),
         ({}, ["--extra", "[]"], "--extra is no JSON object"),
-        ({}, ["--tokenizer", "nowhere"], "is no tokenizer"),
+        ({}, ["--tokenizer", "nowhere"], "is not a tokenizer"),
         ({}, ["--json", "/nowhere/report.json"], "cannot be written"),
     ],
 )

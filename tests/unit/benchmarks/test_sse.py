@@ -185,5 +185,5 @@ async def test_a_server_that_is_not_there_is_told() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:99999"])
 def test_an_unusable_address_is_refused(url: str) -> None:
-    with pytest.raises(BenchError, match="is no server address"):
+    with pytest.raises(BenchError, match="is not a server's address"):
         Client(url)

@@ -130,5 +130,5 @@ def test_last_lines_leave_empty_ones_out(tmp_path: Path) -> None:
 
 def test_other_files_are_not_taken_for_reports(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("[]")
-    with pytest.raises(ValueError, match="is no results file"):
+    with pytest.raises(ValueError, match="is not a results file"):
         read_report(tmp_path / "r.json")

@@ -41,7 +41,7 @@ def test_what_is_inspected_is_listed(tmp_path: Path) -> None:
 
 def test_what_is_no_model_or_no_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
-    with pytest.raises(ConfigurationError, match="no model in the cache"):
+    with pytest.raises(ConfigurationError, match="nor a model in the cache"):
         run("inspect", str(tmp_path / "none"))
-    with pytest.raises(ConfigurationError, match="--to ggml is no format"):
+    with pytest.raises(ConfigurationError, match="--to ggml is not a format"):
         run("convert", str(tmp_path), str(tmp_path / "out"), "--to", "ggml")

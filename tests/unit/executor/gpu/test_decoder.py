@@ -36,6 +36,9 @@ from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.test_compressed import seal
 from tests.unit.executor.model.tiny import reference_logits
 
+MIXTURES = {"dots1", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"}
+"""Families whose experts PyTorch computes on GPUs."""
+DENSE = sorted(FAMILIES.keys() - MIXTURES)
 SHARDED = ("gemma2", "llama", "phi3")
 """Families that every run of the tests computes on two ranks too: with caps, with a KV head that both have, with one
 tensor for queries, keys and values. The others' ranks share all of their code with these."""
@@ -60,12 +63,9 @@ def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dic
 @pytest.mark.parametrize(
     ("model_type", "world_size"),
     [
-        *((family, 1) for family in sorted(FAMILIES)),
+        *((family, 1) for family in DENSE),
         *((family, 2) for family in SHARDED),
-        *(
-            pytest.param(family, 2, marks=pytest.mark.slow)
-            for family in sorted(FAMILIES.keys() - set(SHARDED))
-        ),
+        *(pytest.param(family, 2, marks=pytest.mark.slow) for family in DENSE if family not in SHARDED),
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
@@ -81,6 +81,13 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
         )
 
     assert max(on_gpu_ring(world_size, error)) < 1e-4
+
+
+def test_experts_are_computed_by_pytorch(tmp_path: Path) -> None:
+    directory = small_model(tmp_path, "qwen3_moe")
+    runner = runner_of(directory, SingleRank())
+    assert runner._decoder is None
+    assert worst_error(runner, reference_logits(directory, small_script().sequences), STEPS) < 1e-4
 
 
 @pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.slow)], ids=["int8", "fp8"])
