@@ -12,8 +12,7 @@ enum {
     ROWS = VECTORS >= 32 ? 6 : 4,  /* of a register tile */
     WHOLE = VECTORS >= 32 ? 6 : 2, /* rows whose sums are in registers over a whole panel; of more, half of it */
     WIDEST = 16,                   /* see WIDTHS */
-    FEWEST = 2,                    /* rows that memory bounds: they read codes as they are packed */
-    PREFETCHED = 3,                /* rows for which the processor itself brings codes of 8 bits in time */
+    FEWEST = 2,                    /* rows that memory bounds: they read codes as they are packed, a piece at a time */
 };
 
 /* --- unpacking ----------------------------------------------------------------------------------------- */
@@ -239,16 +238,14 @@ RZ_INLINE bytes codes_at(const int bits, const uint8_t *block, int quad, int sid
 }
 
 /* dots[row] += quads [from, end) of `sides` sides of a block, from `side` on. */
-RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const int zeros, const int grouping,
-                         i32 (*dots)[2], const uint8_t *codes, int side, const amends *amend, ptrdiff_t ahead, const int8_t *x,
+RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const int zeros, i32 (*dots)[2],
+                         const uint8_t *codes, int side, const amends *amend, ptrdiff_t ahead, const int8_t *x,
                          long columns, const int from, const int end)
 {
     const int width = bits > 10 ? bits - 10 : bits + zeros, planes = SUMS_OF_16_BITS && width == 8 ? 2 : 1;
     /* How many quads' products fit into sums of 16 bits. */
     const int fit = planes == 2 || width <= 4 ? QUADS : width == 5 ? 4 : width == 6 ? 2 : 1;
     const int run = !SUMS_OF_16_BITS ? 1 : fit < end - from ? fit : end - from;
-    /* Of a block, those that are asked for; one is enough where no scales between the codes are asked for. */
-    const int asked = bits < 7 || rows > PREFETCHED ? QUADS : grouping == BY_MANY ? 1 : 0;
 #pragma GCC unroll 2
     for (int plane = 0; plane < planes; plane++) {
         if (plane) /* loads the activations again: there are no registers to keep them in */
@@ -262,7 +259,7 @@ RZ_INLINE void add_quads(const int rows, const int sides, const int bits, const 
 #pragma GCC unroll 2
                 for (int i = 0; i < sides; i++)
                     here[i] = codes_at(bits, codes, quad, side + i, plane);
-                if (plane == 0 && side == 0 && (bits < 7 || bits == 8) && quad < asked)
+                if (plane == 0 && side == 0 && (bits < 7 || bits == 8))
                     ask_for(codes + ahead + quad * bits / 4 * LINE_BYTES,
                             (size_t)((quad + 1) * bits / 4 - quad * bits / 4) * LINE_BYTES);
 #pragma GCC unroll 2
@@ -326,7 +323,7 @@ RZ_INLINE void multiply_sides(const int rows, const int sides, const int bits, c
                         i32_set1(x.starts[row * x.blocks * 2 + block * halves + half]);
                 const int8_t *here = x.codes + block * BLOCK;
 #define ADD_QUADS(first, last) \
-    add_quads(rows, sides, bits, zeros, grouping, dots, codes, side, &amend, from->ahead, here, x.columns, first, last)
+    add_quads(rows, sides, bits, zeros, dots, codes, side, &amend, from->ahead, here, x.columns, first, last)
                 if (halves == 1)
                     ADD_QUADS(0, QUADS);
                 else if (half == 0)
@@ -523,10 +520,11 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
         packed ? packed : TILES[unpacked_bits(format)][grouping_of(format)][has_minimums(format)];
     const int in_place = packed || format->bits == 8;
     const int halves = format->group == BLOCK / 2 ? 2 : 1;
+    const long most = rows <= FEWEST && format->bits < 8 ? PIECE : SLAB;
     slab here;
     memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
-    for (long block = 0; block < blocks; block += SLAB) {
-        const long some = blocks - block < SLAB ? blocks - block : SLAB, group = block * halves / many;
+    for (long block = 0; block < blocks; block += most) {
+        const long some = blocks - block < most ? blocks - block : most, group = block * halves / many;
         unpack_scales(format, &at, block, some, &here);
         for (long piece = block; piece < block + some; piece += PIECE)
             ask_for(block_at(&at, format->bits, piece) + at.ahead - at.head, at.head);
