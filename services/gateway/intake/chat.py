@@ -10,6 +10,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.conversation import (
+    DEFAULT_FAMILY,
     functions_for_template,
     instructions,
     messages_for_template,
@@ -20,7 +21,7 @@ from services.gateway.intake.structured_output import Wanted, grammar_of_schema
 from services.gateway.intake.tools import Asked, asked_of
 from services.gateway.tokenizer.templates import TemplateOptions, Traits
 from services.gateway.tokenizer.tokenizer import Rendered, Tokenizer
-from services.gateway.tool_calls.families import FAMILIES, NONE
+from services.gateway.tool_calls.families import FAMILIES, NONE, parser_named, reasoning_named
 from services.gateway.tool_calls.grammar import (
     Calling,
     behind_reasoning,
@@ -29,7 +30,7 @@ from services.gateway.tool_calls.grammar import (
     strict_calls,
 )
 from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
-from services.gateway.tool_calls.parser import MARKERS
+from services.gateway.tool_calls.parser import REASONING
 from services.gateway.tool_calls.schemas import too_deep, types_of
 from shared import limits
 from shared.messages import Grammar, ModelCard
@@ -39,7 +40,6 @@ AUTO = "auto"
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates turn reasoning on and off."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
-DEFAULT_FAMILY = "hermes"
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
     def parsing(self, prompt: str) -> Parsing | None:
         """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""
-        opened = bool(self.reasoning) and prompt.rstrip().endswith(MARKERS[self.reasoning][0])
+        opened = bool(self.reasoning) and REASONING[self.reasoning].opened_by(prompt)
         if not self.family and not self.reasoning:
             return None
         asked = self.asked
@@ -93,10 +93,12 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
             param="min_tokens",
             reason="unsupported_parameter",
         )
-    known = bool(traits.family) or card.tool_parser in FAMILIES
+    known = bool(traits.family or parser_named(card.tool_parser))
     native_calls = traits.calls and known
     native_tools = traits.tools and known
-    messages = messages_for_template(request.messages, traits, native=native_calls)
+    messages = messages_for_template(
+        request.messages, traits, native=native_calls, family=traits.family if native_tools else ""
+    )
     family = _family(card, traits, native_calls or native_tools) if asked.functions else ""
     if family and not native_tools:
         messages = with_instructions(messages, instructions(asked.shown, FAMILIES[family].form), traits)
@@ -118,14 +120,11 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
 
 
 def _family(card: ModelCard, traits: Traits, native: bool) -> str:
-    if card.tool_parser in FAMILIES:
-        return card.tool_parser
-    return traits.family if native else DEFAULT_FAMILY
+    return parser_named(card.tool_parser) or (traits.family if native else DEFAULT_FAMILY)
 
 
 def _reasoning(card: ModelCard, traits: Traits) -> str:
-    chosen = traits.reasoning if card.reasoning_parser == AUTO else card.reasoning_parser
-    return "" if chosen == NONE else chosen
+    return traits.reasoning if card.reasoning_parser == AUTO else reasoning_named(card.reasoning_parser)
 
 
 def _options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
@@ -197,9 +196,9 @@ def demanded(
         return answer
     reasoning, opened = parsing.reasoning, parsing.opened
     if not plan.family:
-        if answer is None or not opened:
+        if answer is None or not (opened or _begins_with_marks(answer, reasoning)):
             return answer
-        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials))
+        return _as(answer, behind_reasoning(answer.grammar, reasoning, specials, opened=opened))
     calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials)
     if plan.asked.required:
         grammar = required_calls(calling, reasoning, opened=opened)
@@ -211,6 +210,11 @@ def demanded(
         return None
     name = "functions" if plan.asked.legacy else "tools"
     return _small_enough(Wanted(grammar, name, f"Invalid '{name}'"))
+
+
+def _begins_with_marks(answer: Wanted, reasoning: str) -> bool:
+    """Whether the model writes something before `answer`, which a grammar can have before it."""
+    return bool(REASONING[reasoning].before_answer) and answer.grammar.kind in ("json_schema", "regex")
 
 
 def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:

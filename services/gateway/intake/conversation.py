@@ -15,8 +15,13 @@ import msgspec
 
 from services.gateway.intake.schemas import Message
 from services.gateway.tokenizer.templates import Traits
+from services.gateway.tool_calls.families import FAMILIES
+from services.gateway.tool_calls.parsers.values import to_json
 from services.gateway.tool_calls.schemas import FunctionDefinition, too_deep
 
+DEFAULT_FAMILY = "hermes"
+"""How tools are put into words for a template without any."""
+_WRITTEN_AS_JSON = frozenset(("granite", "jamba", "nemotron_json", "internlm", "phi4_mini_json"))
 _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 
 Shown = dict[str, Any]
@@ -44,13 +49,18 @@ def functions_for_template(functions: Iterable[FunctionDefinition]) -> list[dict
     ]
 
 
-def messages_for_template(messages: Sequence[Message], traits: Traits, *, native: bool) -> list[Shown]:
-    """`native`: the template shows calls and results; otherwise they are put into words."""
+def messages_for_template(
+    messages: Sequence[Message], traits: Traits, *, native: bool, family: str = ""
+) -> list[Shown]:
+    """`native`: the template shows calls and results; otherwise they are put into words: those of `family`, where the
+    template shows its tools, and results as they are."""
     plain = list(_messages(messages))
     if not native:
-        return list(_in_words(plain))
+        return list(_in_words(plain, family))
     if not traits.several:
         plain = list(_one_by_one(plain))
+    if traits.family == "kimi_k2":
+        plain = list(_numbered(plain))
     return [_native(message, traits) for message in plain]
 
 
@@ -103,6 +113,7 @@ def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
         fields = {
             "name": message.name or names.get(identity or ""),
             "tool_call_id": identity or None,
+            "thinking": message.reasoning_content,  # gpt-oss' name of it
             "reasoning_content": message.reasoning_content,
             "calls": calls or None,
         }
@@ -129,6 +140,8 @@ def _native(message: Shown, traits: Traits) -> Shown:
     if "tool_call_id" in shown:
         shown["tool_call_id"] = _identity(shown["tool_call_id"], traits)
     if calls:
+        if traits.family == "openai" and shown["content"]:
+            shown.pop("thinking", None)  # its template takes one of them before a call
         shown["content"] = shown["content"] or (None if traits.null_content else "")
         shown["tool_calls"] = [
             {
@@ -142,6 +155,21 @@ def _native(message: Shown, traits: Traits) -> Shown:
             for call in calls
         ]
     return shown
+
+
+def _numbered(messages: Sequence[Shown]) -> Iterator[Shown]:
+    """With ids as Kimi's templates show them in the place of names: `functions.f:0`, counted through all calls."""
+    new: dict[str, str] = {}
+    for message in messages:
+        changed = dict(message)
+        if "calls" in message:
+            changed["calls"] = [
+                call._replace(id=new.setdefault(call.id, f"functions.{call.name}:{len(new)}"))
+                for call in message["calls"]
+            ]
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = new.get(message["tool_call_id"], message["tool_call_id"])
+        yield changed
 
 
 def _identity(identity: str, traits: Traits) -> str:
@@ -181,11 +209,11 @@ def _one_by_one(messages: Sequence[Shown]) -> Iterator[Shown]:
 # --- for templates that do not --------------------------------------------------------------------
 
 
-def _in_words(messages: Sequence[Shown]) -> Iterator[Shown]:
+def _in_words(messages: Sequence[Shown], family: str) -> Iterator[Shown]:
     results: list[str] = []
     for message in messages:
         content = message["content"] or ""
-        if message["role"] == "tool":
+        if message["role"] == "tool" and not family:
             results.append(f"<tool_response>\n{content}\n</tool_response>")
             continue
         if results and message["role"] == "user":  # one turn of the user, for templates that insist on turns
@@ -194,13 +222,18 @@ def _in_words(messages: Sequence[Shown]) -> Iterator[Shown]:
             yield {"role": "user", "content": "\n".join(results)}
         results = []
         parts = [content] if content or not message.get("calls") else []
-        parts += [_written(call) for call in message.get("calls", ())]
+        parts += [_written(call, family) for call in message.get("calls", ())]
         shown = {name: value for name, value in message.items() if name not in ("calls", "tool_call_id")}
         yield shown | {"content": "\n".join(parts)}
     if results:
         yield {"role": "user", "content": "\n".join(results)}
 
 
-def _written(call: _Call) -> str:
-    value = json.dumps({"name": call.name, "arguments": _object(call.arguments)}, ensure_ascii=False)
-    return f"<tool_call>\n{value}\n</tool_call>"
+def _written(call: _Call, family: str) -> str:
+    value = _object(call.arguments)
+    if family == "pythonic" and isinstance(value, dict):
+        given = ", ".join(f"{name}={to_json(argument)}" for name, argument in value.items())
+        return f"<|tool_call_start|>[{call.name}({given})]<|tool_call_end|>"
+    form = FAMILIES[family if family in _WRITTEN_AS_JSON else DEFAULT_FAMILY].form
+    before, _, behind = form.partition('"NAME"')
+    return before + to_json(call.name) + behind.replace("ARGUMENTS", to_json(value))

@@ -25,6 +25,7 @@ from services.gateway.tokenizer.templates import TemplateOptions, Templates, Tra
 from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
 
 _TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
+_OTHER = "other_value"
 LONG_ID, SHORT_ID = "call_0123456789abcdef01234567", "abcdef123"
 _TEXT = "probe text"
 _USER = {"role": "user", "content": _TEXT}
@@ -208,13 +209,16 @@ class _Probe:
         return f"'{_ARGUMENT}': " in self._shown
 
     def takes_two(self) -> bool:
-        identities = [self.identity, self.identity[:-1] + "x"]
-        return bool(self._render(self.content, identities, self._arguments))
+        """Whether two calls in a message are both shown: some templates pass over the second."""
+        given = self._arguments
+        other = {_ARGUMENT: _OTHER} if isinstance(given, dict) else given.replace(_VALUE, _OTHER)
+        shown = self._render(self.content, [self.identity, self.identity[:-1] + "x"], given, other)
+        return _OTHER in (shown or "")
 
-    def _render(self, content: str | None, identities: Sequence[str], arguments: Any) -> str | None:
+    def _render(self, content: str | None, identities: Sequence[str], *arguments: Any) -> str | None:
         calls = [
-            {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
-            for identity in identities
+            {"id": identity, "type": "function", "function": {"name": _TOOL, "arguments": given}}
+            for identity, given in zip(identities, arguments, strict=True)
         ]
         messages: list[Mapping[str, Any]] = [
             _USER,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from services.gateway.tool_calls.families import FAMILIES
-from services.gateway.tool_calls.parser import MARKERS
+from services.gateway.tool_calls.parser import REASONING
 
 _MARKS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF8F0, 0xF8FF))]
 """Code points that are no characters, or private ones: where a client sends one of them, another is taken."""
@@ -22,7 +22,12 @@ _MARK = re.compile(f"[{''.join(_MARKS)}]")
 _WRITTEN = frozenset(
     (
         *(marker for family in FAMILIES.values() for marker in family.markers),
-        *(marker for markers in MARKERS.values() for marker in markers),
+        *(
+            marker
+            for marks in REASONING.values()
+            if not marks.structure
+            for marker in (marks.begin, marks.end)
+        ),
     )
 )
 """How models write calls and reasoning. In what the assistant has said and in instructions they keep their meaning."""

@@ -26,6 +26,7 @@ from services.gateway.tokenizer.templates import (
     tokenizer_info,
 )
 from services.gateway.tokenizer.token_bound import TokenBound, TokenizerJson
+from services.gateway.tool_calls.parsers.tagged import without_suffix
 from shared.errors import InternalError
 from shared.process import give_back
 
@@ -78,6 +79,9 @@ class ModelTokenizer:
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = {entry.content: token for token, entry in added if entry.special}
+        self._suffixed = {
+            without_suffix(text): text for text in self._special if text != without_suffix(text)
+        }
         self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
         self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
         self._bound = TokenBound(file, self._tokenizer)
@@ -156,8 +160,8 @@ class ModelTokenizer:
     ) -> Detokenizer:
         """For an output that follows `prompt` (empty: that begins a new text). `keep`: special tokens that are
         shown in any case."""
-        if skip_special_tokens and keep & self._special.keys():
-            hidden = frozenset(token for text, token in self._special.items() if text not in keep)
+        if skip_special_tokens and (shown := self.specials(keep)):
+            hidden = frozenset(self._special.values()) - frozenset(shown.values())
             return FilteredDetokenizer(self.detokenizer([], skip_special_tokens=False), hidden)
         context = list(prompt[-CONTEXT_TOKENS:])
         if self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
@@ -165,8 +169,10 @@ class ModelTokenizer:
         return StreamDetokenizer(self._tokenizer, context, skip_special_tokens)
 
     def specials(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of `texts` that are special tokens, with their ids."""
-        return {text: self._special[text] for text in texts if text in self._special}
+        """Those of `texts` that are special tokens, with their ids; also under names that end with a checkpoint's own
+        suffix (`<tool_calls:opensource>`)."""
+        found = (name for text in texts for name in (text, self._suffixed.get(text, "")))
+        return {name: self._special[name] for name in found if name in self._special}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; part of a character, perhaps."""

@@ -23,7 +23,8 @@ from services.gateway.tool_calls.grammar_rules import (
     up_to,
     without,
 )
-from services.gateway.tool_calls.parser import MARKERS
+from services.gateway.tool_calls.parser import REASONING
+from services.gateway.tool_calls.parsers.tagged import without_suffix
 from services.gateway.tool_calls.schemas import FunctionDefinition
 from shared.grammars import embedded
 from shared.messages import Grammar
@@ -42,7 +43,7 @@ class Calling(NamedTuple):
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:
     """One call or more, and nothing else but the reasoning before them."""
     rules = Rules()
-    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
+    before = _before_calls(rules, calling, reasoning, opened=opened)
     rules.add("start", joined(before, "calls"))
     rules.add("calls", _calls(rules, calling, checked_all=True))
     return Grammar("lark", rules.text())
@@ -50,12 +51,14 @@ def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar
 
 def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar | None:
     """Any text, and calls whose arguments match the schemas of functions that are `strict`. None where nothing
-    tells the beginning of a call from other text, or no function is strict."""
+    tells the beginning of a call from other text (one special token, or text without any), or no function is strict."""
     form = form_of(calling.family, calling.variant)
-    if not form.trigger or not any(function.strict for function in calling.functions):
+    if not any(function.strict for function in calling.functions):
+        return None
+    if not form.trigger or any(text in form.trigger != text for text in calling.specials):
         return None
     rules = Rules()
-    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
+    before = _before_calls(rules, calling, reasoning, opened=opened)
     rules.add("start", joined(before, "(until_calls behind_trigger)* free"))
     attributes, body = up_to(form.trigger, calling.specials)
     rules.add("until_calls", body, attributes)
@@ -68,17 +71,19 @@ def strict_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar |
 def calls_or(calling: Calling, answer: Grammar, reasoning: str, *, opened: bool) -> Grammar:
     """Calls, or what the client wants the answer to look like. Raises `InvalidParameter`."""
     rules = Rules()
-    before = _reasoning(rules, calling.specials, reasoning, opened=opened)
-    rules.add("start", joined(before, "(calls | answer)"))
+    before = _before_calls(rules, calling, reasoning, opened=opened)
+    begin = literal(REASONING[reasoning].before_answer, calling.specials) if reasoning else NOTHING
+    rules.add("start", joined(before, f"(calls | {joined(begin, 'answer')})"))
     rules.add("calls", _calls(rules, calling, checked_all=False))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
 
 
-def behind_reasoning(answer: Grammar, reasoning: str, specials: Specials) -> Grammar:
-    """`answer`, where the prompt ends within the reasoning. Raises `InvalidParameter`."""
-    rules = Rules()
-    rules.add("start", joined(_reasoning(rules, specials, reasoning, opened=True), "answer"))
+def behind_reasoning(answer: Grammar, reasoning: str, specials: Specials, *, opened: bool = True) -> Grammar:
+    """`answer` behind the reasoning, in which the prompt ends where it is `opened`. Raises `InvalidParameter`."""
+    rules, marks = Rules(), REASONING[reasoning]
+    before = _reasoning(rules, specials, reasoning, opened=opened, behind=marks.before_calls)
+    rules.add("start", joined(before, literal(marks.before_answer, specials), "answer"))
     rules.add("answer", _answer(answer))
     return Grammar("lark", rules.text())
 
@@ -98,15 +103,22 @@ def _answer(answer: Grammar) -> str:
     )
 
 
-def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool) -> str:
-    """Reasoning up to its end, and white space; optional unless it has begun."""
+def _reasoning(rules: Rules, specials: Specials, name: str, *, opened: bool, behind: str = "") -> str:
+    """Reasoning up to its end, and `behind` or white space; optional unless it has begun."""
     if not name:
         return NOTHING
-    begin, end = MARKERS[name]
-    attributes, body = up_to(end, specials)
+    marks = REASONING[name]
+    own = {without_suffix(token): token for token in specials} if marks.suffixed else {}
+    attributes, body = up_to(own.get(marks.end, marks.end), specials)
     rules.add("thoughts", body, attributes)
     rules.add("SPACE", r"/\s*/")
-    return "thoughts SPACE" if opened else f"({literal(begin, specials)} thoughts SPACE)?"
+    thoughts = joined("thoughts", literal(behind, specials) if behind else "SPACE")
+    return thoughts if opened else f"({literal(own.get(marks.begin, marks.begin), specials)} {thoughts})?"
+
+
+def _before_calls(rules: Rules, calling: Calling, name: str, *, opened: bool) -> str:
+    behind = REASONING[name].before_calls if name else ""
+    return _reasoning(rules, calling.specials, name, opened=opened, behind=behind)
 
 
 def _calls(rules: Rules, calling: Calling, *, checked_all: bool) -> str:
@@ -122,5 +134,5 @@ def _behind_trigger(rules: Rules, form: Form, calling: Calling, *, checked_all: 
         source = Source(function, number, rules, specials, checked_all or bool(function.strict))
         calls.append(rules.add(f"call_{number}", form.call(source)))
     rules.add("call", " | ".join(calls))
-    more = "" if calling.single else f"({literal(form.between, specials)} call)*"
+    more = "" if calling.single else f"({joined(literal(form.between, specials), 'call')})*"
     return joined(literal(form.opening, specials), "call", more, literal(form.closing, specials))

@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from services.gateway.tool_calls.parsers import deepseek, marked, tagged
+from services.gateway.tool_calls.parsers import gemma, harmony, marked, tagged
+from services.gateway.tool_calls.parsers.sections import DEEPSEEK, KIMI, PREFIX
 from services.gateway.tool_calls.schemas import FunctionDefinition, types_of
 from shared.grammars import embedded
 
@@ -38,8 +39,9 @@ def regex_of(text: str) -> str:
 
 def up_to(end: str, specials: Specials) -> tuple[str, str]:
     """(attributes, body) of a rule for any text up to the first `end`, and that."""
-    if end in specials:
-        return "", f"/(?s:.*)/ {literal(end, specials)}"
+    if found := [marker for marker in specials if marker in end]:
+        before, token, after = end.partition(min(found, key=end.index))
+        return "", f"/(?s:.*){regex_of(before)}/ {literal(token + after, specials)}"
     return "[lazy]", f"/(?s:.*){regex_of(end)}/"
 
 
@@ -115,24 +117,34 @@ class Form(NamedTuple):
 
 def form_of(family: str, variant: str) -> Form:
     """`variant`: of the family, as its template shows (`families.variant_of`)."""
-    return _VARIANTS.get((family, variant)) or _FORMS[family]
+    if family == "hy_v3" and variant:
+        return _pair_blocks(tagged.hunyuan_tags(variant))
+    return VARIANTS.get((family, variant)) or _FORMS[family]
 
 
-def _json(arguments: str, before: str = "", after: str = "") -> Callable[[Source], str]:
+def _json(arguments: str) -> Callable[[Source], str]:
     def call(source: Source) -> str:
-        name = source.function.name
-        return source.around(f'{before}{{"name": "{name}", "{arguments}": ', "}" + after)
+        return source.around(f'{{"name": "{source.function.name}", "{arguments}": ', "}")
 
     return call
 
 
+def _cohere(source: Source) -> str:
+    before = f'{{"tool_call_id": "0", "tool_name": "{source.function.name}", "parameters": '
+    return source.around(before, "}")
+
+
+def _apertus(source: Source) -> str:
+    return source.around(f'{{"{source.function.name}": ', "}")
+
+
 def _fenced(source: Source) -> str:
-    begin = f"function{deepseek.SEPARATOR}{source.function.name}\n```json\n"
-    return source.around(begin, f"\n```{deepseek.CALL_END}")
+    begin = f"function{DEEPSEEK.separator}{source.function.name}\n```json\n"
+    return source.around(begin, f"\n```{DEEPSEEK.end_of_call}")
 
 
 def _separated(source: Source) -> str:
-    return source.around(source.function.name + deepseek.SEPARATOR, deepseek.CALL_END)
+    return source.around(source.function.name + DEEPSEEK.separator, DEEPSEEK.end_of_call)
 
 
 def _named(source: Source) -> str:
@@ -176,63 +188,156 @@ def _tagged_value(source: Source, number: int, parameter: _Parameter, before: st
     return source.rules.add(name, body, attributes)
 
 
-def _coder(source: Source) -> str:
-    parts = [source.text(f"\n<function={source.function.name}>\n")]
-    for number, parameter in enumerate(_parameters(source)):
-        value = _tagged_value(source, number, parameter, "\n", tagged.END_OF_PARAMETER)
-        part = f'{source.text(f"<parameter={parameter.name}>" + chr(10))} {value} "\\n"'
-        parts.append(part if parameter.required else f"({part})?")
-    parts.append(source.text(f"{tagged.END_OF_FUNCTION}\n{marked.END_OF_TOOL_CALL}"))
-    return " ".join(parts)
+def _with_tags(tags: tagged.Tags) -> Callable[[Source], str]:
+    line = "\n" if tags.lines else ""
+
+    def call(source: Source) -> str:
+        parts = [source.text(f"{tags.call}{source.function.name}{tags.named}\n")]
+        for number, parameter in enumerate(_parameters(source)):
+            value = _tagged_value(source, number, parameter, line, tags.end_of_parameter)
+            said = f' string="{str(parameter.types in ("string", "")).lower()}"' if tags.says_type else ""
+            end = f'"{said}>' if tags.parameter.endswith('"') else ">"
+            part = f'{source.text(f"{tags.parameter}{parameter.name}{end}{line}")} {value} "\\n"'
+            parts.append(part if parameter.required else f"({part})?")
+        return " ".join((*parts, source.text(tags.end_of_call)))
+
+    return call
 
 
-def _glm(source: Source) -> str:
-    parts = [source.text(source.function.name + "\n")]
-    for number, parameter in enumerate(_parameters(source)):
-        value = _tagged_value(source, number, parameter, "", tagged.END_OF_ARG_VALUE)
-        key = f"{tagged.ARG_KEY}{parameter.name}{tagged.END_OF_ARG_KEY}\n{tagged.ARG_VALUE}"
-        part = f'{source.text(key)} {value} "\\n"'
-        parts.append(part if parameter.required else f"({part})?")
-    parts.append(source.text(marked.END_OF_TOOL_CALL))
-    return " ".join(parts)
+def _with_pairs(tags: tagged.PairTags, line: str = "\n") -> Callable[[Source], str]:
+    def call(source: Source) -> str:
+        parts = [source.text(source.function.name + tags.separator + line)]
+        for number, parameter in enumerate(_parameters(source)):
+            value = _tagged_value(source, number, parameter, "", tags.end_of_value)
+            key = f"{tags.key}{parameter.name}{tags.end_of_key}{line}{tags.value}"
+            part = joined(source.text(key), value, source.text(line))
+            parts.append(part if parameter.required else f"({part})?")
+        return " ".join((*parts, source.text(tags.end_of_call)))
+
+    return call
 
 
-def _pythonic(source: Source) -> str:
-    """`f(a=1, b="x")`: a comma stands before every argument but the first, whichever that is."""
+def _blocks(tags: tagged.Tags, before: str = "", behind: str = "") -> Form:
+    """All calls within one pair of tags, each with something before and behind it."""
+    between = f"{behind}\n{before}"
+    return Form(tags.outer, f"\n{before}", _with_tags(tags), between, f"{behind}\n{tags.end_of_outer}")
+
+
+def _alone(tags: tagged.Tags) -> Form:
+    """Each call within a pair of tags of its own."""
+    between = f"\n{tags.end_of_outer}\n{tags.outer}\n"
+    return Form(tags.outer, "\n", _with_tags(tags), between, f"\n{tags.end_of_outer}")
+
+
+def _pair_blocks(tags: tagged.PairTags) -> Form:
+    begin = f"\n{tags.call}"
+    return Form(tags.outer, begin, _with_pairs(tags), begin, f"\n{tags.end_of_outer}")
+
+
+def _listed(
+    source: Source, assign: str, comma: str, value_of: Callable[[Source, int, _Parameter], str]
+) -> str:
+    """Arguments by name: a comma stands before every one but the first, whichever that is."""
     first, rest = NOTHING, NOTHING
     for number, parameter in reversed(list(enumerate(_parameters(source)))):
         place = f"{source.number}_{number}"
-        value = source.rules.add(f"value_{place}", embedded(parameter.schema))
-        key = source.text(parameter.name + "=")
-        comma = f'", " {key} {value}'
+        value = value_of(source, number, parameter)
+        key = source.text(parameter.name + assign)
+        behind = f"{source.text(comma)} {key} {value}"
         alone = f"{key} {value} {rest}"
         first = alone if parameter.required else f"({alone} | {first})"
-        rest = f"{comma} {rest}" if parameter.required else f"({comma})? {rest}"
+        rest = f"{behind} {rest}" if parameter.required else f"({behind})? {rest}"
         first = source.rules.add(f"first_{place}", first)
         rest = source.rules.add(f"rest_{place}", rest)
-    return f'{source.text(source.function.name + "(")} {first} ")"'
+    return first
 
+
+def _pythonic(source: Source) -> str:
+    """`f(a=1, b="x")`"""
+
+    def value_of(source: Source, number: int, parameter: _Parameter) -> str:
+        return source.rules.add(f"value_{source.number}_{number}", embedded(parameter.schema))
+
+    return f'{source.text(source.function.name + "(")} {_listed(source, "=", ", ", value_of)} ")"'
+
+
+def _gemma(marks: gemma.Marks) -> Callable[[Source], str]:
+    """`call:f{a:1,b:<|"|>x<|"|>}`"""
+
+    def value_of(source: Source, number: int, parameter: _Parameter) -> str:
+        mark = marks.text if parameter.types in ("string", "") else ""
+        return f"({joined(source.text(mark), _tagged_value(source, number, parameter, '', mark))})"
+
+    def call(source: Source) -> str:
+        begin = source.text(f"call:{source.function.name}{{")
+        return joined(begin, _listed(source, ":", ",", value_of), source.text("}" + marks.end))
+
+    return call
+
+
+def _kimi(source: Source) -> str:
+    begin = source.text(f"{KIMI.call}{PREFIX}{source.function.name}:")
+    return f"{begin} /[0-9]{{1,2}}/ {source.around(KIMI.separator, KIMI.end_of_call)}"
+
+
+def _harmony(source: Source) -> str:
+    header = f"{harmony.PREFIX}{source.function.name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
+    return source.around(header, "")
+
+
+def _around(begin: str, end: str, call: Callable[[Source], str]) -> Form:
+    """Each call on lines between two markers."""
+    return Form(begin, "\n", call, f"\n{end}\n{begin}\n", f"\n{end}")
+
+
+_ACTION = f"{marked.ACTION}{marked.PLUGIN}"
+_TO = f"{harmony.CHANNEL}commentary to="
 
 _FORMS: Mapping[str, Form] = {
-    "hermes": Form(
-        marked.TOOL_CALL,
-        "",
-        _json("arguments", "\n", f"\n{marked.END_OF_TOOL_CALL}"),
-        f"\n{marked.TOOL_CALL}",
-    ),
+    "hermes": _around(marked.TOOL_CALL, marked.END_OF_TOOL_CALL, _json("arguments")),
     "granite": Form(marked.GRANITE_CALL, "[", _json("arguments"), ", ", "]"),
+    "granite-20b-fc": Form(marked.FUNCTION_CALL, " ", _json("arguments"), f" {marked.FUNCTION_CALL} "),
     "mistral": Form(marked.TOOL_CALLS, "[", _json("arguments"), ", ", "]"),
     "llama3_json": Form("", "", _json("parameters"), "; "),
-    "deepseek": Form(
-        deepseek.CALLS_BEGIN, deepseek.CALL_BEGIN, _separated, deepseek.CALL_BEGIN, deepseek.CALLS_END
+    "deepseek": Form(DEEPSEEK.begin, DEEPSEEK.call, _separated, DEEPSEEK.call, DEEPSEEK.end),
+    "deepseek_v32": _blocks(tagged.DEEPSEEK_V32),
+    "step3": _blocks(tagged.STEP3, "".join(tagged.STEP3.before), "".join(tagged.STEP3.behind)),
+    "minimax_m2": _blocks(tagged.MINIMAX),
+    "seed_oss": _alone(tagged.SEED),
+    "qwen3_coder": _alone(tagged.CODER),
+    "glm4": Form(marked.TOOL_CALL, "", _with_pairs(tagged.GLM), f"\n{marked.TOOL_CALL}"),
+    "hy_v3": _pair_blocks(tagged.HUNYUAN),
+    "longcat": _around(tagged.LONGCAT.call, tagged.LONGCAT.end_of_call, _json("arguments")),
+    "kimi_k2": Form(KIMI.begin, "", _kimi, "", KIMI.end),
+    "openai": Form(_TO, "", _harmony, f"{harmony.CALL}{harmony.START}assistant{_TO}"),
+    "gemma4": Form(gemma.GEMMA4.begin, "", _gemma(gemma.GEMMA4), gemma.GEMMA4.begin),
+    "functiongemma": Form(
+        gemma.FUNCTION_GEMMA.begin, "", _gemma(gemma.FUNCTION_GEMMA), gemma.FUNCTION_GEMMA.begin
     ),
-    "qwen3_coder": Form(marked.TOOL_CALL, "", _coder, f"\n{marked.TOOL_CALL}"),
-    "glm4": Form(marked.TOOL_CALL, "", _glm, f"\n{marked.TOOL_CALL}"),
+    "jamba": Form(marked.CALLS, "[", _json("arguments"), ", ", f"]{marked.END_OF_CALLS}"),
+    "internlm": Form(
+        _ACTION,
+        "\n",
+        _json("parameters"),
+        f"{marked.END_OF_ACTION}\n{_ACTION}\n",
+        marked.END_OF_ACTION,
+    ),
+    "nemotron_json": Form(
+        marked.NEMOTRON_CALL, "[", _json("arguments"), ", ", f"]{marked.END_OF_NEMOTRON_CALL}"
+    ),
+    "cohere_command3": Form(marked.COHERE_CALLS, "[", _cohere, ", ", f"]{marked.END_OF_COHERE_CALLS}"),
+    "apertus": Form(marked.APERTUS_CALLS, "[", _apertus, ", ", f"]{marked.END_OF_APERTUS_CALLS}"),
+    "phi4_mini_json": Form(marked.FUNCTOOLS, "[", _json("arguments"), ", ", "]"),
     "pythonic": Form("", "[", _pythonic, ", ", "]"),
+    "xlam": Form("", "[", _json("arguments"), ", ", "]"),
 }
-_VARIANTS: Mapping[tuple[str, str], Form] = {
-    ("mistral", "named"): Form(marked.TOOL_CALLS, "", _named, marked.TOOL_CALLS),
-    ("deepseek", "fenced"): Form(
-        deepseek.CALLS_BEGIN, deepseek.CALL_BEGIN, _fenced, "\n" + deepseek.CALL_BEGIN, deepseek.CALLS_END
+VARIANTS: Mapping[tuple[str, str], Form] = {
+    ("deepseek_v32", "v4"): _blocks(tagged.DEEPSEEK_V4),
+    ("glm4", "inline"): Form(marked.TOOL_CALL, "", _with_pairs(tagged.GLM, ""), marked.TOOL_CALL),
+    ("jamba", "lines"): Form(marked.CALLS, "\n", _json("arguments"), "\n", f"\n{marked.END_OF_CALLS}"),
+    ("longcat", "pairs"): Form(
+        tagged.LONGCAT.call, "", _with_pairs(tagged.LONGCAT), f"\n{tagged.LONGCAT.call}"
     ),
+    ("mistral", "named"): Form(marked.TOOL_CALLS, "", _named, marked.TOOL_CALLS),
+    ("deepseek", "fenced"): Form(DEEPSEEK.begin, DEEPSEEK.call, _fenced, "\n" + DEEPSEEK.call, DEEPSEEK.end),
 }

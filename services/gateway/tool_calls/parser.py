@@ -3,14 +3,16 @@
     text ──▶ reasoning ──▶ tool calls ──▶ events
                   └──────── thoughts ───────▲
 
-Reasoning stands before the answer: `<think>...</think>`, or `[THINK]...[/THINK]`.
+Reasoning stands before the answer: `<think>...</think>`, or within other marks of its family (`REASONING`).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from services.gateway.tool_calls.parsers import harmony, marked
 from services.gateway.tool_calls.parsers.scanner import (
     Arguments,
     Begin,
@@ -21,21 +23,117 @@ from services.gateway.tool_calls.parsers.scanner import (
     Text,
     Types,
 )
+from services.gateway.tool_calls.parsers.sections import KIMI
+from services.gateway.tool_calls.parsers.tagged import suffix_and_bracket, without_suffix
 
-MARKERS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-"""Begin and end of the reasoning, by the parser's name."""
+
+class Marks(NamedTuple):
+    """How a family of models marks its reasoning."""
+
+    begin: str
+    end: str
+    signs: tuple[str, ...] = ()
+    """A template with all of these is of the family; none: with `end`."""
+    answer: tuple[str, str] = ("", "")
+    """What the answer stands between, where it stands between anything."""
+    ended_by: str = ""
+    """What ends the reasoning too, and belongs to the answer."""
+    before_calls: str = ""
+    """What stands between reasoning and calls."""
+    before_answer: str = ""
+    """What an answer begins with."""
+    structure: tuple[str, ...] = ()
+    """Further special tokens that the parser must see, and that only the model may write."""
+    suffixed: bool = False
+    """Whether each checkpoint has a suffix of its own in its tags: `<think:opensource>`."""
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether the answer to `prompt` begins within the reasoning."""
+        prompt = prompt.rstrip()
+        if self.suffixed:
+            _, begin, rest = prompt.rpartition(self.begin[:-1])
+            prompt = without_suffix(begin + rest)
+        return prompt.endswith(self.begin)
+
+
+_THINK, _END_OF_THINK = "<think>", "</think>"
+REASONING: Mapping[str, Marks] = {
+    "openai_gptoss": Marks(
+        harmony.ANALYSIS,
+        harmony.END,
+        (harmony.ANALYSIS,),
+        before_calls=f"{harmony.START}assistant",
+        before_answer=harmony.FINAL,
+        structure=harmony.TOKENS,
+    ),
+    "cohere_command4": Marks(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|END_THINKING|>", "<|END_TEXT|>"),
+        answer=("<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    "cohere_command3": Marks(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    "apertus": Marks("<|inner_prefix|>", "<|inner_suffix|>", ended_by=marked.APERTUS_CALLS),
+    "gemma4": Marks("<|channel>thought", "<channel|>"),
+    "seed_oss": Marks("<seed:think>", "</seed:think>"),
+    "longcat": Marks("<longcat_think>", "</longcat_think>"),
+    "hy_v3": Marks(_THINK, _END_OF_THINK, ("<think", "<tool_calls", "<arg_key"), suffixed=True),
+    "granite": Marks("Here is my thought process:", "Here is my response:"),
+    "hunyuan_a13b": Marks(
+        _THINK, _END_OF_THINK, (_END_OF_THINK, "</answer>"), answer=("<answer>", "</answer>")
+    ),
+    "ernie45": Marks(
+        _THINK, _END_OF_THINK, (_END_OF_THINK, "</response>"), answer=("<response>", "</response>")
+    ),
+    "kimi_k2": Marks(_THINK, _END_OF_THINK, (_END_OF_THINK, KIMI.begin), ended_by=KIMI.begin),
+    "think": Marks(_THINK, _END_OF_THINK),
+    "mistral": Marks("[THINK]", "[/THINK]"),
+}
+"""By the parser's name; in the order in which templates are looked at."""
 
 
 def reasoning(scan: Scanner, name: str, *, opened: bool) -> Steps[None]:
     """The thoughts, then everything else as text; white space between them belongs to neither."""
-    begin, end = MARKERS[name]
+    marks = REASONING[name]
+    if marks.structure:
+        yield from harmony.channels(scan, opened=opened)
+        return
     scan.mark()
-    if (yield from scan.optional(begin)) or opened:
-        thoughts = _Thoughts(scan)
-        if not (yield from scan.until((end,), thoughts.feed)):
+    if marks.suffixed:
+        yield from _suffixed(scan, marks, opened=opened)
+    elif (yield from scan.optional(marks.begin)) or opened:
+        ends = tuple(end for end in (marks.end, marks.ended_by) if end)
+        end = yield from scan.until(ends, _Thoughts(scan).feed)
+        if not end:
             return
+        if end == marks.ended_by:
+            scan.text(end)
+        else:
+            yield from scan.spaces()
+    begin, end = marks.answer
+    if begin and (yield from scan.optional(begin)):
         yield from scan.spaces()
+        while (yield from scan.content(end)):
+            pass
     yield from scan.rest()
+
+
+def _suffixed(scan: Scanner, marks: Marks, *, opened: bool) -> Steps[None]:
+    """The thoughts of a checkpoint with a suffix of its own, and the white space behind them."""
+    begun = bool((yield from scan.optional(marks.begin[:-1])))
+    if begun and (yield from suffix_and_bracket(scan)) is None:
+        scan.back()
+        begun = False
+    begun, thoughts = begun or opened, _Thoughts(scan)
+    while begun and (yield from scan.until((marks.end[:-1],), thoughts.feed)):
+        scan.mark()
+        if (yield from suffix_and_bracket(scan)) is not None:
+            yield from scan.spaces()
+            return
+        scan.back()
+        thoughts.feed(marks.end[:-1])
 
 
 class _Thoughts:

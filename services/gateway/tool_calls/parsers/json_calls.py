@@ -16,7 +16,7 @@ _OUTSIDE = re.compile(r'[{}\[\]"]')
 _INSIDE = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[,}\]\s]")
 _FIELDS = ("name", "arguments", "parameters", "type", "id")
-NAMES = ("name",)
+NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
 
 

@@ -215,6 +215,10 @@ class Scanner:
         """From here on it may be a call."""
         self._mark = self._at
 
+    def back(self) -> None:
+        """To the mark: what was read since is read again."""
+        self._at = self._mark
+
     def fall_back(self) -> None:
         """It was none: the character at the mark is ordinary text, and what follows is read again."""
         self.text(self._text[self._mark : self._mark + 1])

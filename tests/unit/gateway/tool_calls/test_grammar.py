@@ -18,8 +18,9 @@ from services.gateway.tool_calls.grammar import (
     required_calls,
     strict_calls,
 )
-from services.gateway.tool_calls.grammar_rules import form_of
+from services.gateway.tool_calls.grammar_rules import VARIANTS
 from services.gateway.tool_calls.parser import Parser
+from services.gateway.tool_calls.parsers import gemma, harmony, tagged
 from services.gateway.tool_calls.parsers.scanner import Event
 from services.gateway.tool_calls.schemas import FunctionDefinition, types_of
 from shared.grammars import source_of, verdict_on
@@ -52,14 +53,16 @@ WEATHER = FunctionDefinition(
 )
 NOW = FunctionDefinition("now")
 FUNCTIONS = (WEATHER, NOW)
-KINDS = [
-    (family, variant)
-    for family in FAMILIES
-    for variant in ("", "named", "fenced")
-    if not variant or form_of(family, variant) is not form_of(family, "")
-]
+KINDS = [*((family, "") for family in FAMILIES), *VARIANTS, ("hy_v3", ":opensource")]
 END = 256
-ENDINGS = ('"', "</parameter>", "</arg_value>", "</think>")
+OPEN = tagged.hunyuan_tags(":opensource")
+ENDINGS = (
+    '"',
+    "</think>",
+    *(tags.end_of_parameter for tags in (tagged.CODER, tagged.DEEPSEEK_V32, tagged.STEP3)),
+    *(tags.end_of_value for tags in (tagged.GLM, tagged.LONGCAT, OPEN)),
+    *(marks.text for marks in (gemma.GEMMA4, gemma.FUNCTION_GEMMA)),
+)
 CLOSERS = b'"}])</\n'
 
 
@@ -137,9 +140,10 @@ def walk(grammar: Grammar, vocabulary: Vocabulary, seed: int, limit: int = 600) 
         tokens.append(token)
         if len(tokens) > limit and not ends:
             for text in draw.sample(ENDINGS, len(ENDINGS)):
-                if matcher.validate_tokens(list(text.encode())) == len(text):
-                    assert matcher.consume_tokens(list(text.encode()))
-                    tokens += text.encode()
+                ending = vocabulary.tokens_of(text)
+                if matcher.validate_tokens(ending) == len(ending):
+                    assert matcher.consume_tokens(ending)
+                    tokens += ending
                     break
         assert len(tokens) < 5 * limit
     assert matcher.is_accepting()
@@ -279,8 +283,45 @@ def test_texts_without_quotation_marks(family: str) -> None:
     assert json.loads(arguments) == {"text": value}
 
 
-def test_a_hundred_tools_compile() -> None:
+@pytest.mark.parametrize(("family", "variant"), KINDS)
+def test_a_hundred_tools_compile(family: str, variant: str) -> None:
     functions = tuple(msgspec.structs.replace(WEATHER, name=f"tool_{index}") for index in range(128))
-    for family, variant in KINDS:
-        how, _ = calling(family, variant, functions=functions)
-        assert verdict_on(required_calls(how, "", opened=False)).problem == ""
+    how, _ = calling(family, variant, functions=functions)
+    assert verdict_on(required_calls(how, "", opened=False)).problem == ""
+
+
+def test_special_tokens_with_a_checkpoints_suffix() -> None:
+    vocabulary = Vocabulary((*OPEN, "<think:opensource>", "</think:opensource>"))
+    how = Calling("hy_v3", ":opensource", (NOW,), False, vocabulary.specials)
+    call = "<tool_calls:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>"
+    text = f"{call}\n</tool_calls:opensource>"
+    assert lets_through(
+        required_calls(how, "hy_v3", opened=True), vocabulary, f"Hm.</think:opensource>{text}"
+    )
+    closed = required_calls(how, "hy_v3", opened=False)
+    assert lets_through(closed, vocabulary, f"<think:opensource>Hm.</think:opensource>\n{text}")
+    assert lets_through(closed, vocabulary, text)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_messages_of_harmony(special: bool) -> None:
+    """Reasoning, then the header of a call or of the answer."""
+    how, vocabulary = calling("openai", functions=(NOW,))
+    if special:
+        vocabulary = Vocabulary(harmony.TOKENS)
+        how = how._replace(specials=vocabulary.specials)
+        assert strict_calls(how._replace(functions=(WEATHER,)), "openai_gptoss", opened=False) is None
+    thoughts = f"{harmony.ANALYSIS}Hm.{harmony.END}{harmony.START}assistant"
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    grammar = required_calls(how, "openai_gptoss", opened=False)
+    assert lets_through(grammar, vocabulary, thoughts + call)
+    assert lets_through(grammar, vocabulary, call)
+    assert not lets_through(grammar, vocabulary, f"{harmony.FINAL}No.")
+    schema = Grammar("json_schema", '{"type":"object","properties":{},"additionalProperties":false}')
+    for grammar in (
+        behind_reasoning(schema, "openai_gptoss", how.specials, opened=False),
+        calls_or(how, schema, "openai_gptoss", opened=False),
+    ):
+        assert lets_through(grammar, vocabulary, f"{thoughts}{harmony.FINAL}{{}}")
+        assert lets_through(grammar, vocabulary, f"{harmony.FINAL}{{}}")
+        assert not lets_through(grammar, vocabulary, f"{harmony.FINAL}No.")

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.tool_calls.families import FAMILIES
-from services.gateway.tool_calls.parser import Parser
+from services.gateway.tool_calls.parser import REASONING, Parser
 from services.gateway.tool_calls.parsers.scanner import Event, Text
 from tests.unit.gateway.tool_calls.texts import CASES, TYPES, Case, calls_of, content_of, thoughts_of
 
@@ -36,7 +36,7 @@ def joined(events: list[Event]) -> list[Event]:
 def test_calls_are_found(case: Case) -> None:
     events = parse(case.family, [case.text])
     assert calls_of(events) == case.calls
-    assert content_of(events) == case.content
+    assert content_of(events) == (case.text if case.content == "@" else case.content)
     assert joined(parse(case.family, list(case.text))) == joined(events)
 
 
@@ -57,7 +57,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @settings(max_examples=400)
-@given(cut_texts(), st.sampled_from([("", False), ("think", False), ("think", True), ("mistral", False)]))
+@given(cut_texts(), st.sampled_from([("", False), ("think", True), *((name, False) for name in REASONING)]))
 @example(("hermes", ['<tool_call>{"name": "a\\', 'ud800", "arguments": "\\udfff"}']), ("", False))
 def test_cuts_change_nothing(cut: tuple[str, list[str]], thinking: tuple[str, bool]) -> None:
     family, pieces = cut
@@ -101,6 +101,92 @@ def test_reasoning(text: str, opened: bool, thoughts: str, content: str) -> None
     for pieces in ([text], list(text)):
         events = parse("", pieces, thinking="think", opened=opened)
         assert (thoughts_of(events), content_of(events)) == (thoughts, content)
+
+
+HARMONY = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "thoughts", "content"),
+    [
+        ("mistral", "[THINK]hm[/THINK]Yes.", "hm", "Yes."),
+        ("seed_oss", "<seed:think>hm</seed:think>Yes.", "hm", "Yes."),
+        ("longcat", "<longcat_think>hm</longcat_think>\nYes.", "hm", "Yes."),
+        ("hy_v3", "<think:opensource>hm</think:opensource>Yes.", "hm", "Yes."),
+        ("hy_v3", "<think>hm</think> Yes.", "hm", "Yes."),
+        ("hy_v3", "<think:a1>h</thinker>m</think:a1>Yes.", "h</thinker>m", "Yes."),
+        ("hy_v3", "<thinker>Yes.", "", "<thinker>Yes."),
+        ("hy_v3", "<think", "", "<think"),
+        ("gemma4", "<|channel>thought\nhm\n<channel|>Yes.", "hm", "Yes."),
+        ("granite", "Here is my thought process: hm. Here is my response: Yes.", "hm.", "Yes."),
+        ("granite", "Here is no thought", "", "Here is no thought"),
+        ("hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes.\n</answer>", "hm", "Yes.\n"),
+        ("hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nYes, <answer", "hm", "Yes, <answer"),
+        ("hunyuan_a13b", "Yes.</answer>", "", "Yes.</answer>"),
+        ("ernie45", "<think>hm</think>\n\n<response>\nYes.</response>\n", "hm", "Yes.\n"),
+        ("apertus", "<|inner_prefix|>hm<|inner_suffix|>Yes.", "hm", "Yes."),
+        (
+            "cohere_command3",
+            "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+            "hm",
+            "Yes.",
+        ),
+        ("cohere_command4", "<|START_TEXT|>Yes.<|END_TEXT|>", "", "Yes."),
+        ("kimi_k2", "<think>hm</think>Yes.", "hm", "Yes."),
+        ("kimi_k2", "<think>hm<|tool_calls_section_begin|>x", "hm", "<|tool_calls_section_begin|>x"),
+        ("openai_gptoss", f"<|channel|>analysis<|message|>hm<|end|>{HARMONY}Yes.<|return|>", "hm", "Yes."),
+        (
+            "openai_gptoss",
+            f"<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>{HARMONY}c",
+            "a\nb",
+            "c",
+        ),
+        ("openai_gptoss", "<|channel|>commentary<|message|>I look.<|end|>", "", "I look."),
+        ("openai_gptoss", "<|channel|>analysis<|message|>hm", "hm", ""),
+        ("openai_gptoss", "<|channel|>analysis", "", "<|channel|>analysis"),
+        ("openai_gptoss", '{"a": "<|b"}', "", '{"a": "<|b"}'),
+        (
+            "openai_gptoss",
+            "<|start|>" + "x" * 600 + "<|message|>",
+            "",
+            "<|start|>" + "x" * 600 + "<|message|>",
+        ),
+    ],
+)
+def test_reasoning_of_each_family(name: str, text: str, thoughts: str, content: str) -> None:
+    whole = parse("", [text], thinking=name)
+    assert (thoughts_of(whole), content_of(whole)) == (thoughts, content)
+    assert joined(parse("", list(text), thinking=name)) == joined(whole)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("a<think:6124c78e>\n", True),
+        ("a<think>", True),
+        ("a<think:x></think:x>", False),
+        ("a<thinking>", False),
+        ("", False),
+    ],
+)
+def test_prompts_that_end_within_the_reasoning(prompt: str, opened: bool) -> None:
+    assert REASONING["hy_v3"].opened_by(prompt) == opened
+
+
+def test_every_reasoning_parser_has_a_text() -> None:
+    marks = test_reasoning_of_each_family.pytestmark[0]  # type: ignore[attr-defined]
+    assert {case[0] for case in marks.args[1]} | {"think"} == set(REASONING)
+
+
+def test_calls_among_messages_of_harmony() -> None:
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}<|call|>"
+    )
+    for pieces in ([text], list(text)):
+        events = parse("openai", pieces, thinking="openai_gptoss")
+        assert (thoughts_of(events), content_of(events)) == ("hm", "I look.")
+        assert calls_of(events) == (("now", "{}"),)
 
 
 def test_calls_behind_reasoning() -> None:

@@ -4,8 +4,10 @@ import json
 
 from tokenizers import AddedToken, Tokenizer
 
+from services.gateway.tokenizer.special_tokens import SpecialText
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from services.gateway.tool_calls.families import markers_of
+from services.gateway.tool_calls.parsers import harmony
 from shared.messages.records import Parsing
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 from tests.unit.gateway.tool_calls.templates import LLAMA31, MISTRAL
@@ -38,6 +40,26 @@ def test_only_the_markers_are_shown() -> None:
     ):
         detokenizer = tokenizer.detokenizer([5], skip_special_tokens=True, keep=markers)
         assert "".join(detokenizer.feed([token]) for token in tokens) + detokenizer.flush() == shown
+
+
+def test_tokens_with_a_checkpoints_suffix_are_shown() -> None:
+    tokenizer = tokenizer_with("<tool_calls:a1>", "<pad>")
+    ids = tokenizer.specials(["<tool_calls>"])
+    assert ids.keys() == {"<tool_calls:a1>"}
+    detokenizer = tokenizer.detokenizer(
+        [5], skip_special_tokens=True, keep=markers_of(Parsing(tools="hy_v3"))
+    )
+    assert detokenizer.feed([ids["<tool_calls:a1>"], 1]) + detokenizer.flush() == "<tool_calls:a1>"
+
+
+def test_tokens_of_messages_are_shown_to_the_parser_and_stay_text_in_messages() -> None:
+    """gpt-oss' headers and ends; in what a client sends they begin no message, whoever is said to have said it."""
+    assert set(harmony.TOKENS) <= markers_of(Parsing(reasoning="openai_gptoss"))
+    assert set(harmony.TOKENS) <= markers_of(Parsing(tools="openai"))
+    text = SpecialText(harmony.TOKENS)
+    for role in ("user", "assistant", "system"):
+        marked = text.marked([{"role": role, "content": "a<|end|>b"}], None, {})
+        assert marked.messages[0]["content"] != "a<|end|>b"
 
 
 async def test_traits_are_of_the_template_for_tools() -> None:

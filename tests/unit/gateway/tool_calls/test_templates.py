@@ -8,11 +8,23 @@ from services.gateway.intake.chat import ChatPlan, plan_of
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.chat_template import ChatTemplate, traits_of
-from services.gateway.tool_calls.families import FAMILIES
+from services.gateway.tool_calls.families import FAMILIES, PARSER_NAMES, REASONING_NAMES
 from services.gateway.tool_calls.parser import Parser
 from shared.messages import ModelCard
 from shared.models import REASONING_PARSERS, TOOL_PARSERS
-from tests.unit.gateway.tool_calls.templates import GEMMA2, GLM45, LLAMA31, OF_FAMILY, QWEN3, SMOLLM2
+from tests.unit.gateway.tool_calls.templates import (
+    FEATURES,
+    GEMMA2,
+    GLM45,
+    HARMONY,
+    HUNYUAN,
+    KIMI_K2,
+    LFM2,
+    LLAMA31,
+    OF_FAMILY,
+    QWEN3,
+    SMOLLM2,
+)
 from tests.unit.gateway.tool_calls.texts import calls_of
 
 CARD = ModelCard("m", 100, 256, [0], "", 0)
@@ -80,7 +92,9 @@ def test_the_familys_parser_reads_what_its_template_writes(family: str) -> None:
     without_tools = template_of(OF_FAMILY[family]).render(plan.messages, None, None)
     parsing = plan.parsing(without_tools)
     assert parsing is not None
-    begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>"}.get(family, "")
+    begin = {"llama3_json": '{"name"', "deepseek": "<Assistant>", "seed_oss": "<seed:bos>assistant"}.get(
+        family, ""
+    )
     text = without_tools[without_tools.index(begin) :].removeprefix("<Assistant>")
     parser = Parser(FAMILIES[family].machine, parsing.types)
     ((name, arguments),) = calls_of([*parser.feed(text.replace('{"city": ', '{"city": ')), *parser.finish()])
@@ -95,12 +109,95 @@ def test_two_calls_at_once(family: str) -> None:
         assert word in prompt
 
 
-def test_a_template_of_single_calls_gets_them_one_by_one_with_their_results() -> None:
-    _, prompt = planned(LLAMA31, messages=TWICE)
-    places = [
-        prompt.rindex(word) for word in ('"name": "get_weather"', "22 degrees", '"name": "now"', "noon")
-    ]
+@pytest.mark.parametrize(
+    ("source", "first", "second"),
+    [
+        (LLAMA31, '"name": "get_weather"', '"name": "now"'),
+        (HARMONY, "to=functions.get_weather", "to=functions.now"),
+    ],
+)
+def test_a_template_of_single_calls_gets_them_one_by_one_with_their_results(
+    source: str, first: str, second: str
+) -> None:
+    _, prompt = planned(source, messages=TWICE)
+    places = [prompt.rindex(word) for word in (first, "22 degrees", second, "noon")]
     assert places == sorted(places)
+
+
+def test_kimi_reads_names_in_ids() -> None:
+    _, prompt = planned(KIMI_K2, messages=[*TWICE, CONVERSATION[1], *TWICE[1:]])
+    for number, name in enumerate(("get_weather", "now")):
+        assert f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>" in prompt
+        assert f"## Return of functions.{name}:{number}\n" in prompt
+    assert "call_1" not in prompt
+
+
+def test_a_hunyuans_suffix_is_read_from_its_template() -> None:
+    plan, prompt = planned(HUNYUAN, messages=CONVERSATION[:2])
+    assert (plan.variant, plan.reasoning) == (":6124c78e", "hy_v3")
+    parsing = plan.parsing(prompt)
+    assert parsing is not None
+    assert parsing.opened
+
+
+def test_gpt_oss_takes_content_or_thoughts_before_a_call() -> None:
+    said = {**CONVERSATION[2], "content": "I look.", "reasoning_content": "Hm."}
+    _, prompt = planned(HARMONY, messages=[*CONVERSATION[:2], said, CONVERSATION[3]])
+    assert "<|channel|>analysis<|message|>I look.<|end|>" in prompt
+    _, prompt = planned(HARMONY, messages=[*CONVERSATION[:2], said | {"content": None}, CONVERSATION[3]])
+    assert "<|channel|>analysis<|message|>Hm.<|end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        (LFM2, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),
+        (
+            LFM2.replace("<|tool_list_start|>", "<|tool_call|>"),
+            '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}]',
+        ),
+    ],
+)
+def test_a_template_that_shows_tools_alone_gets_calls_in_its_familys_words(source: str, call: str) -> None:
+    plan, prompt = planned(source)
+    assert plan.tools is not None
+    assert f"assistant\n{call}<|im_end|>" in prompt
+    assert "<|im_start|>tool\n<|tool_response_start|>22 degrees<|tool_response_end|>" in prompt
+    parser = Parser(FAMILIES[plan.family].machine, {"get_weather": {"city": "string"}})
+    ((name, arguments),) = calls_of([*parser.feed(call), *parser.finish()])
+    assert (name, msgspec.json.decode(arguments)) == ("get_weather", {"city": "Rome", "days": 2})
+
+
+@pytest.mark.parametrize("name", [*sorted(OF_FAMILY), "lfm2", "smollm2", "gemma2", "features"])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_as_transformers_renders_it(name: str, thinking: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds
+
+    source = {"lfm2": LFM2, "smollm2": SMOLLM2, "gemma2": GEMMA2, "features": FEATURES, **OF_FAMILY}[name]
+    said = {**CONVERSATION[2], "reasoning_content": "Hm."}
+    messages = [*CONVERSATION[:2], said, CONVERSATION[3], {"role": "user", "content": "More?"}]
+    if name == "gemma2":
+        messages = messages[1:]
+    plan, ours = planned(source, messages=messages, chat_template_kwargs={"enable_thinking": thinking})
+    theirs, _ = render_jinja_template(
+        [plan.messages],
+        tools=plan.tools,
+        chat_template=source,
+        add_generation_prompt=True,
+        bos_token="<s>",
+        eos_token="</s>",
+        **plan.options.variables,
+    )
+    assert ours == theirs[0]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_of_a_developer_are_the_systems(role: str) -> None:
+    messages = [{"role": role, "content": "Be kind."}, CONVERSATION[1]]
+    for source in OF_FAMILY.values():
+        plan, prompt = planned(source, messages=messages, tools=None)
+        assert plan.messages[0]["role"] == "system"
+        assert "Be kind." in prompt
 
 
 @pytest.mark.parametrize("source", [SMOLLM2, GEMMA2])
@@ -169,8 +266,15 @@ def test_an_operators_choice_goes_first() -> None:
 
 
 def test_the_registry_is_what_can_be_chosen() -> None:
-    assert set(TOOL_PARSERS) - {"auto", "none"} == set(FAMILIES)
-    assert set(REASONING_PARSERS) == {"auto", "none", "think", "mistral"}
+    assert set(TOOL_PARSERS) - {"auto", "none"} == PARSER_NAMES
+    assert set(REASONING_PARSERS) - {"auto", "none"} == REASONING_NAMES
+
+
+def test_names_of_vllm_mean_the_same_notation() -> None:
+    plan, _ = planned(
+        QWEN3, msgspec.structs.replace(CARD, tool_parser="glm47", reasoning_parser="deepseek_r1")
+    )
+    assert (plan.family, plan.reasoning) == ("glm4", "think")
 
 
 # --- reasoning -----------------------------------------------------------------------------------
@@ -186,6 +290,13 @@ def test_reasoning_is_found_where_the_template_knows_it() -> None:
     assert parsing is not None
     assert (parsing.tools, parsing.reasoning, parsing.opened) == ("", "think", True)
     plan, prompt = planned(QWEN3, msgspec.structs.replace(CARD, reasoning_parser="none"), tools=None)
+    assert plan.parsing(prompt) is None
+
+
+def test_identity_leaves_the_reasoning_in_the_content() -> None:
+    plan, prompt = planned(
+        OF_FAMILY["deepseek"], msgspec.structs.replace(CARD, reasoning_parser="identity"), tools=None
+    )
     assert plan.parsing(prompt) is None
 
 
