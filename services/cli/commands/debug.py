@@ -434,13 +434,15 @@ def _leader(leader: LeaderDump) -> Iterator[str]:
         "" if leader.by_loop else "; read beside an event loop that does not turn"
     )
     if leader.queues:
-        table = [
-            ["generation", "state", "lane", "attempt", "age s", "prompt", "output", "computed", "blocks"]
-        ]
+        recurrent = bool(leader.allocator.state_slots)
+        head = ["generation", "state", "lane", "attempt", "age s", "prompt", "output", "computed", "blocks"]
+        table = [[*head, *(("slot", "snapshots") if recurrent else ())]]
         for one in leader.queues[:QUEUED]:
             state = f"{one.state}, in step" if one.in_step else one.state
-            numbers = (one.prompt_tokens, one.output_tokens, one.computed, one.blocks)
+            numbers = [one.prompt_tokens, one.output_tokens, one.computed, one.blocks]
             row = [one.generation_id, state, one.lane, str(one.attempt), f"{one.age:.1f}", *map(str, numbers)]
+            if recurrent:
+                row += [str(one.slot) if one.slot >= 0 else "-", str(len(one.snapshots))]
             table.append(row)
         yield from _table(table)
         if len(leader.queues) > QUEUED:
@@ -451,6 +453,8 @@ def _leader(leader: LeaderDump) -> Iterator[str]:
 def _blocks(blocks: AllocatorDump) -> Iterator[str]:
     yield ""
     yield f"KV blocks of {blocks.block_size} tokens"
+    if blocks.layers:
+        yield f"  layers: {blocks.layers}"
     for name, pool in (("hot", blocks.hot), ("cold", blocks.cold)):
         if pool.total:
             yield (
@@ -460,6 +464,10 @@ def _blocks(blocks: AllocatorDump) -> Iterator[str]:
     if blocks.host_slots or blocks.disk_slots:
         host = f"{blocks.host_used} of {blocks.host_slots} in host memory"
         yield f"  spilled: {host}, {blocks.disk_used} of {blocks.disk_slots} on disk"
+    if blocks.state_slots:
+        used = f"{blocks.state_slots_used} of {blocks.state_slots} slots used"
+        each = f", {blocks.snapshot_blocks} blocks each" if blocks.snapshot_blocks else ""
+        yield f"  recurrent state: {used}, {blocks.snapshots} snapshots kept in blocks{each}"
     yield (
         f"  {blocks.private} being filled, {blocks.shared} shared, {blocks.promised} promised to what runs, "
         f"{blocks.reserve} kept in reserve; {blocks.sessions} sessions have blocks pinned"
@@ -471,7 +479,12 @@ def _blocks(blocks: AllocatorDump) -> Iterator[str]:
 
 def _plan(plan: PlanDump) -> str:
     copies = (("saves", plan.saves), ("compressions", plan.compressions), ("restores", plan.restores))
-    extra = "".join(f", {count} {name}" for name, count in (*copies, ("pools", plan.pools)) if count)
+    states = (
+        ("snapshots", plan.snapshots),
+        ("saved snapshots", plan.snapshot_saves),
+        ("loaded", plan.snapshot_loads),
+    )
+    extra = "".join(f", {count} {name}" for name, count in (*copies, ("pools", plan.pools), *states) if count)
     took = f"{plan.ms:.1f} ms" if plan.ms else "not over"
     return (
         f"  step {plan.step}, {plan.age:.2f} s ago, {took}: {plan.tokens} tokens of {plan.sequence_count} sequences "

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from services.cli.models import catalog
@@ -15,6 +17,7 @@ from services.cli.target import LocalSettings, find_stack
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.models import hub_name
 
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -34,13 +37,24 @@ def models_pull(
 
 
 @models_app.command("list")
-def models_list() -> None:
+def models_list(
+    supported: Annotated[
+        bool, typer.Option("--supported", help="Instead the architectures that are served.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+) -> None:
     """Show the models in the cache, the one that the local stack serves, and those with a built-in name."""
+    if supported:
+        _list_supported(as_json=as_json)
+        return
     settings = load_settings(LocalSettings)
     local = catalog.list_models(settings.model_cache.expanduser())
     stack = find_stack(None)
     if stack is not None and stack.directory and stack.directory not in [model.directory for model in local]:
         local.append(catalog.LocalModel(stack.model, stack.directory, size_of(Path(stack.directory))))
+    if as_json:
+        print(json.dumps({"models": [msgspec.to_builtins(model) for model in local]}))  # noqa: T201
+        return
     rows = [("model", "size", "where")]
     rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
     names = {model.name for model in local}
@@ -50,8 +64,31 @@ def models_list() -> None:
     print_columns(console(), rows, right=(1,))
 
 
+def _list_supported(*, as_json: bool) -> None:
+    found = run_module(
+        ["services.executor.model.supported"], lambda *step: None, "The architectures cannot be told"
+    )
+    if as_json:
+        print(json.dumps(found))  # noqa: T201
+        return
+    rows = [("architecture", "model_type", "for example", "state", "shown")]
+    rows += [
+        (row["title"], row["model_type"], row["examples"], ", ".join(row["state"]), row["shown"])
+        for row in found["served"]
+    ]
+    print_columns(console(), rows)
+    refused = sum(len(row["model_types"]) for row in found["refused"])
+    say(
+        console(),
+        f"{len(found['served'])} architectures are served, {refused} are refused by name (--json has the reasons).",
+    )
+
+
 _Name = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file or a name in the cache.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A directory, a .gguf file or a name in the cache; inspect: of the hub too."
+    ),
 ]
 
 
@@ -62,8 +99,12 @@ def models_inspect(
         bool, typer.Option("--json", help="For programs: all facts as one JSON object.")
     ] = False,
 ) -> None:
-    """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU."""
-    facts = _convert(["inspect", _path(model)], lambda *step: None)
+    """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU. Of a name
+    of the hub that is not pulled, whether it is served, by its config.json alone."""
+    if (path := _found(model)) is None and _is_of_hub(model):
+        _look_at(model, as_json=as_json)
+        return
+    facts = _convert(["inspect", path or _path(model)], lambda *step: None)
     if as_json:
         print(json.dumps(facts))  # noqa: T201
         return
@@ -77,6 +118,37 @@ def models_inspect(
         screen,
         f"{facts['architecture']}: {len(facts['tensors'])} tensors ({listed}), {facts['parameters'] / 1e6:,.1f} "
         f"million values, {megabytes(facts['bytes'])}, {facts['bits_per_weight']:.2f} bits each",
+    )
+    if (heads := facts["prediction_heads"])["tensors"]:
+        say(
+            screen,
+            f"{heads['tensors']} tensors ({megabytes(heads['bytes'])}) are heads for multi-token prediction, which are "
+            "left out when the model is served",
+        )
+    if facts["refused"]:
+        say(screen, facts["refused"])
+
+
+def _is_of_hub(model: str) -> bool:
+    repository, quantization = hub_name(model)
+    return "/" in repository and not quantization and not repository.startswith((".", "/", "~"))
+
+
+def _look_at(model: str, *, as_json: bool) -> None:
+    from services.cli.models import hub  # takes long to import
+
+    repository, _ = hub_name(model)
+    if not hub.is_name(repository):
+        raise ConfigurationError(_unknown(model))
+    with tempfile.TemporaryDirectory() as directory:
+        verdict = hub.look_at(repository, Path(directory), lambda *step: None)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(verdict)))  # noqa: T201
+        return
+    kind = verdict.architecture or "its architecture is not known"
+    say(
+        console(),
+        f"{repository} ({kind}): {verdict.refused or 'nothing in its config.json speaks against it'}",
     )
 
 
@@ -137,18 +209,27 @@ def _convert(arguments: list[str], progress: Progress) -> dict[str, Any]:
 
 
 def _path(model: str) -> str:
+    """Raises `ConfigurationError` where there is none."""
+    if (found := _found(model)) is None:
+        raise ConfigurationError(_unknown(model))
+    return found
+
+
+def _found(model: str) -> str | None:
     """A path as it is; a name as the directory of the cache."""
     path = Path(model).expanduser()
     if path.exists():
         return str(path)
     cache = load_settings(LocalSettings).model_cache.expanduser()
     local = {known.name.lower(): known.directory for known in catalog.list_models(cache)}
-    if (found := local.get(model.lower())) is None:
-        raise ConfigurationError(
-            f"{model!r} is neither a directory, nor a file, nor a model in the cache; `ryzanstein models list` shows "
-            "those."
-        )
-    return found
+    return local.get(model.lower())
+
+
+def _unknown(model: str) -> str:
+    return (
+        f"{model!r} is neither a directory, nor a file, nor a model in the cache; `ryzanstein models list` shows "
+        "those."
+    )
 
 
 def _row(tensor: dict[str, Any]) -> tuple[str, str, str, str, str, str]:

@@ -90,7 +90,7 @@ def up(
         str | None,
         typer.Option(
             help="How the model marks its reasoning; none: it is part of the answer.",
-            metavar="|".join(REASONING_PARSERS),
+            metavar="auto|none|think|mistral|...",
             show_default="auto",
         ),
     ] = None,

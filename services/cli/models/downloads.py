@@ -143,6 +143,23 @@ def run_module(arguments: Sequence[str], progress: Progress, failed: str) -> dic
         raise ModelLoadError(last.error or f"{failed} ({last_complaint(complaints, process.returncode)}).")
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """Of the executor, on a model's configuration alone."""
+
+    architecture: str = ""
+    refused: str = ""
+    """Why it is not served; "" where nothing speaks against it."""
+
+
+def verdict_on(directory: Path) -> Verdict:
+    """On the model whose config.json lies in `directory`. Where the executor cannot be asked, nothing speaks against
+    it: it says so itself when it loads the model."""
+    with contextlib.suppress(ModelLoadError):
+        module = ["services.executor.model.conversion", "check", str(directory)]
+        return msgspec.convert(run_module(module, lambda *step: None, ""), Verdict)
+    return Verdict()
+
+
 def last_complaint(errors: IO[bytes], status: int) -> str:
     """The last line that a process has written there; where it has none, its exit code."""
     errors.seek(0)

@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from services.cli.models.downloads import Progress, size_of
+from services.cli.models.downloads import Progress, Verdict, size_of, verdict_on
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
 from shared.models import choose_gguf
 
@@ -31,18 +31,29 @@ def is_name(name: str) -> bool:
 
 
 def fetch(name: str, directory: Path, progress: Progress) -> None:
-    """Fetches the repository `name` into `directory`, which may hold a part of it already.
+    """Fetches the repository `name` into `directory`, which may hold a part of it already: its config.json first, and
+    nothing else of a model that is not served.
 
     Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
     """
     progress("downloading", 0, 0)
-    _download(name, directory, *_survey(name), progress)
+    refused = look_at(name, directory, progress).refused
     if not (directory / "config.json").is_file():
         raise ModelLoadError(
             f"The repository {name} holds no config.json; it is not a model that can be served. Of GGUF files one is "
             f"chosen by its quantization, as {name}:Q4_K_M."
         )
+    if refused:
+        raise ModelLoadError(f"{refused} Of {name} only config.json was downloaded.")
+    _download(name, directory, *_survey(name), progress)
     shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def look_at(name: str, directory: Path, progress: Progress) -> Verdict:
+    """What the config.json of the repository `name`, fetched into `directory`, says of its model. Raises as `fetch`
+    does."""
+    _download(name, directory, ["config.json"], 0, progress)
+    return verdict_on(directory) if (directory / "config.json").is_file() else Verdict()
 
 
 def fetch_gguf(repository: str, quantization: str, directory: Path, progress: Progress) -> Path:

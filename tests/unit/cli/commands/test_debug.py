@@ -115,6 +115,35 @@ def test_queues_and_blocks_are_shown_where_the_leader_told() -> None:
     assert "invariants: hold" in text
 
 
+def test_slots_snapshots_and_what_layers_keep_are_shown() -> None:
+    blocks = msgspec.structs.replace(
+        ALLOCATOR,
+        state_slots=12,
+        state_slots_used=2,
+        snapshots=3,
+        snapshot_blocks=5,
+        layers="6 recurrent (slot of 2400 values), 2 full (2x3x64)",
+    )
+    queue = [
+        QueuedDump("gen-1", "r", "running", "batch", 1, 2.0, 10, 5, 14, 1, slot=7, snapshots=[4, 8]),
+        QueuedDump("gen-2", "r", "waiting", "batch", 1, 2.0, 10, 5, 0, 0),
+    ]
+    told = msgspec.structs.replace(
+        DUMP,
+        leader=LeaderDump(queue, {}, blocks),
+        plans=[msgspec.structs.replace(PLAN, snapshots=1, snapshot_saves=2, snapshot_loads=3)],
+    )
+    screen = Console(file=io.StringIO(), width=160)
+    print_dump(told, screen)
+    lines = [line.split() for line in screen.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    ends = {line[0]: line[-2:] for line in lines if line and line[0].startswith("gen")}
+    assert ends == {"generation": ["slot", "snapshots"], "gen-1": ["7", "2"], "gen-2": ["-", "0"]}
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "layers: 6 recurrent (slot of 2400 values), 2 full (2x3x64)" in text
+    assert "recurrent state: 2 of 12 slots used, 3 snapshots kept in blocks, 5 blocks each" in text
+    assert "1 restores, 1 snapshots, 2 saved snapshots, 3 loaded" in text
+
+
 def test_plans_are_shown_with_their_sequences() -> None:
     one = PlanSequenceDump("gen-1", 1, 40, list(range(9)))
     plans = [msgspec.structs.replace(PLAN, sequences=[one])]

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from services.cli.commands import models
 from services.cli.commands.models import models_app
+from services.cli.models import hub
+from services.cli.models.downloads import Verdict
+from services.executor.model.catalogue import REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.tiny import make_model
 
@@ -37,6 +41,35 @@ def test_what_is_inspected_is_listed(tmp_path: Path) -> None:
     norm = next(line for line in lines if line.startswith("model.norm.weight"))
     assert norm.split() == ["model.norm.weight", "float32", "72", "288", "32.00", "-"]
     assert "llama: 29 tensors (29 float32)" in "".join(lines)
+
+
+def test_architectures_that_are_served() -> None:
+    found = json.loads(run("list", "--supported", "--json"))
+    rows = {row["model_type"]: row for row in found["served"]}
+    assert rows.keys() == SERVED.keys()
+    assert rows["mistral"]["state"] == ["full", "sliding"]
+    assert [row["because"] for row in found["refused"]] == [row.because for row in REFUSED]
+    assert f"{len(SERVED)} architectures are served" in run("list", "--supported").replace("\n", " ")
+
+
+def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "find_stack", lambda _: None)
+    (tmp_path / "org--name").mkdir()
+    (tmp_path / "org--name" / "config.json").write_text("{}")
+    (model,) = json.loads(run("list", "--json"))["models"]
+    assert model == {"name": "org/name", "directory": str(tmp_path / "org--name"), "bytes": 2}
+
+
+def test_a_name_of_the_hub_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
+    verdicts = iter([Verdict("other", "No."), Verdict("llama"), Verdict()])
+    monkeypatch.setattr(hub, "look_at", lambda name, directory, progress: next(verdicts))
+    assert run("inspect", "org/name") == "org/name (other): No.\n"
+    assert run("inspect", "org/name") == "org/name (llama): nothing in its config.json speaks against it\n"
+    assert json.loads(run("inspect", "hf://org/name", "--json")) == {"architecture": "", "refused": ""}
+    with pytest.raises(ConfigurationError, match="nor a model in the cache"):
+        run("inspect", "org/na me")
 
 
 def test_what_is_no_model_or_no_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from services.cli.models import catalog, hub
 from services.cli.models.catalog import ensure_model, list_models
-from services.cli.models.downloads import WheelModel, claimed
+from services.cli.models.downloads import Verdict, WheelModel, claimed
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import converted_name, link_gguf, linked_gguf
 
@@ -92,10 +92,11 @@ def test_a_fetched_repository_without_a_model_is_refused(
 def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str, local_dir: Path, **_: object) -> str:
         make_model_directory(local_dir)
-        (local_dir / ".cache").mkdir()
+        (local_dir / ".cache").mkdir(exist_ok=True)
         return name
 
     monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "verdict_on", lambda directory: Verdict("llama"))
     _, directory = ensure_model("org/name", tmp_path, ignore)
     assert {path.name for path in directory.iterdir()} == {
         "config.json",

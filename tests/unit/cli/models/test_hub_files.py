@@ -13,7 +13,9 @@ import pytest
 from huggingface_hub import constants
 
 from services.cli.models import catalog
+from services.cli.models import hub as hub_files
 from services.cli.models.catalog import ensure_model, is_ready
+from services.cli.models.downloads import Verdict
 from services.executor.model.loading import checkpoints
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import link_gguf, linked_gguf
@@ -159,3 +161,26 @@ def test_executors_fetch_it_themselves(
     assert len(linked_gguf(directory)) == len(hub.fetched) == 2
     with pytest.raises(ModelLoadError, match="no model as Q9"):
         checkpoints.resolve_model("org/name:Q9", tmp_path / "cache", lambda *_: None)
+
+
+def test_of_a_model_that_is_not_served_only_the_configuration_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: type[Hub]
+) -> None:
+    monkeypatch.setitem(FILES, "config.json", b"{}")
+    monkeypatch.setitem(FILES, "model.safetensors", b"weights")
+    looked = []
+
+    def refused(directory: Path) -> Verdict:
+        looked.append(directory)
+        return Verdict("other", "It cannot be served.")
+
+    monkeypatch.setattr(hub_files, "verdict_on", refused)
+    with pytest.raises(
+        ModelLoadError, match=r"It cannot be served\. Of org/name only config.json was downloaded"
+    ):
+        ensure_model("org/name", tmp_path, lambda *_: None)
+    assert hub.fetched == ["config.json"]
+    monkeypatch.setattr(hub_files, "verdict_on", lambda directory: Verdict("llama"))
+    _, directory = ensure_model("org/name", tmp_path, lambda *_: None)
+    assert (directory / "model.safetensors").read_bytes() == b"weights"
+    assert looked == [directory.with_name(".org--name.partial")]
