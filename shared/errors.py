@@ -141,8 +141,13 @@ def error_from_code(code: str, message: str) -> RyzansteinError:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library's `error` says in its first line, for a sentence of ours; its kind where it is mute."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    """What a library's `error` says in its first line, for a sentence of ours, and in the next where that one only
+    announces it; its kind where it is mute."""
+    if isinstance(error, KeyError):  # which says what was looked up, and no more
+        return f"it does not know {error}"
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    announced = bool(lines) and lines[0].endswith(":")
+    return " ".join(lines[: 2 if announced else 1]).rstrip(".") or type(error).__name__
 
 
 def _tree(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:

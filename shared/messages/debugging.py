@@ -185,6 +185,10 @@ class QueuedDump(msgspec.Struct, frozen=True, omit_defaults=True):
     in_step: bool = False
     restoring: int = 0
     """Blocks that are still to be brought back from host memory or disk."""
+    slot: int = -1
+    """Of its recurrent state; -1: it has none."""
+    snapshots: list[int] = []
+    """Numbers of its full blocks behind which that state is kept."""
 
 
 class PoolDump(msgspec.Struct, frozen=True):
@@ -229,6 +233,15 @@ class AllocatorDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """The largest."""
     invariants: str
     """`hold`, or what is broken."""
+    state_slots: int = 0
+    """For recurrent state, of sequences and of snapshots that are being made; 0: the model keeps none."""
+    state_slots_used: int = 0
+    snapshots: int = 0
+    """Of recurrent state, in cold blocks."""
+    snapshot_blocks: int = 0
+    """Blocks that one takes."""
+    layers: str = ""
+    """What the model's layers keep on rank 0."""
 
 
 class LeaderDump(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -263,6 +276,12 @@ class PlanDump(msgspec.Struct, frozen=True, omit_defaults=True):
     compressions: int = 0
     restores: int = 0
     pools: int = 0
+    snapshots: int = 0
+    """Of recurrent state: taken behind a row of the step,"""
+    snapshot_saves: int = 0
+    """put into blocks before it,"""
+    snapshot_loads: int = 0
+    """and loaded, which sequences begin with."""
     sequence_count: int = 0
     blocks: int = 0
     sequences: list[PlanSequenceDump] = []

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -201,7 +201,9 @@ class House:
             await self.start(member.instance)
         await self.all_ready()
 
-    def _add(self, service: str, number: int, group: str = "") -> None:
+    def _add(
+        self, service: str, number: int, group: str = "", executor_arguments: Sequence[str] = ()
+    ) -> None:
         instance = f"{service}-{number}"
         link = self._link(instance)
         arguments = ["--host", link.host]
@@ -209,8 +211,19 @@ class House:
             arguments += ["--port", "0"]
         if service == "executor":
             arguments += ["--group", group or f"group-{number}", "--tp", str(self.plan.tp)]
-            arguments += self.plan.executor_arguments or (
-                ["--engine", "stub", "--served-model-name", "stub", "--stub-step-ms", str(self.plan.step_ms)]
+            arguments += (
+                executor_arguments
+                or self.plan.executor_arguments
+                or (
+                    [
+                        "--engine",
+                        "stub",
+                        "--served-model-name",
+                        "stub",
+                        "--stub-step-ms",
+                        str(self.plan.step_ms),
+                    ]
+                )
             )
         log = self.directory / f"{instance}.log"
         self.members[instance] = Member(service, instance, arguments, log, link)
@@ -240,6 +253,21 @@ class House:
         await self.start(f"executor-{number}")
         await self.ready(f"executor-{number}")
         return f"executor-{number}"
+
+    @contextlib.asynccontextmanager
+    async def executors(self, numbers: Sequence[int], arguments: Sequence[str]) -> AsyncIterator[list[str]]:
+        """Executors with `arguments`, for as long as the context is open: their instances, once they serve."""
+        names = [f"executor-{number}" for number in numbers]
+        try:
+            for number, name in zip(numbers, names, strict=True):
+                self._add("executor", number, executor_arguments=arguments)
+                await self.start(name)
+            await asyncio.gather(*map(self.ready, names))
+            yield names
+        finally:
+            await asyncio.gather(*(self.members[name].end() for name in names if name in self.members))
+            for name in names:
+                self.members.pop(name, None)
 
     async def ready(self, instance: str, seconds: float = READY_TIMEOUT) -> None:
         """Until its heartbeat says so, of its present process."""

@@ -59,6 +59,12 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What computes, for people: `native avx2`, `PyTorch cpu`."""
     exact: bool = False
     """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
+    num_states: int = 0
+    """Slots for recurrent state, of running sequences and of snapshots that are being made; 0: the model keeps none."""
+    state_blocks: int = 0
+    """Full blocks that a snapshot of such a state takes, on the rank where it is the largest."""
+    layers: str = ""
+    """What the model's layers keep on this rank, for people."""
 
     @property
     def total_blocks(self) -> int:
@@ -103,7 +109,7 @@ class GrammarFailed(InvalidGrammar):
 
 class RestoreFailed(InternalError):
     """Some spilled blocks cannot be read. No rank has computed the step; its copies are made, except for
-    the restores of `slots`."""
+    the restores of `slots`, and state loads, which need not be: the next plan has them again."""
 
     def __init__(self, slots: list[int]) -> None:
         super().__init__(

@@ -185,7 +185,8 @@ class ExecutorSettings(CommonSettings):
     the batch lane take none of these places from others."""
     speculation: str = "auto"
     """n-gram (prompt-lookup) speculative decoding, in draft tokens per sequence and step: `auto` (up to 15, as many
-    as pay off), `off`, or the maximum. It changes the speed, not how tokens are drawn."""
+    as pay off), `off`, or the maximum. It changes the speed, not how tokens are drawn. Models with recurrent state
+    carry no drafts."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """CUDA graphs of decode steps on GPUs, captured at start-up for batches of up to `max_sequences`: `auto` (where
     the model's decoder supports it) or `off`. They change the speed, never the tokens."""

@@ -22,6 +22,16 @@ from shared.errors import ConfigurationError, ModelLoadError
 
 _MULTIPLES = (64, 32, 16, 8)
 """Row counts that matrix kernels like, best first."""
+_PAIRED = frozenset({"diffllama"})
+"""Types whose head i and head i + n/2, of n, make one head twice as wide: their values are one."""
+_STATE_HEADS = {
+    "falcon_mamba": "intermediate_size",
+    "mamba": "intermediate_size",
+    "mamba2": "num_heads",
+    "rwkv": "attention_hidden_size",
+    "xlstm": "num_heads",
+}
+"""Of types without attention: what counts the channels or heads of their states, which are split in its place."""
 _WORTH = 1.1
 """How much larger than an equal share the largest must be for ranks to share heads: it costs a meeting per layer."""
 
@@ -49,11 +59,29 @@ class HeadCounts:
     q_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int = 0
+    """Of a head's values, where they are not as wide as its keys; else 0."""
+
+    def __post_init__(self) -> None:
+        if self.q_heads < 1 or self.kv_heads < 1 or self.q_heads % self.kv_heads:
+            raise ModelLoadError(
+                f"The model has {self.q_heads} attention heads over {self.kv_heads} KV heads, which do not group "
+                "evenly; serve a model whose attention heads are a multiple of its KV heads."
+            )
 
     @classmethod
     def from_config(cls, config: object) -> "HeadCounts":
-        """Reads a transformers text configuration. Raises `ModelLoadError` where heads are not uniform."""
+        """Reads a transformers text configuration; of one whose layers differ, the first layer's. Raises
+        `ModelLoadError` where heads are not uniform."""
+        if getattr(config, "is_heterogeneous", False):
+            config = config.per_layer_config[0]  # type: ignore[attr-defined]
+        of_states = _STATE_HEADS.get(getattr(config, "model_type", ""))
+        if of_states is not None:
+            count = _count(config, of_states)
+            return cls(count, count, 1)
         q_heads = _count(config, "num_attention_heads")
+        if getattr(config, "kv_lora_rank", None):
+            return cls._latent(config, q_heads)
         kv_heads = _kv_heads(config, q_heads)
         head_dim = getattr(config, "head_dim", None)
         if head_dim is None:
@@ -64,12 +92,15 @@ class HeadCounts:
                     "its config.json must name head_dim."
                 )
             head_dim = hidden // q_heads
-        if q_heads % kv_heads:
-            raise ModelLoadError(
-                f"The model has {q_heads} attention heads over {kv_heads} KV heads, which do not group evenly; "
-                "serve a model whose attention heads are a multiple of its KV heads."
-            )
+        if getattr(config, "model_type", None) in _PAIRED:
+            return cls(q_heads // 2, kv_heads // 2, 2 * int(head_dim))
         return cls(q_heads, kv_heads, int(head_dim))
+
+    @classmethod
+    def _latent(cls, config: object, q_heads: int) -> "HeadCounts":
+        """Of latent attention: queries are cut by heads; the one line that a token keeps for all is every rank's."""
+        widths = (_count(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        return cls(q_heads, 1, sum(widths), _count(config, "v_head_dim"))
 
 
 @dataclass(frozen=True)
@@ -128,6 +159,10 @@ class ShardLayout:
     @property
     def head_dim(self) -> int:
         return self.total.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.total.value_dim or self.total.head_dim
 
     @property
     def q_per_kv(self) -> int:
@@ -190,6 +225,11 @@ def split_dimension(size: int, parts: int) -> list[Span]:
 
     Raises `ConfigurationError` when `size` is smaller than `parts`.
     """
+    if size < 1:
+        raise ModelLoadError(
+            f"The model's config.json gives a layer a width of {size}; it is damaged or of another model, fetch it "
+            "again."
+        )
     if size < parts:
         raise ConfigurationError(
             f"A dimension of {size} cannot be split over {parts} ranks; use --tp {size} or less."

@@ -73,6 +73,16 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [Q]: these tokens."""
     score_top: int = 0
     """How many of the most likely tokens are wanted of each of these rows too."""
+    state_slots: bytes = b""
+    """int32 [S]: where each sequence's recurrent state is; empty where the model keeps none. A sequence whose first
+    token of the step has position 0 begins with zeros, whatever its slot holds."""
+    state_snapshots: bytes = b""
+    """int32 [n, 2]: (row of the flat batch, slot): its sequence's state after that row is copied to that slot."""
+    state_saves: bytes = b""
+    """int32 [n, 1 + m]: (slot, m ids of full blocks): the slot's bytes go to these blocks, after the saves and
+    before the adoptions (m: `EngineSpec.state_blocks`)."""
+    state_loads: bytes = b""
+    """int32 [n, 1 + m]: and back, after the restores and before the forward pass."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -100,7 +110,7 @@ def to_bytes(values: NDArray[np.integer[Any]] | list[int] | list[tuple[int, int]
 
 def plan_alone(context: int, slots: list[int], block_size: int) -> StepPlan:
     """A step of one sequence of `context` tokens, whose last ones go to `slots`: all of them token 0, all read from
-    block 0. The last one is sampled."""
+    block 0, and its recurrent state in slot 0. The last one is sampled."""
     tokens = len(slots)
     return StepPlan(
         step=0,
@@ -112,4 +122,5 @@ def plan_alone(context: int, slots: list[int], block_size: int) -> StepPlan:
         context_lens=to_bytes([context]),
         block_tables=to_bytes([0] * -(-context // block_size)),
         sample_rows=to_bytes([tokens - 1]),
+        state_slots=to_bytes([0]),
     )

@@ -16,7 +16,19 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedLayer, PackedModel
 from services.executor.kv_cache.store import KvStore
-from services.executor.native.library import PARTS, Experts, Layer, Model, SharedHead, Step
+from services.executor.model.lowered_latent import LatentShape
+from services.executor.native.library import (
+    PARTS,
+    Experts,
+    Heads,
+    Latent,
+    Layer,
+    Model,
+    Recurrent,
+    SharedHead,
+    Span,
+    Step,
+)
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
@@ -49,9 +61,10 @@ class NativeDecoder:
         self._store = store
         self.packed = packed
         self._handle: int | None = None
-        self._shape = store.shape
         self._layers = (Layer * len(packed.layers))()
         self._experts: list[Experts] = []
+        self._recurrent: list[Recurrent] = []
+        self._latents: list[Latent] = []
         for index, layer in enumerate(packed.layers):
             self._describe_layer(index, layer)
         self._model = self._describe_model(layout, ring)
@@ -89,6 +102,8 @@ class NativeDecoder:
             sampled=len(plan.sample_rows) // _INT,
             table_blocks=len(plan.block_tables) // _INT,
             num_compressions=len(plan.compressions) // (2 * _INT),
+            num_states=len(plan.state_slots) // _INT,
+            num_snapshots=len(plan.state_snapshots) // (2 * _INT),
             progress=progress.address,
             **results,
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
@@ -97,7 +112,7 @@ class NativeDecoder:
         if result == _RING_LOST:
             raise RingLost("A rank of the ring is gone; the ring is restarted and the request continues.")
         if result == _BAD_PLAN:
-            raise IndexError("the step plan names KV blocks or rows that do not exist")
+            raise IndexError("the step plan names KV blocks, slots or rows that do not exist")
         if result == _NO_MEMORY:
             raise ConfigurationError(_NO_ROOM)
 
@@ -126,7 +141,7 @@ class NativeDecoder:
 
     def _describe_layer(self, index: int, layer: PackedLayer) -> None:
         into = self._layers[index]
-        for name in ("qkv", "output", "gate_up", "down"):
+        for name in ("qkv", "output", "gate_up", "down", "input_gate", "input_projection"):
             if (linear := getattr(layer, name)) is not None:
                 setattr(into, name, linear.describe())
         if layer.experts is not None:
@@ -134,35 +149,42 @@ class NativeDecoder:
             into.experts = ctypes.pointer(self._experts[-1])
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
-        into.rotary, into.window = layer.rotary, layer.window
-        hot = self._store.hot(index)
+        into.scale = layer.scale
+        if layer.recurrent is not None:
+            assert self._store.states is not None, "the store was made without slots"
+            tensors = self._store.states.tensors(len(self._recurrent))
+            self._recurrent.append(layer.recurrent.describe(tensors["conv"], tensors.get("recurrent")))
+            into.recurrent = ctypes.pointer(self._recurrent[-1])
+            return
+        into.rotary, into.window, into.gated = layer.rotary, layer.window, layer.gated
+        into.heads, into.reads_only = layer.heads, layer.reads_only
+        into.keys_are_values, into.norms_values = layer.keys_are_values, layer.norms_values
+        if layer.latent is not None:
+            self._latents.append(layer.latent.describe())
+            into.latent = ctypes.pointer(self._latents[-1])
+        hot = self._store.hot(layer.page)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
-        codec, scales = self._store.codec(index), self._store.scales(index)
+        codec, scales = self._store.codec(layer.page), self._store.scales(layer.page)
         into.codec = CODECS["" if codec is None else codec.name]
-        into.codes = self._store.codes(index).data_ptr()
+        into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
 
     def _describe_model(self, layout: ShardLayout, ring: SharedMemory | None) -> Model:
-        shape, packed = self._shape, self.packed
+        packed, states = self.packed, self._store.states
         model = Model(
             layers=len(packed.layers),
             hidden=packed.head.inputs,
-            intermediate=max(layer.down.inputs for layer in self._layers),
-            q_heads=layout.q_heads.size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            block_size=shape.block_size,
+            intermediate=max(max(layer.down.inputs, layer.input_gate.outputs) for layer in self._layers),
+            num_heads=len(packed.heads),
+            block_size=self._store.block_size,
             activation=ACTIVATIONS[packed.activation],
-            rotary_dim=2 * packed.frequencies[0][0].shape[0],
             num_hot=self._store.num_hot,
             num_cold=self._store.num_cold,
+            num_states=0 if states is None else states.num_slots,
             embedding_split=packed.is_split,
             vocab_first=packed.first_token,
             rows_in_embedding=packed.embedding.outputs,
-            first_output=layout.output_heads.start - layout.q_heads.start,
             ranks=layout.world_size,
-            shared_in_ring=layout.num_shared_heads,
-            shared_here=len(layout.shared_heads),
             layer=self._layers,
             final_norm=packed.final_norm.data_ptr(),
             embedding=packed.embedding.describe(),
@@ -171,17 +193,42 @@ class NativeDecoder:
         )
         for index, (frequencies, scale) in enumerate(packed.frequencies):
             model.frequencies[index] = frequencies.data_ptr()
+            model.rotary_dim[index] = 2 * frequencies.shape[0]
             model.rotary_scale[index] = scale
-        for index, shared in enumerate(layout.shared_heads):
-            model.shared[index] = SharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
+        for index, counts in enumerate(packed.heads):
+            own = (layer.latent for layer in packed.layers if layer.latent and layer.heads == index)
+            latent = next((latent.shape for latent in own), None)
+            model.heads[index] = _heads_of(ShardLayout.of(counts, layout.world_size, layout.rank), latent)
+        if packed.inputs is not None:
+            model.inputs = packed.inputs.describe()
         if ring is not None:
             model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model
 
 
+def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> Heads:
+    heads = Heads(
+        q_heads=layout.q_heads.size,
+        kv_heads=layout.kv_heads.size,
+        lines=2 if latent is None else 1,
+        key_dim=layout.head_dim if latent is None else latent.rank + latent.rotated,
+        value_dim=layout.head_dim if latent is None else latent.rank,
+        first_output=layout.output_heads.start - layout.q_heads.start,
+        shared_in_ring=layout.num_shared_heads,
+        shared_here=len(layout.shared_heads),
+    )
+    for index, shared in enumerate(layout.shared_heads):
+        heads.shared[index] = SharedHead(shared.kv_head, shared.slot, shared.is_first, shared.first_share)
+    keys = layout.counted_kv_heads
+    heads.counted[0] = Span(heads.first_output, layout.output_heads.size)
+    heads.counted[1] = Span(keys.start - layout.kv_heads.start, keys.size)
+    heads.all[0], heads.all[1] = layout.total.q_heads, layout.total.kv_heads
+    return heads
+
+
 _ARRAYS = (
     *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
-    "compressions",
+    *("compressions", "state_slots", "state_snapshots"),
 )
 
 

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from services.executor.core.layer_state import LayerStates
 from services.executor.core.sharding import HeadCounts
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.model.loading.arena import fresh
@@ -40,7 +41,8 @@ class Damaged(ValueError):
 class ModelFacts(msgspec.Struct, frozen=True):
     """What a rank must know of a model beside its weights."""
 
-    layers: int
+    states: LayerStates
+    """What its layers keep on this rank."""
     hidden_size: int
     context_length: int
     """Most tokens of one sequence."""
@@ -95,6 +97,11 @@ class PackedFile:
     @property
     def facts(self) -> ModelFacts:
         return self._header.facts
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return self._header.size
 
     def read(self, threads: int, progress: Progress) -> PackedModel:
         """All of it, with `threads` threads. Raises `Damaged`, `OSError`."""

@@ -79,7 +79,7 @@ def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | N
 def split_rows(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
     """Parts of `sizes` rows, end to end; they share the weight's memory."""
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [_rows(weight, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [rows_between(weight, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def split_evenly(weight: Weight, parts: int) -> list[Weight]:
@@ -87,7 +87,8 @@ def split_evenly(weight: Weight, parts: int) -> list[Weight]:
     return split_rows(weight, [weight.shape[0] // parts] * parts)
 
 
-def _rows(weight: Weight, first: int, end: int) -> Weight:
+def rows_between(weight: Weight, first: int, end: int) -> Weight:
+    """The outputs [first, end), which share the weight's memory."""
     assert isinstance(weight, Tensor | QuantizedRows | DeferredRows), "others are for GPUs"
     return weight[first:end] if isinstance(weight, Tensor) else weight.rows(first, end)
 
@@ -127,12 +128,15 @@ class PackedLinear:
         pieces = _unified([piece for expert in experts for piece in expert])
         each = [pieces[first : first + len(experts[0])] for first in range(0, len(pieces), len(experts[0]))]
         make = _pack_bf16 if isinstance(pieces[0].weight, Tensor) else _pack_quantized
-        first = make(library, each[0], pool, threads)
-        room = fresh(len(each) * first.packed.numel())
-        for number, part in enumerate(each):
-            into = room[number * first.packed.numel() :][: first.packed.numel()]
-            make(library, part, pool, threads, into)
-        return replace(first, packed=room, outputs=len(each) * first.outputs)
+        made = [first := make(library, each[0], pool, threads)]
+        size = first.packed.numel()
+        room = fresh(len(each) * size)
+        room[:size] = first.packed
+        for number, part in enumerate(each[1:], 1):
+            made.append(make(library, part, pool, threads, room[number * size :][:size]))
+        biases = [linear.bias for linear in made if linear.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        return replace(first, packed=room, bias=bias, outputs=len(each) * first.outputs)
 
     @property
     def parts(self) -> list["PackedLinear"]:
@@ -153,6 +157,12 @@ class PackedLinear:
         if self.next is not None:
             made.next = ctypes.pointer(self.next.describe())
         return made
+
+
+def plain_rows(weight: Tensor) -> PackedLinear:
+    """bf16 [outputs, inputs] as it is, in its own memory: rows to look up."""
+    rows = weight.detach().contiguous()
+    return PackedLinear(rows.view(torch.uint8).flatten(), None, *rows.shape)
 
 
 def _of_one_format(pieces: list[Piece]) -> list[list[Piece]]:
@@ -244,7 +254,7 @@ def _block(pieces: list[Piece], first: int, end: int) -> QuantizedRows:
         there = piece.places()
         low, high = torch.searchsorted(there, torch.tensor([first, end])).tolist()
         if low < high:
-            held.append(_coded(_rows(piece.weight, low, high)))
+            held.append(_coded(rows_between(piece.weight, low, high)))
             places.append(there[low:high] - first)
     weight = held[0] if len(held) == 1 else QuantizedRows.joined(held)
     order = torch.cat(places)

@@ -6,51 +6,75 @@ model ──lower──▶ modules and numbers ──pack──▶ PackedModel �
                                 a later start ───┘  └──▶ weight_cache.py
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from services.executor.core.sharding import ShardLayout, split_dimension
+from services.executor.core.sharding import HeadCounts, ShardLayout, split_dimension
 from services.executor.cpu.packed_linear import (
     GATE_RUN,
     PackedLinear,
     Piece,
     alternating,
     one_after_another,
+    plain_rows,
+    rows_between,
     split_evenly,
     split_rows,
 )
 from services.executor.cpu.quantized import PANEL
 from services.executor.model import lowering
+from services.executor.model.lowered_experts import (
+    Choice,
+    Routing,
+    Scores,
+    expert_bias,
+    expert_weights,
+    release_experts,
+)
+from services.executor.model.lowered_inputs import InputScales, ModelInputs
+from services.executor.model.lowered_latent import Latent, LatentShape
+from services.executor.model.lowered_recurrent import RecurrentKind, RecurrentShape, Rows
 from services.executor.model.lowering import (
     Activation,
     CannotLower,
     Lowered,
     LoweredLayer,
-    Routing,
     Scalars,
-    Scores,
-    expert_weights,
+    Weights,
+    down_of,
+    fused_gate_up_of,
+    gated_rows_of,
     linears_of,
+    projections_of,
     release,
-    release_experts,
     vocabulary,
     weights_of,
 )
-from services.executor.native.library import Experts
+from services.executor.native import library as structures
+from services.executor.native.library import HEADS, Experts, Inputs, Recurrent
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
 SCORES: dict[Scores, int] = {"softmax": 0, "sigmoid": 1}
+KINDS: dict[RecurrentKind, int] = {"delta": 0, "scan": 1, "short": 2}
 """As `decoder.h` numbers them."""
+LANES = 16
+"""Values of a vector (`vector.h`): what recurrent states come in."""
+_MOST_KEY_DIM, _MOST_TAPS = 256, 4
+"""As in `recurrent.c`"""
 _MOST_EXPERTS = 1024
 """As in `decoder.h`"""
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-_MOST_GROUP = 48
-"""Query heads of a KV head that a tile of attention has room for (`attention.h`)."""
-_HEAD_DIMS = frozenset(range(32, 257, 32))
+_WIDTHS = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "shared_intermediate_size",
+)
+_HEAD_DIMS = frozenset(range(32, 513, 32))
+_MOST_RANK, _MOST_LINE = 512, 576
+"""Values of a latent, and of the line that it is kept in (`attention.h`)."""
 
 
 def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
@@ -63,11 +87,12 @@ def lower(model: Any, dtype: torch.dtype, world_size: int) -> Lowered:
         raise CannotLower("only bf16 is computed by the native kernels")
     config = model.config
     _check_widths(config, world_size)
-    if config.num_attention_heads > _MOST_GROUP * config.num_key_value_heads:
-        raise CannotLower(f"more than {_MOST_GROUP} query heads share a KV head")
-    attention: Any = lowered.layers[0].attention
-    if attention.head_dim not in _HEAD_DIMS:
-        raise CannotLower(f"heads of {attention.head_dim} values do not fit the native kernels")
+    if any(layer.latent for layer in lowered.layers):
+        _check_latents(lowered)
+    else:
+        _check_heads(lowered.heads)
+    for layer in lowered.layers:
+        _check_mixer(layer)
     for routing in (layer.routing for layer in lowered.layers if layer.routing):
         _check_experts(routing)
     return lowered
@@ -80,20 +105,88 @@ def qkv_pieces(attention: Any, q_rows: int, kv_rows: int) -> list[Piece]:
         sizes = [q_rows, kv_rows, kv_rows]
         biases = [None] * 3 if bias is None else torch.split(bias, sizes)
         return one_after_another(zip(split_rows(weight, sizes), biases, strict=True))
-    return one_after_another(weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    return one_after_another(weights_of(getattr(attention, name)) for name in projections_of(attention))
 
 
 def gate_up_pieces(feed_forward: Any) -> list[Piece]:
     """Gate and up projections of a layer, alternating."""
-    if hasattr(feed_forward, "gate_up_proj"):
-        weight = feed_forward.gate_up_proj.stored
+    if (fused := fused_gate_up_of(feed_forward)) is not None:
+        weight = fused.stored
         gate, up = split_rows(weight, [weight.shape[0] // 2] * 2)
         return alternating((gate, None), (up, None))
     return alternating(weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj))
 
 
+def _check_heads(heads: list[HeadCounts]) -> None:
+    if len(heads) > HEADS:
+        raise CannotLower(f"the layers have {len(heads)} kinds of heads")
+    for kind in heads:
+        if kind.head_dim not in _HEAD_DIMS or kind.value_dim not in (0, kind.head_dim):
+            raise CannotLower(f"heads of {kind.head_dim} values do not fit the native kernels")
+
+
+def _check_latents(lowered: Lowered) -> None:
+    for layer in lowered.layers:
+        if layer.latent is None or layer.rotary < 0:
+            raise CannotLower("only some layers keep lines for all heads, or turn them")
+        shape, (frequencies, _) = layer.latent.shape, lowered.frequencies[layer.rotary]
+        widths = (shape.plain, shape.rotated, shape.rank, shape.value_dim, shape.query_rank)
+        if (
+            any(width % PANEL for width in widths)
+            or shape.rank > _MOST_RANK
+            or shape.rank + shape.rotated > _MOST_LINE
+            or shape.rotated != 2 * len(frequencies)
+        ):
+            raise CannotLower(
+                f"latents of {shape.rank} + {shape.rotated} values, for heads of {shape.plain} and {shape.value_dim}, "
+                "do not fit the native kernels"
+            )
+
+
+def _check_mixer(layer: LoweredLayer) -> None:
+    """What is recurrent."""
+    shape = None if layer.recurrent is None else layer.recurrent.shape
+    if shape is not None and (
+        shape.value_dim % LANES
+        or shape.key_dim % LANES
+        or shape.key_dim > _MOST_KEY_DIM
+        or not 2 <= shape.taps <= _MOST_TAPS
+    ):
+        raise CannotLower(
+            f"recurrent states of {shape.key_dim} x {shape.value_dim} values after a convolution over {shape.taps} "
+            "tokens do not fit the native kernels"
+        )
+
+
+def rows_of(rows: Rows) -> Weights:
+    """A linear's outputs [first, stop) and their bias."""
+    weight, bias = weights_of(rows.linear)
+    if rows.stop - rows.first == weight.shape[0]:
+        return weight, bias
+    own = rows_between(weight, rows.first, rows.stop)
+    return own, None if bias is None else bias[rows.first : rows.stop]
+
+
+def router_pieces(routing: Routing) -> list[Piece]:
+    """A router's weight as bf16, and what it has beyond, where it is float32."""
+    weight, bias = routing.router, routing.router_bias
+    high = weight.bfloat16()
+    beyond = [] if weight.dtype is torch.bfloat16 else [((weight - high.float()).bfloat16(), None)]
+    return one_after_another([(high, bias), *beyond])
+
+
+def expert_parts(routing: Routing, leaf: str, parts: int) -> list[Weights]:
+    """`leaf` of all experts, end to end, in equally many rows."""
+    bias = expert_bias(routing, leaf)
+    biases = [None] * parts if bias is None else bias.chunk(parts)
+    return list(zip(split_evenly(expert_weights(routing, leaf), parts), biases, strict=True))
+
+
 def _check_widths(config: Any, world_size: int) -> None:
-    for width in (width for name in _WIDTHS if (width := getattr(config, name, None))):
+    widths = [width for name in _WIDTHS if (width := getattr(config, name, None))]
+    if getattr(config, "use_double_wide_mlp", False):
+        widths.append(2 * config.intermediate_size)
+    for width in widths:
         inner = split_dimension(width, world_size)
         if config.hidden_size % 2 or any(span.size % GATE_RUN for span in inner):
             raise CannotLower(
@@ -102,17 +195,21 @@ def _check_widths(config: Any, world_size: int) -> None:
 
 
 def _check_experts(routing: Routing) -> None:
-    experts, hidden = routing.router.shape
-    size = experts // routing.groups
-    if experts > _MOST_EXPERTS or experts % routing.groups or not 0 < routing.chosen <= size * routing.among:
-        raise CannotLower(f"{routing.chosen} of {experts} experts are beyond the native kernels")
+    (experts, hidden), choice = routing.router.shape, routing.choice
+    size = experts // choice.groups
+    if (
+        experts > _MOST_EXPERTS
+        or experts % choice.groups
+        or not 0 < choice.chosen <= size * choice.top_groups
+    ):
+        raise CannotLower(f"{choice.chosen} of {experts} experts are beyond the native kernels")
     if hidden % PANEL:
         raise CannotLower(f"experts of {hidden} outputs do not fit the native kernels")
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """A mixture of experts; its numbers are those of `Routing`."""
+    """A mixture of experts."""
 
     router: PackedLinear
     gate_up: PackedLinear
@@ -121,12 +218,9 @@ class PackedExperts:
     shared_gate: PackedLinear | None
     correction: Tensor | None
     count: int
-    chosen: int
-    scores: Scores
-    normalised: bool
-    groups: int
-    among: int
-    scale: float
+    choice: Choice
+    scales: Tensor | None
+    norms: dict[str, Tensor]
 
     def describe(self) -> Experts:
         """The structure that the kernels take."""
@@ -135,9 +229,76 @@ class PackedExperts:
             made.shared_gate = self.shared_gate.describe()
         if self.correction is not None:
             made.correction = self.correction.data_ptr()
-        for name in ("count", "chosen", "normalised", "groups", "among", "scale"):
-            setattr(made, name, getattr(self, name))
-        made.scores = SCORES[self.scores]
+        if self.scales is not None:
+            made.scales = self.scales.data_ptr()
+        for name, weight in self.norms.items():
+            setattr(made, name, weight.data_ptr())
+        for name, value in asdict(self.choice).items():
+            setattr(made, name, SCORES[value] if name == "scores" else value)
+        made.count = self.count
+        return made
+
+
+@dataclass(frozen=True)
+class PackedRecurrent:
+    """What a recurrent layer computes with between its products."""
+
+    shape: RecurrentShape
+    tensors: dict[str, Tensor]
+
+    def describe(self, window: Tensor, state: Tensor | None) -> Recurrent:
+        """The structure that the kernels take, over the slots' `window` [slots, channels, length] and `state`."""
+        numbers = {**asdict(self.shape), "kind": KINDS[self.shape.kind]}
+        made = Recurrent(
+            **numbers,
+            window_length=window.shape[2],
+            window=window.data_ptr(),
+            slot_stride=window.stride(0) * window.itemsize,
+            **{name: tensor.data_ptr() for name, tensor in self.tensors.items()},
+        )
+        if state is not None:
+            made.state = state.data_ptr()
+        return made
+
+
+@dataclass(frozen=True)
+class PackedLatent:
+    """What makes queries and outputs where all heads attend to one line."""
+
+    shape: LatentShape
+    query_b: PackedLinear | None
+    keys: PackedLinear
+    values: PackedLinear
+    norms: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, latent: Latent, pack_linear: Callable[[list[Piece]], PackedLinear]) -> "PackedLatent":
+        """`latent` without its weights, which it lets go of."""
+        query_b = None if latent.query_b is None else weights_of(latent.query_b)
+        packed = cls(
+            shape=latent.shape,
+            query_b=None if query_b is None else pack_linear(one_after_another([query_b])),
+            keys=pack_linear(one_after_another([(latent.of_keys, None)])),
+            values=pack_linear(one_after_another([(latent.of_values, None)])),
+            norms=latent.norms,
+        )
+        release(latent.weight)
+        return packed
+
+    @property
+    def linears(self) -> list[PackedLinear]:
+        return [self.keys, self.values, *([] if self.query_b is None else [self.query_b])]
+
+    def describe(self) -> structures.Latent:
+        """The structure that the kernels take."""
+        made = structures.Latent(
+            keys=self.keys.describe(),
+            values=self.values.describe(),
+            **asdict(self.shape),
+            **{name: norm.data_ptr() for name, norm in self.norms.items()},
+        )
+        if self.query_b is not None:
+            made.query_b = self.query_b.describe()
         return made
 
 
@@ -154,19 +315,54 @@ class PackedLayer:
     experts: PackedExperts | None
     rotary: int
     window: int
+    page: int
+    heads: int
+    reads_only: bool
+    keys_are_values: bool
+    norms_values: bool
+    scale: float
+    gated: bool
+    latent: PackedLatent | None
+    recurrent: PackedRecurrent | None
+    input_gate: PackedLinear | None
+    input_projection: PackedLinear | None
 
     @property
     def linears(self) -> list[PackedLinear]:
         experts = self.experts
         of_experts = [experts.router, experts.gate_up, experts.down, experts.shared_gate] if experts else []
-        every = [self.qkv, self.output, self.gate_up, self.down, *of_experts]
+        of_input = [self.input_gate, self.input_projection]
+        of_latent = [] if self.latent is None else self.latent.linears
+        every = [self.qkv, self.output, self.gate_up, self.down, *of_latent, *of_input, *of_experts]
         return [linear for linear in every if linear is not None]
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """What makes the layers' inputs."""
+
+    table: PackedLinear
+    """One output per token of the embedding's; bf16 is not packed, as nothing is multiplied with it."""
+    projection: PackedLinear
+    norm: Tensor
+    scales: InputScales
+
+    def describe(self) -> Inputs:
+        """The structure that the kernels take."""
+        return Inputs(
+            self.norm.shape[0],
+            self.table.describe(),
+            self.projection.describe(),
+            self.norm.data_ptr(),
+            **asdict(self.scales),
+        )
 
 
 @dataclass(frozen=True)
 class PackedModel:
     """One rank's share of a model; its numbers are those of `Lowered`."""
 
+    heads: list[HeadCounts]
     layers: list[PackedLayer]
     final_norm: Tensor
     embedding: PackedLinear
@@ -179,21 +375,25 @@ class PackedModel:
     """Token of the embedding's first row."""
     is_split: bool
     """Whether the ranks hold different rows of the embedding."""
+    inputs: PackedInputs | None
 
 
 def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> PackedModel:
     """Packs `lowered` with `threads` threads. Plain weights are let go as they are packed: the model that was lowered
     is of no use afterwards."""
     with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
-        packer = _Packer(library, layout, pool, threads)
-        layers = [packer.layer(layer) for layer in lowered.layers]
+        layouts = [ShardLayout.of(heads, layout.world_size, layout.rank) for heads in lowered.heads]
+        packer = _Packer(library, layouts, pool, threads)
+        layers = [packer.layer(layer, lowered.family.gated) for layer in lowered.layers]
         rows, first, split = vocabulary(lowered)
         head = packer.linear(one_after_another([weights_of(lowered.head)]))
         tied = rows is lowered.head.stored
         embedding = head if tied else packer.linear(one_after_another([(rows, None)]))
+        inputs = None if lowered.inputs is None else packer.inputs(lowered.inputs)
     release(lowered.head)
     release(lowered.embedding)
     return PackedModel(
+        heads=lowered.heads,
         layers=layers,
         final_norm=lowered.final_norm,
         embedding=embedding,
@@ -203,61 +403,98 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         activation=lowered.activation,
         first_token=first,
         is_split=split,
+        inputs=inputs,
     )
 
 
 @dataclass(frozen=True)
 class _Packer:
     library: Any
-    layout: ShardLayout
+    layouts: list[ShardLayout]
+    """Of each kind of heads."""
     pool: ThreadPoolExecutor
     threads: int
 
     def linear(self, pieces: list[Any]) -> PackedLinear:
         return PackedLinear.of(self.library, pieces, self.pool, self.threads)
 
-    def layer(self, layer: LoweredLayer) -> PackedLayer:
+    def whole(self, linear: Any) -> PackedLinear:
+        return self.linear(one_after_another([weights_of(linear)]))
+
+    def inputs(self, inputs: ModelInputs) -> PackedInputs:
+        rows = inputs.table.stored
+        packed = PackedInputs(
+            table=plain_rows(rows)
+            if isinstance(rows, Tensor)
+            else self.linear(one_after_another([(rows, None)])),
+            projection=self.linear(one_after_another([(inputs.projection.weight.detach(), None)])),
+            norm=inputs.norm,
+            scales=inputs.scales,
+        )
+        release(inputs.table)
+        release(inputs.projection)
+        return packed
+
+    def layer(self, layer: LoweredLayer, gated: bool) -> PackedLayer:
         attention: Any = layer.attention
-        dense: Any = layer.feed_forward
-        head_dim = self.layout.head_dim
-        rows = (self.layout.q_heads.size * head_dim, self.layout.kv_heads.size * head_dim)
+        recurrent, dense = layer.recurrent, cast(Any, layer.feed_forward)
+        output = attention.o_proj if recurrent is None else recurrent.output
         packed = PackedLayer(
             norms=layer.norms,
-            qkv=self.linear(qkv_pieces(attention, *rows)),
-            output=self.linear(one_after_another([weights_of(attention.o_proj)])),
+            qkv=self.linear(self.projected(layer, gated)),
+            output=self.whole(output),
             gate_up=None if dense is None else self.linear(gate_up_pieces(dense)),
-            down=None if dense is None else self.linear(one_after_another([weights_of(dense.down_proj)])),
+            down=None if dense is None else self.whole(down_of(dense)),
             experts=None if layer.routing is None else self.experts(layer.routing),
             rotary=layer.rotary,
             window=layer.window,
+            page=layer.page,
+            heads=layer.heads,
+            reads_only=layer.reads_only,
+            keys_are_values=layer.keys_are_values,
+            norms_values=layer.norms_values,
+            scale=layer.scale,
+            gated=gated and recurrent is None,
+            latent=None if layer.latent is None else PackedLatent.of(layer.latent, self.linear),
+            recurrent=None if recurrent is None else PackedRecurrent(recurrent.shape, recurrent.tensors),
+            input_gate=None if layer.input is None else self.whole(layer.input.gate),
+            input_projection=None if layer.input is None else self.whole(layer.input.projection),
         )
         for linear in linears_of(layer):
             release(linear)
         return packed
 
+    def projected(self, layer: LoweredLayer, gated: bool) -> list[Piece]:
+        """What a layer's first product gives."""
+        if layer.recurrent is not None:
+            return one_after_another(map(rows_of, layer.recurrent.inputs))
+        if layer.latent is not None:
+            return one_after_another(map(rows_of, layer.latent.inputs))
+        if gated:
+            return one_after_another(map(rows_of, gated_rows_of(layer.attention)))
+        layout = self.layouts[layer.heads]
+        rows = (layout.q_heads.size * layout.head_dim, layout.kv_heads.size * layout.head_dim)
+        return qkv_pieces(layer.attention, *rows)
+
     def experts(self, routing: Routing) -> PackedExperts:
         count, shared = len(routing.router), routing.shared_gate
-        sides = split_evenly(expert_weights(routing, "gate_up_proj"), 2 * count)
-        downs = split_evenly(expert_weights(routing, "down_proj"), count)
+        sides = expert_parts(routing, "gate_up_proj", 2 * count)
+        downs = expert_parts(routing, "down_proj", count)
         packed = PackedExperts(
-            router=self.linear(one_after_another([(routing.router, None)])),
+            router=self.linear(router_pieces(routing)),
             gate_up=self._each(
-                [
-                    alternating((gate, None), (up, None))
-                    for gate, up in zip(sides[::2], sides[1::2], strict=True)
-                ]
+                [alternating(gate, up) for gate, up in zip(sides[::2], sides[1::2], strict=True)]
             ),
-            down=self._each([one_after_another([(down, None)]) for down in downs]),
+            down=self._each([one_after_another([down]) for down in downs]),
             shared_gate=None if shared is None else self.linear(one_after_another([(shared, None)])),
             correction=routing.correction,
             count=count,
-            **{name: getattr(routing, name) for name in _OF_ROUTING},
+            choice=routing.choice,
+            scales=routing.scales,
+            norms=routing.norms,
         )
         release_experts(routing)
         return packed
 
     def _each(self, experts: list[list[Piece]]) -> PackedLinear:
         return PackedLinear.of_experts(self.library, experts, self.pool, self.threads)
-
-
-_OF_ROUTING = ("chosen", "scores", "normalised", "groups", "among", "scale")

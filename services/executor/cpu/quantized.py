@@ -89,8 +89,7 @@ def pack_rows(
     into: Tensor | None = None,
 ) -> Tensor:
     """A weight of `outputs` outputs packed with `threads` threads of `pool`: `blocks` of it, which are `servable` and
-    of whole panels but for the last, are taken one after the other. `into`: the room for
-    it, uint8; None: one is made."""
+    of whole panels but for the last, are taken one after the other. `into`: the room for it, uint8; None: made."""
     described = made.describe(None)
     packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), outputs)) if into is None else into
     place, panel = packed.data_ptr(), library.rz_quantized_bytes(ctypes.byref(described), PANEL)

@@ -170,6 +170,8 @@ class _File(NamedTuple):
 
 def _size_of(model: PackedModel) -> int:
     linears = {id(model.head): model.head, id(model.embedding): model.embedding}
+    if model.inputs is not None:
+        linears |= {id(linear): linear for linear in (model.inputs.table, model.inputs.projection)}
     for layer in model.layers:
         linears |= {id(linear): linear for linear in layer.linears}
     return sum(linear.nbytes for linear in linears.values())

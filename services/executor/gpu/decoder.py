@@ -16,9 +16,11 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
-from services.executor.gpu.attention import GpuKernels
+from services.executor.gpu.attention import GpuKernels, processors_of
+from services.executor.gpu.experts import Mixture
 from services.executor.gpu.inputs import StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise
+from services.executor.gpu.kernels.experts import arrivals_of
 from services.executor.gpu.linear import (
     MakeProduct,
     Product,
@@ -28,9 +30,11 @@ from services.executor.gpu.linear import (
     make_product,
 )
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.lowered_experts import Routing
 from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
+    down_of,
     gate_up_of,
     linears_of,
     qkv_of,
@@ -53,8 +57,10 @@ class _Layer:
     """Of queries and keys."""
     qkv: Product
     output: Product
-    gate_up: Product
-    down: Product
+    gate_up: Product | None
+    """Of all rows; beside experts the shared one's, if there is one."""
+    down: Product | None
+    experts: Mixture | None
     rotary: int
     index: int
     """Among the layers of the KV store."""
@@ -98,6 +104,7 @@ class GpuDecoder:
         width = store.shape.head_dim
         self._output_columns = slice(first * width, (first + layout.output_heads.size) * width)
         device = store.device
+        self._arrivals = arrivals_of(processors_of(device), device)
         self._frequencies = [(radians.to(device), scale) for radians, scale in lowered.frequencies]
         self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
         self._final_norm = lowered.final_norm
@@ -128,8 +135,7 @@ class GpuDecoder:
             states = self._add_norm(
                 summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
             )
-            gated = elementwise.gated(layer.gate_up(states), gelu=self._gelu)
-            summed = self._collectives.all_reduce(layer.down(gated))
+            summed = self._collectives.all_reduce(self._feed_forward(layer, states, inputs.slots))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
         return states
@@ -227,10 +233,23 @@ class GpuDecoder:
         self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out)
         return out.view(tokens, -1)[:, self._output_columns]
 
+    def _feed_forward(self, layer: _Layer, states: Tensor, slots: Tensor) -> Tensor:
+        """This rank's share of the sum, [T, hidden] of the normed `states` [T, hidden]."""
+        made = None
+        if layer.gate_up is not None and layer.down is not None:
+            made = layer.down(elementwise.gated(layer.gate_up(states), gelu=self._gelu))
+        if layer.experts is not None:
+            made = layer.experts(states, slots, made)
+        assert made is not None, "a layer feeds forward by something"
+        return made
+
     def _add_norm(self, x: Tensor, residual: Tensor, layer: _Layer, after: str, weight: Tensor) -> Tensor:
         return elementwise.add_norm(
             x, residual, weight, self._norms, layer.norms.get(after), self._scalars.residual_scale
         )
+
+    def _mixture(self, routing: Routing, make: MakeProduct) -> Mixture:
+        return Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.batch_invariant)
 
     def _layer(self, index: int, layer: LoweredLayer, make: MakeProduct) -> _Layer:
         attention: Any = layer.attention
@@ -241,8 +260,9 @@ class GpuDecoder:
             head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
             qkv=make_joined(qkv_of(attention), make),
             output=make(*weights_of(attention.o_proj)),
-            gate_up=make_joined(gate_up_of(feed_forward), make),
-            down=make(*weights_of(feed_forward.down_proj)),
+            gate_up=None if feed_forward is None else make_joined(gate_up_of(feed_forward), make),
+            down=None if feed_forward is None else make(*weights_of(down_of(feed_forward))),
+            experts=None if layer.routing is None else self._mixture(layer.routing, make),
             rotary=layer.rotary,
             index=index,
             rule=ScoreRule(scalars.attention_scale, scalars.attention_cap or None),

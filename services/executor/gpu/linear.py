@@ -16,9 +16,13 @@ from services.executor.core.settings import WeightDType
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.lowering import Weights
 from services.executor.model.parallel.layers import (
+    EXPERT_WEIGHTS,
     LinearShard,
     VocabParallelEmbedding,
     WeightShard,
+    expert_weight_of,
+    holds_experts,
+    keep_quantized_experts,
     unpack_experts,
 )
 from services.executor.model.quantized import DeferredRows, QuantizedRows
@@ -147,11 +151,24 @@ def pack_for_gpu(model: Any, device: torch.device) -> None:
         packed = packed_rows(rows.to(device))
         for module in modules:
             module.keep_quantized(packed)
+    _pack_experts(model, device)
+
+
+def _pack_experts(model: Any, device: torch.device) -> None:
+    """The same for experts, all of a layer as one."""
+    for module in model.modules():
+        for name in EXPERT_WEIGHTS if holds_experts(module, EXPERT_WEIGHTS[0]) else ():
+            stored = expert_weight_of(module, name)
+            rows = stored.read() if isinstance(stored, DeferredRows) else stored
+            if isinstance(rows, QuantizedRows):
+                from services.executor.gpu.quantized_matmul import stacked_rows
+
+                keep_quantized_experts(module, name, stacked_rows(rows.to(device), module.num_experts))
 
 
 def use_products(model: Any, make: MakeProduct = make_product) -> None:
     """Has the quantised layers of `model`, which PyTorch runs, multiply by `make`'s products, and look up in them.
-    Of experts there is no such product: they are unpacked."""
+    Of its own experts there is no such product: they are unpacked."""
     unpack_experts(model)
     for module in model.modules():
         if not isinstance(module, WeightShard) or isinstance(module.stored, Tensor):

@@ -122,10 +122,7 @@ class GroupedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._weight, self._bias
-        if weight.order is not None:
-            x = x.index_select(1, weight.order)
-            if weight.idle is not None:
-                x.masked_fill_(weight.idle, 0)
+        x = in_order(x, weight)
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((len(x), weight.outputs), dtype=x.dtype, device=x.device)
         if self._invariant:
@@ -139,6 +136,14 @@ class GroupedProduct:
             cut = tiles_of(len(x), weight.outputs, weight.columns, self._processors)
             multiply_grouped(x, weight, bias, self._arrivals, cut, out)
         return out
+
+
+def in_order(x: Tensor, weight: PackedRows) -> Tensor:
+    """`x` [T, in], or [T, columns]: its inputs in the order of the columns of `weight`."""
+    if weight.order is None:
+        return x
+    x = x.index_select(1, weight.order)
+    return x if weight.idle is None else x.masked_fill_(weight.idle, 0)
 
 
 def coded_product(
@@ -226,6 +231,16 @@ def packed_rows(weight: QuantizedRows) -> PackedRows:
         table=weight.table,
         order=None if order is None else order.clamp(min=0).long(),
         idle=unused if unused is not None and bool(unused.any()) else None,
+    )
+
+
+def stacked_rows(weight: QuantizedRows, count: int) -> PackedRows:
+    """`weight` of `count` experts, [experts * out, in], packed where it is: whole tiles for each."""
+    each = weight.outputs // count
+    if each % BLOCK_N == 0:
+        return replace(packed_rows(weight), outputs=each)
+    return PackedRows.stacked(
+        [packed_rows(weight.rows(first, first + each)) for first in range(0, weight.outputs, each)]
     )
 
 

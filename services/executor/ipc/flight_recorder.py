@@ -226,6 +226,9 @@ class _Plan(ctypes.Structure):
     compressions: int
     restores: int
     pools: int
+    snapshots: int
+    snapshot_saves: int
+    snapshot_loads: int
     sequence_count: int
     block_size: int
     blocks: int
@@ -247,8 +250,10 @@ class PlanLog:
         self._slots: list[_Plan] = list(slots)
         self._made = 0
 
-    def add(self, plan: "StepPlan", generation_ids: Sequence[str], block_size: int) -> None:
-        """`generation_ids`: of the plan's sequences, in its order."""
+    def add(
+        self, plan: "StepPlan", generation_ids: Sequence[str], block_size: int, state_blocks: int = 0
+    ) -> None:
+        """`generation_ids`: of the plan's sequences, in its order; `state_blocks`: that a snapshot takes."""
         slot = self._slots[self._made % PLANS]
         self._made += 1
         slot.step = 0  # whoever reads the slot now is told so
@@ -258,6 +263,9 @@ class PlanLog:
         slot.sampled, slot.saves = len(plan.sample_rows) // 4, len(plan.saves) // 8
         slot.compressions, slot.restores = len(plan.compressions) // 8, len(plan.restores) // 8
         slot.pools, slot.block_size = len(plan.pools) // 8, block_size
+        slot.snapshots = len(plan.state_snapshots) // 8
+        slot.snapshot_saves = len(plan.state_saves) // 4 // (1 + state_blocks)
+        slot.snapshot_loads = len(plan.state_loads) // 4 // (1 + state_blocks)
         slot.sequence_count, slot.blocks = len(plan.query_lens) // 4, len(plan.block_tables) // 4
         slot.name_bytes = min(len(names), _NAME_BYTES)
         ctypes.memmove(slot.query_lens, plan.query_lens, min(len(plan.query_lens), 4 * _SEQUENCES))

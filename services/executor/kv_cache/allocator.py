@@ -41,7 +41,7 @@ from services.executor.kv_cache.block_pool import (
     check_tables,
 )
 from services.executor.kv_cache.offload_tiers import SpillTiers
-from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root
+from services.executor.kv_cache.prefix_index import BlockChain, BlockKey, PrefixIndex, is_root, state_keys
 from shared.messages.debugging import AllocatorDump, HolderDump
 
 MOST_PINNED = 0.5
@@ -123,22 +123,62 @@ class BlockAllocator:
             place = self._find(chain, position)
             if place is None:
                 break
-            if place < 0 or self._references[place] == 0:
+            if self._must_be_taken(place):
                 room -= 1
                 if room < 0:
                     break
             found.append(place)
         return found
 
+    def match_state(self, chain: BlockChain, limit: int, parts: int) -> tuple[list[int], list[int], int]:
+        """As `match`, for a model that keeps recurrent state, whose snapshots take `parts` blocks: the longest
+        beginning that has a snapshot behind it, where that is, and the number of blocks that `match` finds at most."""
+        places: list[int] = []
+        room = [self._kept.available]
+        for position in range(min(limit, len(chain))):
+            place = self._find(chain, position)
+            if place is None:
+                break
+            places.append(place)
+            room.append(room[-1] - self._must_be_taken(place))
+        for end in range(len(places), 0, -1):
+            snapshot = self._find_state(chain.digest(end - 1), parts)
+            if snapshot and room[end] >= sum(map(self._must_be_taken, snapshot)):
+                return places[:end], snapshot, len(places)
+        return [], [], len(places)
+
+    def _find_state(self, parent: bytes, parts: int) -> list[int]:
+        """Where the snapshot behind the block with that digest is; empty where it is not whole."""
+        places = []
+        for key in state_keys(parent, parts):
+            place = self._place_of(key)
+            if place is None:
+                return []
+            places.append(place)
+        return places
+
+    def find_state(self, parent: bytes, parts: int) -> list[int]:
+        """The blocks of that snapshot; empty where one is missing or spilled."""
+        places = self._find_state(parent, parts)
+        return places if min(places, default=-1) >= 0 else []
+
+    def _must_be_taken(self, place: int) -> bool:
+        """Whether it takes an unused block to have what is there."""
+        return place < 0 or self._references[place] == 0
+
     def find(self, chain: BlockChain, position: int) -> int | None:
         """The block that holds what the `position`-th of `chain` will; spilled ones do not count."""
         return self._index.find(chain.key(position)) if self._index.knows(chain.digest(position)) else None
 
     def _find(self, chain: BlockChain, position: int) -> int | None:
-        block = self.find(chain, position)
+        digest = chain.digest(position)
+        return self._place_of(chain.key(position)) if self.knows(digest) else None
+
+    def _place_of(self, key: BlockKey) -> int | None:
+        block = self._index.find(key)
         if block is not None or not self._tiers.count:
             return block
-        slot = self._tiers.find(chain.key(position))
+        slot = self._tiers.find(key)
         return None if slot is None else ~slot
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -375,6 +415,7 @@ class BlockAllocator:
             sessions=len(sessions),
             holders=sessions,
             invariants="",
+            snapshots=self._index.snapshots,
         )
 
     def check(

@@ -8,9 +8,11 @@ pinned    cached, and kept for a session          handed out last: a pin delays 
 Copies (`PendingCopies`) are decided by the leader between two plans, executed by every rank in this order:
 
     1. saves         block ──▶ spill slot     what is evicted, before its id is written again
-    2. adoptions     landing slot ──▶ block   what another ring has given (`kv_transfer/exchange.py`)
-    3. restores      spill slot ──▶ block     what the step is going to read
-    4. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
+    2. state saves   state slot ──▶ blocks    snapshots of recurrent state (`scheduler/state_slots.py`)
+    3. adoptions     landing slot ──▶ block   what another ring has given (`kv_transfer/exchange.py`)
+    4. restores      spill slot ──▶ block     what the step is going to read
+    5. state loads   blocks ──▶ state slot    snapshots that sequences begin with
+    6. the forward pass, which in each layer writes hot blocks, compresses those that it fills, and attends
 
 Source of a save is only what earlier plans have written; so the order makes it safe to hand an id or a slot
 out again in the very plan that saves what it held.

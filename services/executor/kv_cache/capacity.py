@@ -15,18 +15,21 @@ Of a GPU's memory the KV cache may take what is free once the weights are there,
                                                    the larger of the two
 
 Needs are estimated, and generously: a step that finds no memory loses the ring, a tenth more of cache gains little.
+
+What cannot hold one sequence is refused twice: by `check_room` from the configuration and the sizes of the weights,
+before these are read, and by `plan_store` once they are there, when the memory is known that is left.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from services.executor.collectives.base import Collectives
+from services.executor.core.layer_state import LayerStates, Pages, StateTensor, layer_of_pages, page_layers
 from services.executor.core.settings import BlockDType, ExecutorSettings, layer_dtypes, parse_layers
-from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache.codecs import Codec, codecs_of
+from services.executor.kv_cache.codecs import codecs_of
+from services.executor.kv_cache.store_shape import StoreShape, state_bytes
 from shared.errors import ConfigurationError
 
 DEFAULT_UTILIZATION = 0.9
@@ -51,25 +54,31 @@ class StepWidths(NamedTuple):
     vocab: int
     """The whole vocabulary."""
     ranks: int
+    experts: int = 0
+    """That a token goes to, each of which makes hidden values."""
 
 
 def widths_of(config: object, ranks: int) -> StepWidths:
-    """From a transformers configuration; what it does not name is taken as in Llama."""
+    """From a transformers configuration; what it does not name is taken as in Llama. Where layers differ, the last
+    one's."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[-1]  # type: ignore[attr-defined]
     hidden = _number(config, "hidden_size", 4096)
     heads = _number(config, "num_attention_heads", 32)
     head_dim = _number(config, "head_dim", max(1, hidden // heads))
     kv_heads = _number(config, "num_key_value_heads", heads)
-    experts = max(1, _number(config, "num_experts_per_tok", 1))
-    intermediate = max(
+    experts, dense = (
+        _number(config, "num_experts_per_tok", 0),
         _number(config, "intermediate_size", 4 * hidden),
-        _number(config, "moe_intermediate_size", 0) * experts,
     )
+    intermediate = max(dense, _number(config, "moe_intermediate_size", dense) * max(1, experts))
     return StepWidths(
         hidden,
         -(-2 * (heads + kv_heads) * head_dim // ranks),
         -(-intermediate // ranks),
         _number(config, "vocab_size", 0),
         ranks,
+        experts,
     )
 
 
@@ -80,7 +89,7 @@ def step_bytes(widths: StepWidths, tokens: int, rows: int, dtype: torch.dtype, g
     Activations of one layer at a time: the residual, its norm and the products around attention and MLP; of the rows
     that are sampled the rank's logits, and on rank 0 everybody's, twice in float32.
     """
-    values = 4 * widths.hidden + widths.attention + 3 * widths.intermediate
+    values = (4 + widths.experts) * widths.hidden + widths.attention + 3 * widths.intermediate
     activations = tokens * values * dtype.itemsize
     logits = rows * (-(-widths.vocab // widths.ranks) * dtype.itemsize + widths.vocab * (dtype.itemsize + 8))
     return int(FRAGMENTS * (activations + logits)) + WORKSPACES + graphs
@@ -115,9 +124,16 @@ DEFAULT_CPU_SHARE = 0.25
 """Share of the host's free memory that one rank's cache takes unless a budget is set."""
 DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
-FORMAT_VERSION = 1
-"""Of the bytes of a block: a release that lays them out in another way raises it."""
+_KV_MEMORY, _CONTEXT = "RYZANSTEIN_KV_MEMORY (--kv-memory)", "RYZANSTEIN_CONTEXT_LENGTH (--context-length)"
 SPARE_HOT_BLOCKS = 8
+SNAPSHOT_SLOTS = 8
+"""Slots beside those of running sequences, for snapshots that one step makes and the next one moves to blocks."""
+LEAST_SLOTS = 2
+"""One sequence's and one for a snapshot."""
+SLOTS_SHARE = 0.5
+"""Share of the budget that slots may take; where all sequences' would take more, fewer run at once."""
+BLOCKS_OF_A_SNAPSHOT = 512
+"""Of a model that keeps recurrent state alone: its blocks are as large as this makes them."""
 MOST_BLOCKS = 1 << 21
 """Beyond which a cache does not grow unless a budget is set: the leader keeps some 100 bytes for each. A large GPU has
 room for more with models below 100 million weights."""
@@ -128,68 +144,12 @@ COPY_BYTES_PER_STEP = 64 << 20
 MOST_COPIES_PER_STEP = 256
 
 
-@dataclass(frozen=True)
-class StoreShape:
-    """What decides the size of one rank's store."""
-
-    num_layers: int
-    block_size: int
-    kv_heads: int
-    """KV heads of this rank."""
-    head_dim: int
-    dtype: torch.dtype
-    codecs: tuple[Codec | None, ...] = ()
-    """How each layer compresses its cold blocks, None: not; empty: no layer does."""
-
-    def __post_init__(self) -> None:
-        if len(self.codecs) not in (0, self.num_layers):
-            raise ValueError(f"{len(self.codecs)} codecs were given for {self.num_layers} layers")
-
-    @property
-    def compresses(self) -> bool:
-        return any(codec is not None for codec in self.codecs)
-
-    def codec(self, layer: int) -> Codec | None:
-        return self.codecs[layer] if self.codecs else None
-
-    @property
-    def values_per_block(self) -> int:
-        """Values of one block in one layer, keys and values together."""
-        return 2 * self.kv_heads * self.block_size * self.head_dim
-
-    @property
-    def format(self) -> str:
-        """What a full block's bytes mean: stores of one format can read each other's."""
-        codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
-        sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
-        return f"{FORMAT_VERSION}:{sizes}:{self.dtype}:{codecs if self.compresses else ''}"
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one hot block over all layers."""
-        return self.num_layers * self.values_per_block * self.dtype.itemsize
-
-    @property
-    def bytes_per_cold_block(self) -> int:
-        """Bytes of one cold block over all layers, scales included."""
-        return sum(self._cold_bytes(self.codec(layer)) for layer in range(self.num_layers))
-
-    @property
-    def bytes_per_spilled_block(self) -> int:
-        """Bytes of a full block over all layers in its last format, in which it is spilled."""
-        return self.bytes_per_cold_block if self.compresses else self.bytes_per_block
-
-    def _cold_bytes(self, codec: Codec | None) -> int:
-        if codec is None:
-            return self.values_per_block * self.dtype.itemsize
-        return self.values_per_block * codec.dtype.itemsize + 2 * self.kv_heads * torch.float32.itemsize
-
-
 class BlockCounts(NamedTuple):
-    """Blocks of a store: ids [0, hot) and [hot, hot + cold)."""
+    """Blocks of a store: ids [0, hot) and [hot, hot + cold); and slots for recurrent state."""
 
     hot: int
     cold: int
+    slots: int = 0
 
 
 def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
@@ -201,15 +161,40 @@ def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> i
 
 
 def plan_blocks(
-    shape: StoreShape, context_length: int, budget_bytes: int, reserve: int, cap: int | None = None
+    shape: StoreShape,
+    context_length: int,
+    budget_bytes: int,
+    reserve: int,
+    cap: int | None = None,
+    slots: int = 0,
 ) -> BlockCounts:
-    """What fits in `budget_bytes`; `reserve` as in `hot_reserve`, the rest as in `plan_num_blocks`."""
-    if not shape.compresses:
+    """What fits in `budget_bytes` beside `slots`; `reserve` as in `hot_reserve`, the rest as in `plan_num_blocks`."""
+    if not shape.moves_full_blocks:
         size = shape.bytes_per_block
         return BlockCounts(plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap), 0)
-    size, reserved = shape.bytes_per_cold_block, reserve * shape.bytes_per_block
+    size, reserved = shape.bytes_per_cold_block, slots * shape.slot_bytes + reserve * shape.bytes_per_block
     cold = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
-    return BlockCounts(reserve, cold)
+    return BlockCounts(reserve, cold, slots)
+
+
+def plan_slots(shape: StoreShape, budget_bytes: int, max_sequences: int, blocks_bytes: int = 0) -> int:
+    """Slots for the recurrent state of sequences, and for snapshots, within `SLOTS_SHARE` of `budget_bytes`. Pure.
+    The blocks of one sequence, `blocks_bytes`, go before slots for many.
+
+    Raises `ConfigurationError` when they do not hold one sequence and one snapshot.
+    """
+    if not shape.slot_bytes:
+        return 0
+    most = int(budget_bytes * SLOTS_SHARE) // shape.slot_bytes
+    if most < LEAST_SLOTS:
+        least = LEAST_SLOTS * shape.slot_bytes
+        raise ConfigurationError(
+            f"The recurrent state of one sequence takes {shape.slot_bytes} bytes, and {SLOTS_SHARE:.0%} of the KV "
+            f"cache budget of {budget_bytes} bytes hold that of {most} sequences where {LEAST_SLOTS} are needed, one "
+            f"for a snapshot; set {_KV_MEMORY} to {max(int(least / SLOTS_SHARE), least + blocks_bytes)} bytes or more."
+        )
+    beside_blocks = max(LEAST_SLOTS, (budget_bytes - blocks_bytes) // shape.slot_bytes)
+    return min(most, beside_blocks, max_sequences + SNAPSHOT_SLOTS)
 
 
 def plan_num_blocks(
@@ -228,31 +213,34 @@ def plan_num_blocks(
     per_sequence = -(-context_length // block_size)
     blocks = max(0, budget_bytes - reserved) // bytes_per_block
     if blocks < per_sequence:
+        tokens = blocks * block_size
+        lower = f", or {_CONTEXT} to {tokens} or less" if tokens else ""
         raise ConfigurationError(
-            f"The KV cache budget of {budget_bytes} bytes holds {blocks * block_size} tokens, fewer than the "
-            f"context length of {context_length}; raise the budget to {reserved + per_sequence * bytes_per_block} "
-            "bytes or lower the context length."
+            f"The KV cache budget of {budget_bytes} bytes holds {tokens} tokens, fewer than one sequence of "
+            f"{context_length} takes; set {_KV_MEMORY} to {reserved + per_sequence * bytes_per_block} bytes or "
+            f"more{lower}."
         )
     return blocks if cap is None else min(blocks, cap * per_sequence)
 
 
 def most_useful(shape: StoreShape, reserve: int) -> int:
     """Bytes of a cache of as many blocks as can be counted; `reserve` as in `hot_reserve`. Pure."""
-    blocks = min(MOST_BLOCKS, MOST_LINES // (2 * shape.kv_heads * shape.block_size))
-    if not shape.compresses:
+    lines = max(pages.rows for pages in shape.pages) * shape.block_size
+    blocks = min(MOST_BLOCKS, MOST_LINES // lines)
+    if not shape.moves_full_blocks:
         return blocks * shape.bytes_per_block
     return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
 
 
 def default_budget(
-    device: torch.device, step_needs: int = 0, utilization: float = DEFAULT_UTILIZATION
+    device: torch.device, step_needs: int = 0, utilization: float = DEFAULT_UTILIZATION, weights: int = 0
 ) -> int:
-    """Bytes that one rank's cache may take on `device` when no budget is set. Call it once weights are loaded.
+    """Bytes that one rank's cache may take on `device` when no budget is set, with `weights` bytes yet to be loaded.
     On a GPU: less `step_needs` bytes, and within `utilization` of its memory."""
     if device.type == "cuda":
         free, total = free_memory(device)
-        return gpu_budget(free, total, step_needs, utilization)
-    return int(free_host_memory() * DEFAULT_CPU_SHARE)
+        return gpu_budget(free - weights, total, step_needs, utilization)
+    return max(0, int((free_host_memory() - weights) * DEFAULT_CPU_SHARE))
 
 
 def free_host_memory() -> int:
@@ -299,8 +287,7 @@ GIB = 1 << 30
 
 def plan_store(
     settings: ExecutorSettings,
-    num_layers: int,
-    layout: ShardLayout,
+    states: LayerStates,
     dtype: torch.dtype,
     reads_compressed: bool,
     context: int,
@@ -308,20 +295,22 @@ def plan_store(
     collectives: Collectives,
     widths: StepWidths | None = None,
 ) -> tuple[StoreShape, BlockCounts]:
-    """What one rank stores, and the numbers of blocks of all. `widths`: of the model, for what steps need on a GPU.
+    """What one rank stores of a model whose layers keep `states`, and the numbers of blocks of all. `widths`: of the
+    model, for what steps need on a GPU.
 
     `--kv-dtype auto` is int8 where what computes `reads_compressed` blocks as fast as others or faster, unless
     some rank's budget is too small for the blocks that compression needs besides; on GPUs too, where fp8 is read as
-    fast and takes as many bytes, but is coarser (ADR 0009). Raises `ConfigurationError` when one sequence of
+    fast and takes as many bytes, but is coarser (ADR 0009), unless layers differ in shape, which Triton's kernels
+    read none of. Raises `ConfigurationError` when one sequence of
     `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
     """
-    if settings.kv_dtype == "auto" and reads_compressed:
-        shape = _store_shape(settings, "int8", num_layers, layout, dtype)
+    plain = store_shape(settings, "bf16", states, dtype)
+    if settings.kv_dtype == "auto" and reads_compressed and (device.type == "cpu" or plain.is_uniform):
+        shape = store_shape(settings, "int8", states, dtype)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
         if blocks.hot:
             return shape, blocks
-    kind = "bf16" if settings.kv_dtype == "auto" else settings.kv_dtype
-    shape = _store_shape(settings, kind, num_layers, layout, dtype)
+    shape = plain if settings.kv_dtype == "auto" else store_shape(settings, settings.kv_dtype, states, dtype)
     mine = _my_blocks(shape, context, settings, device, widths)
     return shape, BlockCounts(*smallest(mine, device, collectives))
 
@@ -342,6 +331,12 @@ def _agreed(
     return BlockCounts(*smallest(mine, device, collectives))
 
 
+def blocks_of_a_snapshot(shape: StoreShape, device: torch.device, collectives: Collectives) -> int:
+    """Full blocks that the bytes of a slot take on the rank that needs the most; 0: there are no slots."""
+    mine = -shape.blocks_per_snapshot if shape.slot_bytes else 0
+    return -smallest((mine,), device, collectives)[0]
+
+
 def agree_on_slots(
     shape: StoreShape, settings: ExecutorSettings, device: torch.device, collectives: Collectives
 ) -> SpillCounts:
@@ -358,13 +353,46 @@ def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectiv
     return found
 
 
-def _store_shape(
-    settings: ExecutorSettings, kind: BlockDType, num_layers: int, layout: ShardLayout, dtype: torch.dtype
+def store_shape(
+    settings: ExecutorSettings, kind: BlockDType, states: LayerStates, dtype: torch.dtype
 ) -> StoreShape:
-    dtypes = layer_dtypes(kind, parse_layers(settings.kv_dtype_layers), num_layers)
-    return StoreShape(
-        num_layers, settings.block_size, layout.kv_heads.size, layout.head_dim, dtype, codecs_of(dtypes)
-    )
+    """Of a model whose layers keep `states` on this rank, with full blocks of `kind`."""
+    dtypes = layer_dtypes(kind, parse_layers(settings.kv_dtype_layers), len(states))
+    codecs = codecs_of([dtypes[layer] for layer in layer_of_pages(states)])
+    slot = tuple(state.slot for state in states if state.slot)
+    pages = page_layers(states)
+    if not pages:
+        pages, codecs = (_pages_of_snapshots(slot, settings.block_size, dtype),), (None,)
+    return StoreShape(settings.block_size, dtype, pages, codecs, slot)
+
+
+def _pages_of_snapshots(
+    slot: tuple[tuple[StateTensor, ...], ...], block_size: int, dtype: torch.dtype
+) -> Pages:
+    """What the blocks of a model without attention consist of, so that snapshots of its slots have where to be."""
+    size = sum(state_bytes(tensor, dtype) for layer in slot for tensor in layer)
+    return Pages(1, 1, -(-size // (BLOCKS_OF_A_SNAPSHOT * block_size * dtype.itemsize)))
+
+
+def check_room(
+    settings: ExecutorSettings,
+    states: LayerStates,
+    dtype: torch.dtype,
+    context: int,
+    device: torch.device,
+    weights: int,
+    widths: StepWidths | None = None,
+) -> None:
+    """Raises `ConfigurationError` where this rank will not hold one sequence of `context` tokens of a model whose
+    layers keep `states`. Its weights need not have been read: they will take `weights` bytes at least."""
+    kinds: tuple[BlockDType, ...] = (settings.kv_dtype,) if settings.kv_dtype != "auto" else ("int8", "bf16")
+    for kind in kinds:
+        try:
+            _my_blocks(store_shape(settings, kind, states, dtype), context, settings, device, widths, weights)
+            return
+        except ConfigurationError:
+            if kind == kinds[-1]:
+                raise
 
 
 def _my_blocks(
@@ -373,29 +401,54 @@ def _my_blocks(
     settings: ExecutorSettings,
     device: torch.device,
     widths: StepWidths | None,
+    weights: int = 0,
 ) -> BlockCounts:
-    if settings.kv_memory:
-        budget, cap = settings.kv_memory, None
-    else:
-        # Ranks and groups of one host share its memory; each GPU has its own.
-        on_host = settings.ranks_here * settings.replicas_on_host
-        ranks_sharing = on_host if device.type == "cpu" else 1
-        needs = _step_needs(settings, widths, shape.dtype) if widths is not None else 0
-        budget = default_budget(device, needs, settings.gpu_memory_utilization) // ranks_sharing
-        cap = DEFAULT_SEQUENCES if device.type == "cpu" else None
+    """`weights`: bytes of those that are not there yet."""
     reserve = hot_reserve(settings.max_sequences, settings.max_batch_tokens, shape.block_size)
-    if device.type != "cuda" or settings.kv_memory:
-        return plan_blocks(shape, context, budget, reserve, cap)
+    if settings.kv_memory:
+        return _blocks_and_slots(shape, context, settings, settings.kv_memory, reserve)
+    # Ranks and groups of one host share its memory; each GPU has its own.
+    needs = _step_needs(settings, widths, shape.dtype) if widths is not None else 0
+    budget = default_budget(device, needs, settings.gpu_memory_utilization, weights)
+    if device.type != "cuda":
+        budget //= settings.ranks_here * settings.replicas_on_host
+        return _blocks_and_slots(shape, context, settings, budget, reserve, DEFAULT_SEQUENCES)
     try:
-        return plan_blocks(shape, context, min(budget, most_useful(shape, reserve)), reserve, cap)
+        return _blocks_and_slots(
+            shape, context, settings, budget, reserve, useful=most_useful(shape, reserve)
+        )
     except ConfigurationError as error:
         free, total = free_memory(device)
         raise ConfigurationError(
-            f"Of the {total / GIB:.1f} GiB of the GPU {free / GIB:.1f} are free with the weights loaded, and "
-            f"{budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; lower "
-            "--context-length, let nothing else use the GPU (nvidia-smi), raise --gpu-memory-utilization, or spread "
-            "the model over more GPUs with --tp."
+            f"Of the {total / GIB:.1f} GiB of the GPU {max(0, free - weights) / GIB:.1f} are free with the weights "
+            f"loaded, and {budget / GIB:.1f} are left for the KV cache, too few for one sequence of {context} tokens; "
+            f"lower {_CONTEXT}, let nothing else use the GPU (nvidia-smi), raise --gpu-memory-utilization, or "
+            "spread the model over more GPUs with --tp."
         ) from error
+
+
+def _blocks_and_slots(
+    shape: StoreShape,
+    context: int,
+    settings: ExecutorSettings,
+    budget: int,
+    reserve: int,
+    cap: int | None = None,
+    useful: int | None = None,
+) -> BlockCounts:
+    """What fits in `budget` bytes, of which blocks are worth `useful` at most."""
+    slots = plan_slots(shape, budget, settings.max_sequences, _sequence_bytes(shape, context, reserve))
+    if useful is not None:
+        budget = min(budget, useful + slots * shape.slot_bytes)
+    return plan_blocks(shape, context, budget, reserve, cap, slots)
+
+
+def _sequence_bytes(shape: StoreShape, context: int, reserve: int) -> int:
+    """Of the blocks that a store of one sequence of `context` tokens has."""
+    blocks = -(-context // shape.block_size)
+    if not shape.moves_full_blocks:
+        return blocks * shape.bytes_per_block
+    return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block
 
 
 def _step_needs(settings: ExecutorSettings, widths: StepWidths, dtype: torch.dtype) -> int:

@@ -235,13 +235,20 @@ class BlockCopier:
         """None: this ring hands nothing over."""
 
     def run(self, plan: StepPlan) -> list[int]:
-        """Saves, adopts, restores. Returns the slots that some rank cannot restore: the same answer on
-        every rank, for which they ask each other only where a plan restores what may be lost."""
+        """Saves, adopts, restores: blocks, and slots whose bytes lie in blocks. Returns the spill slots that some rank
+        cannot restore: the same answer on every rank, for which they ask each other only where a plan restores what
+        may be lost."""
         if plan.saves:
             self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
+        if plan.state_saves:
+            self._store.save_states(self._snapshots(plan.state_saves))
         self._hand_over(plan)
-        if not plan.restores:
-            return []
+        failed = self._restore(plan) if plan.restores else []
+        if plan.state_loads:
+            self._store.load_states(self._snapshots(plan.state_loads))
+        return failed
+
+    def _restore(self, plan: StepPlan) -> list[int]:
         restores = _pairs(plan.restores)
         found = self._spilled.load_blocks(self._store, restores.tolist())
         if not self._spilled.loses:  # asking would wait for the device
@@ -252,6 +259,9 @@ class BlockCopier:
             flags = torch.from_numpy(lost).to(self._store.device)
             lost = self._collectives.all_reduce(flags).cpu().numpy()
         return [int(slot) for slot in restores[lost > 0, 0]]
+
+    def _snapshots(self, payload: bytes) -> NDArray[np.int32]:
+        return as_int32(payload).reshape(-1, 1 + self._store.blocks_per_snapshot)
 
     def _hand_over(self, plan: StepPlan) -> None:
         if self.endpoint is None:

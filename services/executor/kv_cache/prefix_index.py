@@ -6,10 +6,12 @@ so that two services can speak of the same prefix.
 
       root ──▶ digest 0 ──▶ digest 1 ──▶ digest 2          digest i = H(digest i-1, tokens of block i)
                tokens 0..15 tokens 16..31 tokens 32..47
+                                 ├─▶ "state:0"             a snapshot of the recurrent state behind block 1, in as many
+                                 └─▶ "state:1"             blocks as it takes
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -47,6 +49,27 @@ class BlockKey(NamedTuple):
     digest: bytes
     parent: bytes
     tokens: bytes
+
+
+_STATE = b"state:"
+_MOST_DIGITS = 9
+
+
+def state_key(parent: bytes, part: int) -> BlockKey:
+    """What the `part`-th (from 0) of the blocks holds that a snapshot of recurrent state is kept in: of the state
+    behind the block with the digest `parent`."""
+    tokens = b"%b%d" % (_STATE, part)
+    return BlockKey(block_digest(parent, tokens), parent, tokens)
+
+
+def state_keys(parent: bytes, parts: int) -> Iterator[BlockKey]:
+    return (state_key(parent, part) for part in range(parts))
+
+
+def is_state(tokens: bytes) -> bool:
+    """Whether they are those of a key of `state_keys`."""
+    part = tokens.removeprefix(_STATE)
+    return part != tokens and len(part) <= _MOST_DIGITS and part.isdigit()
 
 
 class BlockChain:
@@ -134,6 +157,12 @@ class PrefixIndex:
         key = self._keys.pop(block)
         del self._blocks[key.digest]
         return key
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots of recurrent state that are here, at least their first blocks."""
+        first = state_key(b"", 0).tokens
+        return sum(1 for key in self._keys.values() if key.tokens == first)
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys

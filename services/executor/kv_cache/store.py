@@ -1,59 +1,61 @@
-"""One rank's share of the KV cache: its heads' keys and values, under the ring's block ids.
+"""One rank's share of the KV cache: what its layers keep of every token, under the ring's block ids.
 
     ids     [0, num_hot)                     hot: as the model computes them, can be written to
-            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec
-    hot     per layer [num_hot, 2, kv_heads, block_size, head_dim]      2: key, value
-                       └─ block    └─ head    └─ tokens of one head
-    cold    codes  [layers, num_cold, 2, kv_heads, block_size, head_dim]    of the layers that share a codec
-            scales [layers, num_cold, 2, kv_heads] float32                  value = code * scale
+            [num_hot, num_hot + num_cold)    cold: full, compressed after their layer's codec; and snapshots of slots
+    hot     of page layers that are alike [layers, num_hot, parts, heads, lines, width]
+                                                     └─ block             └─ of one head: block_size, of each token one
+    cold    codes  of those that share a codec too [layers, num_cold, parts, heads, lines, width]
+            scales [layers, num_cold, parts, heads] float32              value = code * scale
     slot    block id * block_size + offset in the block
 
-A block of a layer is one contiguous run of bytes; so are the tokens of one head in it, which is what
-attention reads. The tensors of the layers never move: kernels may hold pointers to them.
+A page layer is what one layer of the model keeps for every token (`core/layer_state.py`): mostly keys and values, two
+parts. A block of a page layer is one contiguous run of bytes; so are the tokens of one head in it, which is what
+attention reads. The tensors never move: kernels may hold pointers to them.
 Who owns which block is decided by the leader's allocator alone; the store only reads and writes.
 Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
-from services.executor.kv_cache.capacity import StoreShape
+from services.executor.core.layer_state import Pages
 from services.executor.kv_cache.codecs import Codec
-
-_CACHE_LINE = 64
-"""Where tensors begin in host memory, so that kernels load whole lines."""
+from services.executor.kv_cache.state_store import StateStore, zeros
+from services.executor.kv_cache.store_shape import StoreShape
 
 
 class ColdBlocks:
-    """Cold blocks of some layers of a store. Its tensors never move."""
+    """Cold blocks of some page layers of a store, alike in shape. Its tensors never move."""
 
     def __init__(
         self,
-        shape: StoreShape,
         layers: Sequence[int],
+        pages: Pages,
+        shape: StoreShape,
         codec: Codec | None,
         num_cold: int,
         device: torch.device,
     ) -> None:
         self.layers = tuple(layers)
         self.codec = codec
-        heads = (len(layers), num_cold, 2, shape.kv_heads)
+        rows = (len(layers), num_cold, pages.parts, pages.heads)
         dtype = shape.dtype if codec is None else codec.dtype
-        self.codes = zeros((*heads, shape.block_size, shape.head_dim), dtype, device)
-        self.scales = None if codec is None else zeros(heads, torch.float32, device)
+        self.codes = zeros((*rows, pages.lines(shape.block_size), pages.width), dtype, device)
+        self.scales = None if codec is None else zeros(rows, torch.float32, device)
 
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def put(self, values: Tensor, blocks: Tensor, first: int = 0) -> None:
-        """Compresses `values` [layers, n, 2, kv_heads, block_size, head_dim], of the layers from `layers[first]` on,
+        """Compresses `values` [layers, n, parts, heads, lines, width], of the layers from `layers[first]` on,
         into `blocks` int64 [n] (from 0)."""
         own = slice(first, first + len(values))
         if self.codec is None or self.scales is None:
@@ -66,9 +68,9 @@ class ColdBlocks:
         self.scales[own].index_copy_(1, blocks, scales)
 
     def read(self, position: int, rows: Tensor, out: Tensor) -> None:
-        """Fills `out` [n, block_size * head_dim] from layer `layers[position]`.
+        """Fills `out` [n, lines * width] from layer `layers[position]`.
 
-        `rows` int64 [n]: (block * 2 + key or value) * kv_heads + head.
+        `rows` int64 [n]: (block * parts + part) * heads + head.
         """
         codes = self.codes[position].view(-1, out.shape[1])
         if self.codec is None or self.scales is None:
@@ -86,46 +88,58 @@ class ColdBlocks:
         return [whole[:, block] for whole in self.wholes()]
 
 
-def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because what attention masks must still be finite: 0 * NaN is NaN."""
-    if device.type != "cpu" or 0 in size:
-        return torch.zeros(size, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which take no memory and no time until they are touched.
-    nbytes = int(np.prod(size, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(nbytes + _CACHE_LINE, dtype=np.uint8)
-    start = -raw.ctypes.data % _CACHE_LINE
-    return torch.from_numpy(raw[start : start + nbytes]).view(dtype).view(size)
-
-
 _COMPRESS_BYTES = 16 << 20
 """Working memory of a compression, about: more blocks are compressed one part after the other."""
 
 
-class KvStore:
-    """Keys and values of one rank's heads, all layers. Not thread-safe: one step at a time."""
+class _Layers(NamedTuple):
+    """Page layers that are alike."""
 
-    def __init__(self, shape: StoreShape, num_hot: int, device: torch.device, num_cold: int = 0):
+    pages: Pages
+    hot: Tensor
+    rows: Tensor
+    """int64 [parts, 1, heads, 1]: the row of each head and part in a block."""
+
+
+class KvStore:
+    """What the layers of one rank keep. Not thread-safe: one step at a time."""
+
+    def __init__(
+        self, shape: StoreShape, num_hot: int, device: torch.device, num_cold: int = 0, num_slots: int = 0
+    ):
         self.shape = shape
         self.num_hot = num_hot
         self.num_cold = num_cold
         self.device = device
-        self._hot = zeros(
-            (shape.num_layers, num_hot, 2, shape.kv_heads, shape.block_size, shape.head_dim),
-            shape.dtype,
-            device,
-        )
-        layers = range(shape.num_layers)
-        codecs = {layer: shape.codec(layer) for layer in layers}
-        self._cold = [
-            ColdBlocks(shape, [layer for layer in layers if codecs[layer] is codec], codec, num_cold, device)
-            for codec in dict.fromkeys(codecs.values())
-        ]
-        self._places = {layer: (cold, at) for cold in self._cold for at, layer in enumerate(cold.layers)}
-        heads = torch.arange(2 * shape.kv_heads, dtype=torch.int64, device=device)
-        self._heads = heads.view(2, 1, shape.kv_heads, 1)
+        self._groups: list[_Layers] = []
+        self._hot: dict[int, tuple[_Layers, int]] = {}
+        """Of each page layer those that are like it, and which of them it is."""
+        self._cold: list[ColdBlocks] = []
+        self._places: dict[int, tuple[ColdBlocks, int]] = {}
+        for pages in dict.fromkeys(shape.pages):
+            self._hold(pages, [layer for layer, other in enumerate(shape.pages) if other == pages])
+        self.states = StateStore(shape, num_slots, device) if shape.slot else None
+        """The sequences' recurrent state; None where the model keeps none."""
+        self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
+        """Full blocks that a snapshot of a slot takes; more where another rank's takes more."""
         self._scratch = torch.empty(0, dtype=shape.dtype, device=device)
         self.compressor: Callable[[NDArray[np.int32]], None] | None = None
         """Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does."""
+
+    def _hold(self, pages: Pages, layers: list[int]) -> None:
+        shape, device = self.shape, self.device
+        lines = pages.lines(shape.block_size)
+        size = (len(layers), self.num_hot, pages.parts, pages.heads, lines, pages.width)
+        rows = torch.arange(pages.rows, dtype=torch.int64, device=device).view(pages.parts, 1, pages.heads, 1)
+        group = _Layers(pages, zeros(size, shape.dtype, device), rows)
+        self._groups.append(group)
+        self._hot.update((layer, (group, at)) for at, layer in enumerate(layers))
+        codecs = {layer: shape.codec(layer) for layer in layers}
+        for codec in dict.fromkeys(codecs.values()):
+            alike = [layer for layer in layers if codecs[layer] is codec]
+            cold = ColdBlocks(alike, pages, shape, codec, self.num_cold, device)
+            self._cold.append(cold)
+            self._places.update((layer, (cold, at)) for at, layer in enumerate(alike))
 
     @property
     def block_size(self) -> int:
@@ -138,17 +152,22 @@ class KvStore:
     @property
     def nbytes(self) -> int:
         """Bytes of address space; on a CPU, memory is taken only as blocks are first written."""
-        return self._hot.nbytes + sum(cold.nbytes for cold in self._cold)
+        hot = sum(group.hot.nbytes for group in self._groups)
+        slots = 0 if self.states is None else self.states.nbytes
+        return hot + sum(cold.nbytes for cold in self._cold) + slots
 
     # --- what kernels read -----------------------------------------------------------------------
 
     def hot(self, layer: int) -> Tensor:
-        """Model dtype [num_hot, 2, kv_heads, block_size, head_dim], contiguous, at one address for ever."""
-        return self._hot[layer]
+        """Model dtype [num_hot, parts, heads, lines, width], contiguous, at one address for ever."""
+        group, at = self._hot[layer]
+        return group.hot[at]
 
     def hot_layers(self) -> Tensor:
-        """`hot` of all layers: [num_layers, num_hot, 2, kv_heads, block_size, head_dim]."""
-        return self._hot
+        """`hot` of all layers of a store whose page layers are alike: [num_layers, num_hot, 2, kv_heads, block_size,
+        head_dim]."""
+        (group,) = self._groups
+        return group.hot
 
     def cold_layers(self) -> list[ColdBlocks]:
         """The cold blocks, of the layers that share a codec each."""
@@ -159,25 +178,35 @@ class KvStore:
         return self.shape.codec(layer)
 
     def codes(self, layer: int) -> Tensor:
-        """The codec's dtype (without one: model dtype) [num_cold, 2, kv_heads, block_size, head_dim], as `hot`."""
+        """The codec's dtype (without one: model dtype) [num_cold, parts, heads, lines, width], as `hot`."""
         cold, position = self._places[layer]
         return cold.codes[position]
 
     def scales(self, layer: int) -> Tensor | None:
-        """float32 [num_cold, 2, kv_heads], as `hot`: value = code * scale. None without a codec."""
+        """float32 [num_cold, parts, heads], as `hot`: value = code * scale. None without a codec."""
         cold, position = self._places[layer]
         return None if cold.scales is None else cold.scales[position]
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value` [T, kv_heads, head_dim] of `layer` at `slots` int64 [T] of hot blocks.
+    def write(self, layer: int, slots: Tensor, *parts: Tensor) -> None:
+        """Stores `parts` of `layer` (keys and values, or its one line), [T, heads, width] each or narrower, at `slots`
+        int64 [T] of hot blocks: of a line that is made of several tokens, that of the last.
 
         Raises IndexError (on a GPU: fails an assertion there) for a slot of a block that is not hot.
         """
         size = self.shape.block_size
+        group, at = self._hot[layer]
+        width = group.pages.width
+        lines = [
+            part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1])) for part in parts
+        ]
         blocks = slots.div(size, rounding_mode="floor")
-        self._hot[layer].flatten(1, 2)[blocks, :, slots - blocks * size] = torch.cat((key, value), dim=1)
+        within = slots - blocks * size
+        if group.pages.tokens > 1:
+            within = (within * group.pages.lines(size)).div(size, rounding_mode="floor")
+        rows = lines[0] if len(lines) == 1 else torch.cat(lines, dim=1)
+        group.hot[at].flatten(1, 2)[blocks, :, within] = rows
 
     def compress_layer(self, layer: int, hot: Tensor, cold: Tensor) -> None:
         """Copies the blocks `hot` to the blocks `cold`, int64 [C] each, in one layer, after its codec.
@@ -185,22 +214,22 @@ class KvStore:
         Raises IndexError (on a GPU: fails an assertion there) for an id that is none.
         """
         compressed, position = self._places[layer]
-        compressed.put(self._hot[layer].index_select(0, hot).unsqueeze(0), cold - self.num_hot, position)
+        compressed.put(self.hot(layer).index_select(0, hot).unsqueeze(0), cold - self.num_hot, position)
 
-    def gather(self, layer: int, blocks: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `blocks`, hot or cold: an int64 [sequences * B] of block tables padded to B blocks.
+    def gather(self, layer: int, blocks: Tensor, sequences: int) -> Tensor:
+        """Keys and values (or the one line) of `blocks`, hot or cold: an int64 [sequences * B] of block
+        tables padded to B blocks.
 
-        Returns contiguous views [sequences, kv_heads, B * block_size, head_dim], model dtype, into a buffer
-        that the next call overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
+        Returns a view [parts, sequences, heads, B * lines, width], model dtype, of a buffer that the next call
+        overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
         is none.
         """
-        shape = self.shape
+        pages, _, part_rows = self._hot[layer][0]
         tables = blocks.view(1, sequences, 1, -1)
-        rows = (tables * (2 * shape.kv_heads) + self._heads).flatten()
-        out = self._buffer(rows.shape[0], shape.block_size * shape.head_dim)
+        rows = (tables * pages.rows + part_rows).flatten()
+        out = self._buffer(rows.shape[0], pages.lines(self.shape.block_size) * pages.width)
         self._read(layer, rows, out)
-        both = out.view(2, sequences, shape.kv_heads, -1, shape.head_dim)
-        return both[0], both[1]
+        return out.view(pages.parts, sequences, pages.heads, -1, pages.width)
 
     def compress(self, pairs: ArrayLike) -> None:
         """As `compress_layer`, in all layers. The hot ones stay as they are.
@@ -212,7 +241,7 @@ class KvStore:
         if self.compressor is not None:
             self.compressor(blocks.astype(np.int32))
             return
-        per_block = self.shape.num_layers * self.shape.values_per_block * torch.float32.itemsize
+        per_block = self.shape.values_per_block * torch.float32.itemsize
         for start in range(0, len(blocks), count := max(1, _COMPRESS_BYTES // per_block)):
             hot, cold = torch.from_numpy(blocks[start : start + count].T.copy()).to(self.device)
             for layers in self._cold:
@@ -261,6 +290,27 @@ class KvStore:
             whole.index_copy_(1, blocks - self._first_whole, part)
             start = end
 
+    # --- slots -----------------------------------------------------------------------------------
+
+    def save_states(self, snapshots: NDArray[np.int32]) -> None:
+        """Puts the bytes of slots into full blocks: int32 [n, 1 + m], a slot and its m block ids each."""
+        assert self.states is not None, "the model keeps no recurrent state"
+        for slot, *blocks in snapshots.tolist():
+            ids = torch.tensor(blocks, device=self.device)
+            content = self.states.content(slot)
+            width = self.shape.bytes_per_spilled_block
+            room = content.new_zeros(len(blocks) * width)
+            room[: content.shape[0]] = content
+            self.unpack(ids, room.view(len(blocks), width))
+
+    def load_states(self, snapshots: NDArray[np.int32]) -> None:
+        """What `save_states` has put into blocks, back into slots."""
+        assert self.states is not None, "the model keeps no recurrent state"
+        for slot, *blocks in snapshots.tolist():
+            content = self.states.content(slot)
+            kept = self.pack(torch.tensor(blocks, device=self.device)).flatten()
+            content.copy_(kept[: content.shape[0]])
+
     # --- parts -----------------------------------------------------------------------------------
 
     @property
@@ -269,14 +319,14 @@ class KvStore:
         return self.num_hot if self.num_cold else 0
 
     def _wholes(self) -> list[Tensor]:
-        """All bytes of these blocks, in the order in which a block is saved: each [layers, blocks, 2, ...]."""
+        """All bytes of these blocks, in the order in which a block is saved: each [layers, blocks, parts, ...]."""
         if not self.num_cold:
-            return [_raw(self._hot)]
+            return [_raw(group.hot) for group in self._groups]
         return [_raw(whole) for cold in self._cold for whole in cold.wholes()]
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
-        """Fills `out` [n, block_size * head_dim] with `rows` int64 [n]: (block * 2 + key/value) * kv_heads + head."""
-        hot = self._hot[layer].view(-1, out.shape[1])
+        """Fills `out` [n, lines * width] with `rows` int64 [n]: (block * parts + part) * heads + head."""
+        hot = self.hot(layer).view(-1, out.shape[1])
         at_hot = (rows < hot.shape[0]).nonzero().squeeze(1) if self.num_cold else rows
         if at_hot.shape[0] == rows.shape[0]:
             torch.index_select(hot, 0, rows, out=out)
@@ -287,17 +337,19 @@ class KvStore:
         out.index_copy_(0, at_hot, hot.index_select(0, rows.index_select(0, at_hot)))
 
     def _hot_of(self, layers: tuple[int, ...], blocks: Tensor) -> Tensor:
-        """A copy of hot `blocks` int64 [n] of `layers`: [layers, n, 2, kv_heads, block_size, head_dim]."""
-        first = torch.tensor(layers, device=self.device).unsqueeze(1) * self.num_hot
-        chosen = self._hot.flatten(0, 1).index_select(0, (first + blocks).flatten())
-        return chosen.view(len(layers), -1, *self._hot.shape[2:])
+        """A copy of hot `blocks` int64 [n] of `layers`, which are alike: [layers, n, parts, heads, lines,
+        width]."""
+        hot = self._hot[layers[0]][0].hot
+        first = torch.tensor([self._hot[layer][1] for layer in layers], device=self.device).unsqueeze(1)
+        chosen = hot.flatten(0, 1).index_select(0, (first * self.num_hot + blocks).flatten())
+        return chosen.view(len(layers), -1, *hot.shape[2:])
 
     def _parts(self, block: int) -> list[Tensor]:
         """Views of all that `block` consists of."""
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"there is no KV block {block}: there are {self.num_blocks}")
         if block < self.num_hot:
-            return [self._hot[:, block]]
+            return [group.hot[:, block] for group in self._groups]
         return [part for cold in self._cold for part in cold.parts(block - self.num_hot)]
 
     def check_pairs(self, pairs: NDArray[np.integer[Any]]) -> None:

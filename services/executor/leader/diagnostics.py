@@ -40,7 +40,7 @@ class LeaderDebug:
         self._own = flight.rank(0)
         self._ranks = [flight.read(rank) for rank in range(spec.world_size)]
         self._batcher = batcher
-        self._block_size = engine.block_size
+        self._block_size, self._state_blocks = engine.block_size, engine.state_blocks
         self._slow = SlowSteps.of(slow_step)
         self._loop = asyncio.get_running_loop()
 
@@ -48,7 +48,7 @@ class LeaderDebug:
 
     def planned(self, plan: StepPlan) -> None:
         ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
-        self._plans.add(plan, ids, self._block_size)
+        self._plans.add(plan, ids, self._block_size, self._state_blocks)
 
     def took(
         self, plan: StepPlan, rows: list[Row], seconds: float, computed: int, expected: float, masks: float
@@ -87,6 +87,7 @@ class LeaderDebug:
             "saves": len(plan.saves) // 8,
             "compressions": len(plan.compressions) // 8,
             "restores": len(plan.restores) // 8,
+            "snapshots": len(plan.state_snapshots) // 8,
             "embeds": len(plan.pools) // 8,
             **(_stages(times[0]) if times[0] else {}),
             "ranks": [_of_rank(rank, one, times[0]) for rank, one in enumerate(times) if one is not None],
@@ -191,6 +192,8 @@ def _queued(sequence: Sequence, now: float) -> QueuedDump:
         session=bool(request.session),
         in_step=sequence.in_flight,
         restoring=len(sequence.restoring),
+        slot=sequence.state_slot,
+        snapshots=list(sequence.snapshots),
     )
 
 

@@ -82,6 +82,22 @@ def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
     )
 
 
+def max_drafts(settings: ExecutorSettings, spec: EngineSpec) -> int:
+    """Drafts of one sequence at most: none where the model keeps recurrent state. Raises `ConfigurationError` where the
+    settings ask for some all the same."""
+    if not spec.num_states or not settings.max_drafts:
+        return settings.max_drafts
+    if settings.speculation != "auto":
+        raise ConfigurationError(
+            f"--speculation is {settings.speculation}, and the model keeps recurrent state, from which rejected drafts "
+            "cannot be taken back; set --speculation to auto or off."
+        )
+    log.info(
+        "speculation_off", reason="rejected drafts cannot be taken back from the model's recurrent state"
+    )
+    return 0
+
+
 async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
     """Two models under one name would be decoded with one tokenizer: the second is refused. Rings that compute
     one model differently may go on with each other's answers: that is told.
@@ -159,7 +175,7 @@ class Leader:
                 max_sequences=self._settings.max_sequences,
                 max_waiting=self._settings.max_waiting,
                 session_ttl=self._settings.kv_session_ttl,
-                max_drafts=self._settings.max_drafts,
+                max_drafts=max_drafts(self._settings, engine_spec),
             ),
             self._model,
             board=self._board,
@@ -290,7 +306,7 @@ class Leader:
         load = msgspec.structs.replace(
             self._batcher.load(),
             version=self._load_version,
-            slots=self._settings.max_sequences,
+            slots=self._batcher.places,
             step_seconds=self._steps.throughput.step_seconds,
             prompt_tokens_per_second=self._steps.throughput.prompt_tokens_per_second,
         )

@@ -44,7 +44,8 @@ def read_card(
     generation = _read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
-        eos = _read_json(directory / "config.json").get("eos_token_id")
+        config = _read_json(directory / "config.json")
+        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     card = ModelCard(
         model=model,
         context_length=spec.context_length,

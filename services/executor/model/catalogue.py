@@ -6,11 +6,14 @@ authors meant answers without an error. A model is refused by its configuration 
 the reason, before a byte of its weights is read.
 """
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from services.executor.model.layer_states import INDEXED, keeps_latents
 from shared.errors import ModelLoadError
 
 
@@ -38,62 +41,147 @@ _SERVED = """
 afmoe | AFMoE | Trinity Nano, Mini | MoE, shared expert, gated attention, sliding window, q/k norms
 apertus | Apertus | Apertus 8B, 70B | q/k norms, xIELU without gate
 arcee | Arcee | AFM 4.5B | squared ReLU without gate
+aria_text | Aria (text) | Aria's text model | MoE, shared expert
+axk1 | A.X K1 | A.X K1 | latent attention, MoE, shared expert, grouped router
+axk2 | A.X K2 | A.X K2, K2 Light | latent attention, tokens chosen by an indexer, gated attention, gated norms, MoE, shared expert
+bailing_hybrid | Bailing hybrid | Ling 3.0 | Kimi's delta attention, latent attention with a gate for each head, MoE, shared expert, grouped router
+bamba | Bamba | Bamba 9B | Mamba 2, partial rotation
+beam | Beam | Beam 501B-A23B | MoE, gated attention, sliding window, q/k norms, layers without rotation
+biogpt | BioGPT | BioGPT, BioGPT Large | learned positions, scaled embedding, biases, five heads
+bitnet | BitNet | BitNet b1.58 2B (weights unpacked) | norms after attention and gate, squared ReLU
 bloom | BLOOM | BLOOM, BLOOMZ | ALiBi, fused q/k/v by head, biases, five heads
+codegen | CodeGen | CodeGen 350M to 16B | fused q/v/k by fourths, interleaved partial rotation, parallel residual
 cohere | Cohere | Command R, Aya 23 | parallel residual, norms per head, scaled logits
 cohere2 | Cohere 2 | Command R7B, Command A | sliding window, layers without rotation
+cohere2_moe | Cohere 2 MoE | Command A+ | MoE, averaged shared expert, sliding window, layers without rotation
+cohere_compass_text | Cohere Compass (text) | the text model of North Micro Vision | sliding window, layers without rotation
+ctrl | CTRL | CTRL 1.6B | sinusoidal positions, biases, head with bias, five heads
 cwm | CWM | Code World Model 32B | sliding window
+dbrx | DBRX | DBRX 132B-A36B | MoE, fused q/k/v, clipped q/k/v
+deepseek_v2 | DeepSeek V2 | DeepSeek V2, V2 Lite, Coder V2 | latent attention, MoE, shared expert, grouped router, YaRN
+deepseek_v3 | DeepSeek V3 | DeepSeek V3, V3.1, R1; Moonlight; Kimi K2 (of K2.5 the text model alone) | latent attention, MoE, shared expert, grouped router, YaRN
+deepseek_v32 | DeepSeek V3.2 | DeepSeek V3.2, V3.2 Exp | latent attention, tokens chosen by an indexer, MoE, shared expert, grouped router, YaRN
+deepseek_v4 | DeepSeek V4 | DeepSeek V4 Flash, V4 Pro | compressed attention: a sliding window, and lines of several tokens of which an indexer chooses; attention sinks, hyper-connections, MoE, shared expert, experts by token
+diffllama | DiffLlama | DiffLlama 0.3B | differential attention, biases
+doge | Doge | Doge 20M to 320M (no mixtures) | biases of keys, q/k norms, weighted residuals
 dots1 | dots.llm1 | dots.llm1 | MoE, shared expert, sliding window, q/k norms
+dots3_note | dots3 note | dots3 note (its text model alone) | latent attention, tokens chosen by an indexer
+dots3_note_text | dots3 note (text) | dots3 note | latent attention, tokens chosen by an indexer, sliding window with heads of its own, gated attention, MoE, shared expert
+emu3 | Emu3 | Emu3 Chat (its text model alone) | untied head
 ernie4_5 | ERNIE 4.5 | ERNIE 4.5 0.3B | interleaved rotation
 ernie4_5_moe | ERNIE 4.5 MoE | ERNIE 4.5 21B-A3B | MoE, shared expert
 exaone4 | EXAONE 4 | EXAONE 4.0 1.2B, 32B | sliding window, q/k norms, post norms
 exaone_moe | EXAONE MoE | K-EXAONE | MoE, shared expert, sliding window, q/k norms
 falcon | Falcon | Falcon 7B, 40B, 180B, RW | fused q/k/v by group, multi-query, ALiBi, parallel residual
+falcon_h1 | Falcon H1 | Falcon H1 0.5B to 34B | Mamba 2 beside attention in each layer, scaled inputs and outputs
+falcon_mamba | Falcon Mamba | Falcon Mamba 7B | Mamba 1 with norms of what its scan is made of
 flex_olmo | FlexOlmo | FlexOlmo 7x7B | MoE, norms over all heads
+flint | Flint | Flint | MoE, shared expert, attention sinks, sliding window, layers without rotation
 gemma | Gemma | Gemma 2B, 7B | one KV head, scaled embedding, tied head
 gemma2 | Gemma 2 | Gemma 2 2B, 9B, 27B | soft caps on scores and logits, sliding window, post norms
+gemma3 | Gemma 3 | Gemma 3 4B, 12B, 27B (its text model alone) | sliding window, q/k norms, two rotations
 gemma3_text | Gemma 3 (text) | Gemma 3 270M, 1B | sliding window, q/k norms, two rotations
+gemma3n | Gemma 3n | Gemma 3n E2B, E4B (their text model alone) | shared keys
+gemma3n_text | Gemma 3n (text) | Gemma 3n E2B, E4B | shared keys, sliding window, AltUp, per-layer embeddings, q/k/v norms
+gemma4 | Gemma 4 | Gemma 4 E2B to 31B, 26B-A4B (their text model alone) | shared keys
+gemma4_text | Gemma 4 (text) | Gemma 4 E2B to 31B, 26B-A4B | shared keys, sliding window, other heads in full layers, per-layer embeddings, MoE
+gemma4_unified | Gemma 4 unified | Gemma 4 unified 12B (its text model alone) | shared keys
+gemma4_unified_text | Gemma 4 unified (text) | Gemma 4 unified 12B | shared keys, sliding window, other heads in full layers
 glm | GLM | GLM-4 9B, GLM-Edge | fused gate/up, partial rotation, biases
 glm4 | GLM-4 | GLM-4-0414 9B, 32B | fused gate/up, partial rotation, post norms, biases
 glm4_moe | GLM-4 MoE | GLM-4.5, 4.6 | MoE, shared expert, q/k norms, biases
+glm4_moe_lite | GLM-4 MoE Lite | GLM-4.7 Flash | latent attention, MoE, shared expert
+glm_moe_dsa | GLM MoE DSA | GLM-5, 5.1 | latent attention, tokens chosen by an indexer or by that of a layer before, MoE, shared expert
+gpt-sw3 | GPT-SW3 | GPT-SW3 126M to 40B | as GPT-2
 gpt2 | GPT-2 | GPT-2, DistilGPT2 | Conv1D, fused q/k/v, learned positions, five heads
 gpt_bigcode | GPTBigCode | StarCoder, SantaCoder | multi-query, fused q/k/v, learned positions
+gpt_neo | GPT-Neo | GPT-Neo 125M to 2.7B | local attention, unscaled scores, learned positions, five heads
 gpt_neox | GPT-NeoX | Pythia, GPT-NeoX 20B | fused q/k/v by head, parallel residual, partial rotation, five heads
+gpt_neox_japanese | GPT-NeoX Japanese | GPT-NeoX Japanese 2.7B | fused q/k/v by head, partial rotation, five heads
 gpt_oss | GPT-OSS | gpt-oss (weights in bf16) | MoE, attention sinks, sliding window, YaRN
 gptj | GPT-J | GPT-J 6B | interleaved partial rotation, parallel residual, five heads
 granite | Granite | Granite 3 | scaled logits, residuals and embedding, biases
+granite_swa | Granite SWA | Granite Swash 2B | attention sinks, sliding window, rotation by layer, scaled logits
 granitemoe | Granite MoE | Granite 3 1B-A400M | MoE, scaled scores
+granitemoe_swa | Granite MoE SWA | Granite Swash 3B-A600M | MoE, fused shared expert, attention sinks, sliding window
+granitemoehybrid | Granite 4 | Granite 4.0 Micro, H Micro, H Tiny, H Small | Mamba 2, MoE, fused shared expert, scaled scores, layers without rotation
 granitemoeshared | Granite MoE shared | Granite 3 MoE shared | MoE, fused shared expert
 helium | Helium | Helium 1 2B | interleaved rotation
 hunyuan_v1_dense | Hunyuan dense | Hunyuan 0.5B to 7B | q/k norms after rotation, NTK rotation
 hunyuan_v1_moe | Hunyuan MoE | Hunyuan A13B | MoE, shared expert, q/k norms
+hy_v3 | Hunyuan 3 | Hy3 | MoE, shared expert, q/k norms, biases
+hy_v4 | Hunyuan 4 | Hy4 | latent attention, tokens chosen by an indexer or by that of a layer before, attention sinks, gated attention, hyper-connections, MoE, shared expert
+hyperclovax | HyperCLOVA X | HyperCLOVA X SEED Think 14B | scaled logits, residuals and embedding, post norms, biases
+internlm3 | InternLM 3 | InternLM 3 8B | biases
+iquestcoder | IQuest-Coder | IQuest-Coder V1 40B | one KV head
 jais2 | Jais 2 | Jais 2 8B, 70B | biases, layer norms
+jamba | Jamba | Jamba v0.1, 1.5, 1.6, 1.7, Reasoning 3B | Mamba 1, MoE, layers without rotation, dense layers between
+jetmoe | JetMoE | JetMoE 8B | MoE, experts that make queries of shared keys
+kimi_linear | Kimi Linear | Kimi Linear 48B-A3B | Kimi's delta attention, latent attention without rotation, MoE, shared expert
+kolibri1 | Kolibri | Kolibri 1 | MoE, shared expert, sliding window, q/k norms, post norms
+laguna | Laguna | Laguna XS | MoE, shared expert, gated attention, sliding window, q/k norms, two partial rotations, query heads per layer
+lfm2 | LFM2 | LFM2 350M to 2.6B | short convolutions, q/k norms
+lfm2_moe | LFM2 MoE | LFM2 8B-A1B, 24B-A2B | MoE, short convolutions, q/k norms, corrected router, dense layers between
+lfm3 | LFM3 | LFM3 1.7B | short convolutions, sliding window, gated attention, q/k norms, two rotations, post norms
 llama | Llama | Llama 2, 3; SmolLM 1, 2; TinyLlama; Yi | tied and untied head, biases, one KV head, five heads, rotary scaling (Llama 3, dynamic)
+llama4 | Llama 4 | Llama 4 Scout, Maverick (their text model alone) | attention within chunks
+llama4_text | Llama 4 (text) | Llama 4 Scout, Maverick | attention within chunks, MoE, shared expert, layers without rotation, scaled queries
+longcat_flash | LongCat Flash | LongCat Flash | latent attention twice a layer, MoE beside dense layers, identity experts, scaled latents
+mamba | Mamba | Mamba 130M to 2.8B | Mamba 1
+mamba2 | Mamba 2 | Mamba 2 130M to 2.7B, Codestral Mamba | Mamba 2, without attention
+mellum | Mellum | Mellum 2 | MoE, sliding window, q/k norms, two rotations, dense layers between
+mimo_v2_flash | MiMo V2 Flash | MiMo V2 Flash | MoE, attention sinks, sliding window, KV heads per layer, values narrower than keys, two partial rotations
+minicpm3 | MiniCPM 3 | MiniCPM3 4B | latent attention, scaled logits, residuals and embedding
+minimax | MiniMax | MiniMax Text 01, M1 | MoE, lightning attention, scaled residuals
 minimax_m2 | MiniMax M2 | MiniMax M2 | MoE, norms over all heads, partial rotation
+minimax_m3_vl_text | MiniMax M3 (text) | MiniMax M3 (its text model alone) | blocks of keys chosen by an indexer, MoE, clamped activations, shared expert, q/k norms, partial rotation
 ministral | Ministral | Ministral 8B | sliding window on some layers
 ministral3 | Ministral 3 | Ministral 3 (its text model alone) | sliding window, scaled queries
-mistral | Mistral | Mistral 7B, Nemo, Small | sliding window
+mistral | Mistral | Mistral 7B, Nemo, Small (of 3.1 and later the text model alone) | sliding window
+mistral4 | Mistral 4 | Mistral 4 (its text model alone) | latent attention, MoE, shared expert, scaled queries, YaRN
 mixtral | Mixtral | Mixtral 8x7B, 8x22B | MoE, sliding window
+modernbert-decoder | ModernBERT decoder | Ettin decoders | sliding window, two rotations, layer norms, head with a layer of its own
+mpt | MPT | MPT 7B, 30B | ALiBi, fused q/k/v, clipped q/k/v, five heads
 nanochat | nanochat | nanochat | norms without weights, soft cap on logits
 nemotron | Nemotron | Minitron, Nemotron 4 | squared ReLU without gate, partial rotation
+nemotron_h | Nemotron H | Nemotron H 8B to 56B, Nano 2, Nemotron 3 Nano and Super | Mamba 2, layers of a feed-forward alone, MoE of narrowed inputs, shared expert, grouped router, squared ReLU without gate, no rotation
 olmo | OLMo | OLMo 1B, 7B | norms without weights, clipped q/k/v
 olmo2 | OLMo 2 | OLMo 2 1B to 32B | norms over all heads, post norms, one KV head
 olmo3 | OLMo 3 | OLMo 3 7B, 32B | norms over all heads, sliding window
+olmo_hybrid | OLMo Hybrid | OLMo Hybrid 7B | gated delta rule, norms over all heads, layers without rotation
 olmoe | OLMoE | OLMoE 1B-7B | MoE, norms over all heads, one KV head
+openai-gpt | GPT | the first GPT | Conv1D, fused q/k/v, learned positions, five heads
 opt | OPT | OPT 125M to 66B | learned positions, biases, projected embedding, five heads
 persimmon | Persimmon | Persimmon 8B | fused q/k/v by head, q/k norms, partial rotation
 phi | Phi | Phi 1, 1.5, 2 | parallel residual, biases, q/k norms, head with bias
 phi3 | Phi-3 | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | fused q/k/v and gate/up, sliding window, LongRoPE
+phi4_multimodal | Phi-4 multimodal | Phi-4 multimodal (its text model alone) | fused q/k/v and gate/up, LongRoPE
 phimoe | Phi-MoE | Phi-3.5-MoE | MoE, sliding window, biases, head with bias
 qwen2 | Qwen 2 | Qwen 2, 2.5; DeepSeek R1 Distill Qwen | biases on q/k/v, untied head
 qwen2_moe | Qwen 2 MoE | Qwen1.5-MoE, Qwen2 57B-A14B | MoE, gated shared expert
 qwen3 | Qwen 3 | Qwen 3 0.6B to 32B | q/k norms, biases, one KV head
+qwen3_5 | Qwen 3.5 | Qwen 3.5 0.8B to 27B (its text model alone) | gated delta rule, gated attention, q/k norms, partial rotation
+qwen3_5_moe | Qwen 3.5 MoE | Qwen 3.5 35B-A3B, 122B-A10B, 397B-A17B (its text model alone) | MoE, gated shared expert, gated delta rule, gated attention
+qwen3_5_moe_text | Qwen 3.5 MoE (text) | Qwen 3.5 MoE, its text model | MoE, gated shared expert, gated delta rule, gated attention
+qwen3_5_text | Qwen 3.5 (text) | Qwen 3.5, its text model | gated delta rule, gated attention, q/k norms, partial rotation
 qwen3_moe | Qwen 3 MoE | Qwen 3 30B-A3B, 235B | MoE, q/k norms, dense layers between
+qwen3_next | Qwen 3 Next | Qwen 3 Next 80B-A3B | MoE, gated shared expert, gated delta rule, gated attention, dense layers between
+qwen4_exp | Qwen 4 experimental | Qwen 4 Exp (its text model alone) | MoE, gated shared expert, gated delta rule, gated attention, blocks of keys chosen by an indexer
+qwen4_exp_text | Qwen 4 experimental (text) | Qwen 4 Exp, its text model | MoE, gated shared expert, gated delta rule, gated attention, blocks of keys chosen by an indexer, embeddings of several tokens, hyper-connections
+recurrent_gemma | RecurrentGemma | RecurrentGemma 2B, 9B | RG-LRU with gates by head, sliding window, partial rotation, soft cap on logits
+rwkv | RWKV 4 | RWKV-4 169M to 14B | RWKV, hidden states that are scaled every few layers
 seed_oss | Seed-OSS | Seed-OSS 36B | biases
 smollm3 | SmolLM3 | SmolLM3 3B | layers without rotation
 solar_open | Solar Open | Solar Open 100B | MoE, shared expert
 stablelm | StableLM | StableLM 3B, Zephyr, 2 1.6B | norms per head, partial rotation, biases
 starcoder2 | StarCoder2 | StarCoder2 3B, 7B, 15B | sliding window, biases, layer norms
 vaultgemma | VaultGemma | VaultGemma 1B | soft caps on scores and logits, sliding window
+xglm | XGLM | XGLM 564M to 7.5B | sinusoidal positions, biases, scaled embedding, five heads
+xlstm | xLSTM | xLSTM 7B | mLSTM: a matrix memory for each head
+zamba | Zamba | Zamba 7B | Mamba 1 by heads, a block of attention and feed-forward that several layers share, without rotation
+zamba2 | Zamba 2 | Zamba 2 1.2B, 2.7B, 7B | Mamba 2, blocks of attention and feed-forward that several layers share, with an adapter for each call
+zaya | ZAYA | ZAYA1 8B | convolutions over queries and keys, delayed values, MoE with a router of several layers
+youtu | Youtu | Youtu LLM 2B | latent attention, two forms of rotation
 """  # noqa: E501
 """model_type | title | examples | what the proof shows (`Architecture`). MoE: mixture of experts."""
 
@@ -105,30 +193,78 @@ SERVED: Mapping[str, Architecture] = MappingProxyType(
 )
 """By `model_type`."""
 
+LISTED_ELSEWHERE = frozenset({"mistral4"})
+"""Causal language models that transformers lists among those that take images alone."""
+TEXT_ALONE = frozenset(
+    {
+        "aria",
+        "cohere_compass",
+        "dots3_note",
+        "emu3",
+        "exaone4_5",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "internvl",
+        "kimi_k25",
+        "lfm2_vl",
+        "llama4",
+        "minimax_m3_vl",
+        "mistral3",
+        "phi4_multimodal",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+    }
+)
+"""Models that take more than text, of which the text model is served: images and sound are refused."""
+_SERVED_AS = {"emu3_text_model": "emu3"}
+"""Text models that transformers lists by the whole model's type alone."""
+
 REFUSED: tuple[Refusal, ...] = (
-    Refusal("compresses keys and values (latent attention)", [
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3",
-        "youtu"
+    Refusal("adds to each score what its query gives to the distance of the key, behind convolutions over keys", [
+        "inkling2_text", "inkling_text"
     ]),
-    Refusal("keeps a running state in some layers (state-space, recurrent or linear attention)", [
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
-        "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"
+    Refusal("weighs tokens by hashes or by two streams of the text, which keys and values alone do not tell", [
+        "reformer", "xlnet"
     ]),
-    Refusal("shares keys and values between layers", ["gemma3n_text", "gemma4_text"]),
-    Refusal("attends within chunks of the text", ["llama4_text"]),
-    Refusal("computes attention in a way that is not paged here", [
-        "codegen", "ctrl", "diffllama", "doge", "gpt_neo", "mpt", "openai-gpt", "xglm", "xlnet"
+    Refusal("drafts for another model, whose keys and values it reads", [
+        "gemma4_assistant", "gemma4_unified_assistant"
+    ]),
+    Refusal("reads bytes, and attends to the patches that an encoder makes of them", [
+        "blt"
+    ]),
+    Refusal("is the decoder of a model with an encoder, whose states it attends to", [
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mllama", "musicgen",
+        "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "trocr", "whisper"
+    ]),
+    Refusal("answers images or sound, and no text alone", [
+        "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize"
     ]),
     Refusal("reads text in both directions", [
-        "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "roberta", "xlm-roberta"
+        "bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text", "electra", "ernie",
+        "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
+        "xlm-roberta", "xlm-roberta-xl", "xmod"
+    ]),
+    Refusal("reads its prompt in both directions (prefix_lm)", [
+        "hrm_text"
     ]),
 )  # fmt: skip
+"""All other types of transformers' causal language models, each once."""
+
+
+def served_as(model_type: str) -> str:
+    """The type under which the text model of this configuration's type stands here."""
+    return _SERVED_AS.get(model_type, model_type)
 
 
 def refusal_of(model_type: str) -> str | None:
     """Why the architecture is not served, as the end of "its architecture ..."; None where it is."""
-    if model_type in SERVED:
+    if served_as(model_type) in SERVED:
         return None
     for refusal in REFUSED:
         if model_type in refusal.model_types:
@@ -137,6 +273,46 @@ def refusal_of(model_type: str) -> str | None:
 
 
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_MORE_LAYER_TYPES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "falcon_h1": frozenset({"hybrid"}),
+        **dict.fromkeys(("zamba", "zamba2"), frozenset({"linear_attention", "hybrid"})),
+        "zaya": frozenset({"hybrid", "hybrid_sliding"}),
+        **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), frozenset({"conv"})),
+        "deepseek_v4": frozenset({"compressed_sparse_attention", "heavily_compressed_attention"}),
+        **dict.fromkeys(INDEXED, frozenset({"indexed_attention"})),
+        **dict.fromkeys(
+            (
+                "bailing_hybrid",
+                "bamba",
+                "falcon_mamba",
+                "granitemoehybrid",
+                "jamba",
+                "kimi_linear",
+                "mamba",
+                "mamba2",
+                "minimax",
+                "olmo_hybrid",
+                "qwen3_5_moe_text",
+                "qwen3_5_text",
+                "qwen3_next",
+                "recurrent_gemma",
+            ),
+            frozenset({"linear_attention"}),
+        ),
+        "qwen4_exp_text": frozenset({"indexed_attention", "linear_attention"}),
+        "minimax_m3_vl_text": frozenset({"minimax_m3_sparse"}),
+        "nemotron_h": frozenset({"linear_attention", "mlp", "moe"}),
+        "llama4_text": frozenset({"chunked_attention"}),
+    }
+)
+"""Those of architectures whose layers keep other state."""
+WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"})
+"""Architectures whose layers keep recurrent state alone."""
+_LONGEST_STATE = 1 << 17
+"""Tokens of a sequence of theirs: they have no limit of their own, and blocks to count tokens by are set aside."""
+_UNLIMITED = WITHOUT_ATTENTION | {"recurrent_gemma"}
+"""RecurrentGemma attends within windows alone, and names no length."""
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
 """What configurations call the most tokens of one sequence, the commonest first (BLOOM: seq_length)."""
 _ORIGINAL = "original_max_position_embeddings"
@@ -168,8 +344,43 @@ def check_supported(config: Any) -> None:
     for reason in _reasons(config):
         raise ModelLoadError(
             f"The model cannot be served: its architecture {config.model_type!r} {reason}; "
-            "choose another model."
+            f"choose another model{nearest(config.model_type)}."
         )
+
+
+def check_text_served(config: Any) -> None:
+    """Raises `ModelLoadError` where a model that takes more than text, of this configuration, is not served."""
+    if config.model_type not in TEXT_ALONE:
+        raise ModelLoadError(
+            f"The model takes more than text ({config.model_type!r}), and its text model alone is not served; "
+            f"choose a text model, or one of {', '.join(sorted(TEXT_ALONE))}{nearest(config.model_type)}."
+        )
+
+
+_LIKE = 0.75
+"""How alike names are that are worth naming, from 0 to 1; of one family they begin alike."""
+
+
+def nearest(model_type: str) -> str:
+    """The served architecture whose name is most like `model_type`, as the end of an error's sentence; "" where none
+    is."""
+    likeness = {name: _likeness(model_type.lower(), name, row) for name, row in SERVED.items()}
+    name = max(likeness, key=lambda name: likeness[name])
+    if likeness[name] < _LIKE:
+        return ""
+    return f" (the nearest that is served: {SERVED[name].title}, {name!r}, such as {SERVED[name].examples})"
+
+
+def _likeness(wanted: str, name: str, row: Architecture) -> float:
+    names = (name, row.title.lower(), *row.examples.lower().split(", "))
+    likeness = max(difflib.SequenceMatcher(None, wanted, other).ratio() for other in names)
+    of_family = _family(wanted) == _family(name)
+    return likeness + of_family
+
+
+def _family(name: str) -> str:
+    found = re.match(r"[a-z]+", name)
+    return found[0] if found else name
 
 
 def longest_context(config: Any) -> int:
@@ -177,11 +388,17 @@ def longest_context(config: Any) -> int:
 
     Rotary embeddings of type longrope have other frequencies for a batch whose longest sequence passes the
     length of the first training, so that a text would depend on its neighbours: such models are served up
-    to that length. Those of type dynamic change only beyond the length named here.
+    to that length. Those of type dynamic change only beyond the length named here. Doge chooses, of more than
+    keep_window_size keys, those with the largest biases. A model without attention to all of a text takes any length.
     """
+    if config.model_type in _UNLIMITED:
+        return _LONGEST_STATE
     length = next((value for name in _LENGTHS if (value := getattr(config, name, None))), None)
     if not isinstance(length, int) or length < 1:
         raise ModelLoadError("The model's config.json has no max_position_embeddings; add it.")
+    kept = getattr(config, "keep_window_size", None)
+    if isinstance(kept, int) and kept > 0:
+        length = min(length, kept)
     for rope in _ropes(config):
         original = rope.get(_ORIGINAL, getattr(config, _ORIGINAL, None))
         if rope.get("rope_type") == "longrope" and isinstance(original, int):
@@ -189,16 +406,34 @@ def longest_context(config: Any) -> int:
     return length
 
 
+_SETTINGS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "doge": {"is_moe": "chooses a token's experts by other tokens too"},
+        "mpt": {"logit_scale": "scales its logits, which transformers does not compute"},
+        "xlstm": {"weight_mode": "has its projections in one weight, which is not split over ranks"},
+        "zaya": {"attention_bias": "has biases on values of the token before, which the first token has not"},
+    }
+)
+"""By `model_type`: settings that are not served where they are on, and why."""
+_OFF = (None, False, "single")
+
+
 def _reasons(config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "has an encoder"
     if getattr(config, "add_cross_attention", False):
         yield "attends to an encoder"
-    if getattr(config, "kv_lora_rank", None):
-        yield "compresses keys and values (latent attention)"
-    if getattr(config, "use_bidirectional_attention", None):
+    if not keeps_latents(config.model_type) and getattr(config, "kv_lora_rank", None):
+        yield "is none with latent attention, which its configuration has (kv_lora_rank)"
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         yield "looks ahead in the text (use_bidirectional_attention)"
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    for setting, reason in _SETTINGS.get(config.model_type, {}).items():
+        if getattr(config, setting) not in _OFF:
+            yield f"{reason} ({setting})"
+    known = _LAYER_TYPES | _MORE_LAYER_TYPES.get(config.model_type, frozenset())
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    if config.model_type in _MORE_LAYER_TYPES and not getattr(config, "layer_types", None):
+        yield "has layers of several types, and its config.json no layer_types"
     if unknown:
         yield f"has layers of type {', '.join(unknown)}"
     refusal = refusal_of(config.model_type)

@@ -10,6 +10,7 @@ One `Decoder` per kind of machine computes a lowered model in place of transform
     GPU    gpu/decoder.py    kernels in Triton between PyTorch's products
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,13 +21,18 @@ from torch import Tensor, nn
 
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
+from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
+from services.executor.model.layer_states import RECURRENT_MODULES, layer_layouts
+from services.executor.model.lowered_experts import Routing, Scores, lower_experts, lower_experts_apart
+from services.executor.model.lowered_inputs import LayerInput, ModelInputs, lower_inputs, lower_layer_input
+from services.executor.model.lowered_latent import Latent, lower_latent
+from services.executor.model.lowered_recurrent import CannotLower as CannotLower
+from services.executor.model.lowered_recurrent import Recurrent, Rows, lower_recurrent
 from services.executor.model.parallel.layers import (
     LinearShard,
     VocabParallelEmbedding,
     WeightShard,
-    expert_weight_of,
-    keep_quantized_experts,
 )
 from services.executor.model.weight_formats import Weight
 
@@ -66,7 +72,7 @@ def sums_of(states: Tensor, pools: Int32Array) -> Floats:
     return sums
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 Weights = tuple[Weight, Tensor | None]
 """A linear's weight [out, in], plain or quantised, and its bias [out]."""
 
@@ -76,7 +82,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-Scores = Literal["softmax", "sigmoid"]
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
@@ -87,16 +92,35 @@ class Family:
     norm_offset: float = 0.0
     """Added to the weights of norms; where it is, values are multiplied by them before they are rounded."""
     post_norms: bool = False
-    """Norms behind attention and feed-forward too, under Gemma's names."""
+    """Norms after attention and feed-forward too, under Gemma's names."""
     scaled: bool = False
     """Granite's multipliers."""
+    turns_windows_alone: bool = False
+    """Where some layers see a window, those that see all turn nothing."""
+    wide_norms: bool = False
+    """Queries and keys are normed over all heads at once."""
+    norms_turned: bool = False
+    """Queries and keys are normed after their rotation."""
+    interleaved: bool = False
+    """Values that turn together stand side by side."""
+    last_norms: bool = False
+    """Norms after attention and feed-forward, and none before them."""
     scores: Scores = "softmax"
     """What makes a router's outputs scores, where there are experts."""
+    norms_values: bool = False
+    """Values are normed, without a weight."""
+    gated: bool = False
+    """What is attended is multiplied by the sigmoid of a gate, which follows each head's query in its projection."""
 
 
 FAMILIES = {
+    "axk1": Family(scores="sigmoid"),
+    "deepseek_v2": Family(interleaved=True),
+    "deepseek_v3": Family(scores="sigmoid"),
     "llama": Family(),
+    "minicpm3": Family(scaled=True),
     "mistral": Family(),
+    "mistral4": Family(),
     "ministral": Family(),
     "qwen2": Family(),
     "qwen3": Family(),
@@ -109,39 +133,30 @@ FAMILIES = {
     "qwen3_moe": Family(),
     "dots1": Family(scores="sigmoid"),
     "glm4_moe": Family(scores="sigmoid"),
+    "glm4_moe_lite": Family(scores="sigmoid"),
     "solar_open": Family(scores="sigmoid"),
+    "exaone_moe": Family(scores="sigmoid", turns_windows_alone=True),
+    "granitemoe": Family(scaled=True),
+    "granitemoehybrid": Family(scaled=True),
+    "granitemoeshared": Family(scaled=True),
+    "hy_v3": Family(scores="sigmoid"),
+    "mellum": Family(),
+    "qwen3_5_moe_text": Family(norm_offset=1.0, gated=True),
+    "qwen3_5_text": Family(norm_offset=1.0, gated=True),
+    "qwen3_next": Family(norm_offset=1.0, gated=True),
+    "ernie4_5_moe": Family(interleaved=True),
+    "flex_olmo": Family(wide_norms=True, last_norms=True),
+    "gpt_oss": Family(),
+    "hunyuan_v1_moe": Family(norms_turned=True),
+    "minimax_m2": Family(scores="sigmoid", wide_norms=True),
+    "olmoe": Family(wide_norms=True),
     "gemma": Family(norm_offset=1.0),
     "gemma2": Family(norm_offset=1.0, post_norms=True),
     "gemma3_text": Family(norm_offset=1.0, post_norms=True),
+    "gemma4_text": Family(post_norms=True, norms_values=True),
+    "gemma4_unified_text": Family(post_norms=True, norms_values=True),
+    "youtu": Family(),
 }
-
-
-class CannotLower(Exception):
-    """The model has another shape; says which."""
-
-
-@dataclass(frozen=True)
-class Routing:
-    """A mixture of experts: which of them a row goes to, and how much each counts."""
-
-    experts: nn.Module
-    """transformers' own, which holds all of them: `expert_weights`"""
-    router: Tensor
-    """[experts, hidden]"""
-    shared_gate: Tensor | None
-    """[1, hidden]: what the sigmoid of weights the shared expert; None: 1"""
-    correction: Tensor | None
-    """float32 [experts], added to scores to choose by"""
-    scores: Scores
-    chosen: int
-    """Experts of a row"""
-    normalised: bool
-    """Whether the weights of a row's experts add up to 1"""
-    groups: int
-    among: int
-    """Experts are chosen from the best so many of the groups, by the sum of their two best scores."""
-    scale: float
-    """Of the weights"""
 
 
 @dataclass
@@ -149,9 +164,14 @@ class LoweredLayer:
     """One layer. Norm weights are float32, on the model's device; linears are still the modules'."""
 
     norms: dict[str, Tensor]
-    """`attention_norm`, `feed_forward_norm`, and where there are: `after_attention_norm`,
-    `after_feed_forward_norm` [hidden], `query_norm`, `key_norm` [head dim]."""
-    attention: nn.Module
+    """Where there are: `attention_norm`, `feed_forward_norm`, `after_attention_norm`, `after_feed_forward_norm`,
+    `after_input_norm` [hidden], `query_norm`, `key_norm` [head dim, or all heads' of this rank]; and `sinks` [q heads],
+    times log2(e)."""
+    attention: nn.Module | None
+    """None: there is `recurrent`."""
+    latent: Latent | None
+    """Of what `attention` keeps one line for all heads"""
+    recurrent: Recurrent | None
     feed_forward: nn.Module | None
     """Of all rows; beside experts the shared one, if there is one."""
     routing: Routing | None
@@ -159,6 +179,18 @@ class LoweredLayer:
     """Index of its set of frequencies; -1: it turns nothing."""
     window: int
     """Tokens that it sees back; 0: all."""
+    page: int
+    """The page layer that it attends to; -1: none."""
+    heads: int
+    """Which of `Lowered.heads` it has; nothing where it does not attend."""
+    reads_only: bool
+    """Another layer stores what it attends to."""
+    keys_are_values: bool
+    """As they are projected."""
+    norms_values: bool
+    scale: float
+    """What the residual is multiplied by after the layer."""
+    input: LayerInput | None
 
 
 @dataclass(frozen=True)
@@ -173,6 +205,11 @@ class Scalars:
     """Of what attention and feed-forward add."""
     logit_scale: float
     logit_cap: float
+    wide_norms: bool = False
+    norms_turned: bool = False
+    rotary_interleaved: bool = False
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
 
 
 @dataclass
@@ -180,6 +217,8 @@ class Lowered:
     """All of a model but its linears' weights."""
 
     family: Family
+    heads: list[HeadCounts]
+    """Of the whole model: as many kinds as there are."""
     layers: list[LoweredLayer]
     final_norm: Tensor
     embedding: nn.Module
@@ -188,6 +227,32 @@ class Lowered:
     """(radians per position float32 [rotary dim / 2], scale of cosines and sines)"""
     scalars: Scalars
     activation: Activation
+    inputs: ModelInputs | None
+    """Of the layers."""
+
+    @property
+    def native_alone(self) -> str:
+        """What of it the native kernels alone compute; empty: nothing."""
+        features = {
+            "recurrent layers": any(layer.recurrent for layer in self.layers),
+            "latent attention": any(layer.latent for layer in self.layers),
+            "gates of attention": self.family.gated,
+            "heads of several kinds": len(self.heads) > 1,
+            "norms of values": self.family.norms_values,
+            "inputs of layers": self.inputs is not None,
+            "experts with norms of their own": any(
+                layer.routing and layer.routing.norms for layer in self.layers
+            ),
+            "norms over all heads": self.scalars.wide_norms,
+            "norms after rotations": self.scalars.norms_turned,
+            "interleaved rotations": self.scalars.rotary_interleaved,
+            "clamped activations": self.activation == "swiglu_clamped",
+            "attention sinks": any("sinks" in layer.norms for layer in self.layers),
+            "layers without norms before them": any(
+                "attention_norm" not in layer.norms for layer in self.layers
+            ),
+        }
+        return ", ".join(name for name, there in features.items() if there)
 
 
 def lower(model: Any, dtype: torch.dtype) -> Lowered:
@@ -199,22 +264,40 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
     family = FAMILIES.get(config.model_type)
     if family is None:
         raise CannotLower(f"models of type {config.model_type} run through PyTorch")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise CannotLower("queries, keys and values are clipped")
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     activation = _ACTIVATIONS.get(name)
+    if getattr(config, "swiglu_limit", None) is not None:
+        activation = "swiglu_clamped"
     if activation is None:
         raise CannotLower(f"the activation {name} is not among those that are lowered")
     base = model.model
     frequencies = _Frequencies(base.rotary_emb)
-    layers = [_layer(layer, config, family, frequencies) for layer in base.layers]
+    of_layers = [layout.total for layout in layer_layouts(config, ShardLayout.from_config(config, 1, 0))]
+    heads = list(dict.fromkeys(of_layers))
+    layers = [
+        _layer(
+            layer,
+            config,
+            family,
+            frequencies,
+            _recurrent(layer, config.model_type),
+            heads.index(of_layers[index]),
+        )
+        for index, layer in enumerate(base.layers)
+    ]
     return Lowered(
         family=family,
+        heads=heads,
         layers=layers,
         final_norm=_norm_weight(base.norm, family),
         embedding=base.embed_tokens,
         head=model.get_output_embeddings(),
         frequencies=frequencies.sets,
-        scalars=_scalars(model, config, family, layers[0].attention, dtype),
+        scalars=_scalars(model, config, family, layers, dtype),
         activation=activation,
+        inputs=lower_inputs(base, dtype),
     )
 
 
@@ -222,14 +305,54 @@ def qkv_of(attention: Any) -> list[Weights]:
     """Queries, keys and values of a layer, in one linear or in three."""
     if hasattr(attention, "qkv_proj"):
         return [weights_of(attention.qkv_proj)]
-    return [weights_of(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    return [weights_of(getattr(attention, name)) for name in projections_of(attention)]
+
+
+def projections_of(attention: Any) -> tuple[str, ...]:
+    """What makes queries, keys and values of a layer, where it is not one linear: keys may be the values, or another
+    layer's."""
+    names = ("q_proj", "k_proj", "v_proj")
+    if _reads_only(attention):
+        return names[:1]
+    return names[:2] if _keys_are_values(attention) else names
+
+
+def _reads_only(attention: Any) -> bool:
+    return bool(getattr(attention, "is_kv_shared_layer", False))
+
+
+def _keys_are_values(attention: Any) -> bool:
+    return not _reads_only(attention) and getattr(attention, "v_proj", attention) is None
+
+
+def gated_rows_of(attention: Any) -> list[Rows]:
+    """Queries, keys, values and gates of a layer whose query projection has a head's gate after its query."""
+    size, linear = int(attention.head_dim), attention.q_proj
+    both = [
+        [Rows(linear, at, at + size) for at in range(begin, linear.stored.shape[0], 2 * size)]
+        for begin in (0, size)
+    ]
+    return [*both[0], Rows.all(attention.k_proj), Rows.all(attention.v_proj), *both[1]]
 
 
 def gate_up_of(feed_forward: Any) -> list[Weights]:
     """Gate and up projections of a layer, in one linear or in two."""
-    if hasattr(feed_forward, "gate_up_proj"):
-        return [weights_of(feed_forward.gate_up_proj)]
+    fused = fused_gate_up_of(feed_forward)
+    if fused is not None:
+        return [weights_of(fused)]
     return [weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj)]
+
+
+def fused_gate_up_of(feed_forward: Any) -> Any:
+    """The linear that is a layer's gate and up projections; None: there are two."""
+    return next((getattr(feed_forward, name) for name in _GATE_UP if hasattr(feed_forward, name)), None)
+
+
+def down_of(feed_forward: Any) -> Any:
+    return next(getattr(feed_forward, name) for name in _DOWN if hasattr(feed_forward, name))
+
+
+_GATE_UP, _DOWN = ("gate_up_proj", "input_linear"), ("down_proj", "output_linear")
 
 
 def weights_of(linear: Any) -> Weights:
@@ -238,14 +361,11 @@ def weights_of(linear: Any) -> Weights:
 
 def linears_of(layer: LoweredLayer) -> Iterator[LinearShard]:
     """The linears of a layer, whose plain weights go once a decoder has its own."""
-    for part in (layer.attention, layer.feed_forward):
+    recurrent = None if layer.recurrent is None else layer.recurrent.module
+    for part in (layer.attention, recurrent, layer.feed_forward):
         yield from (module for module in part.modules() if isinstance(module, LinearShard)) if part else ()
-
-
-def expert_weights(routing: Routing, leaf: str) -> Weight:
-    """`gate_up_proj` or `down_proj` of all experts, one after the other: [experts * out, in]."""
-    weight = expert_weight_of(routing.experts, leaf)
-    return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
+    if layer.input is not None:
+        yield from layer.input.linears
 
 
 def release(module: nn.Module) -> None:
@@ -256,12 +376,6 @@ def release(module: nn.Module) -> None:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=False))
 
 
-def release_experts(routing: Routing) -> None:
-    """Lets go of the experts' weights, which a decoder has taken over."""
-    for leaf in ("gate_up_proj", "down_proj"):
-        keep_quantized_experts(routing.experts, leaf, None)
-
-
 def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
     """(embedding weight [rows, hidden], token of its first row, whether the ranks hold different rows)"""
     embedding: Any = lowered.embedding
@@ -270,58 +384,97 @@ def vocabulary(lowered: Lowered) -> tuple[Weight, int, bool]:
     return embedding.weight, 0, False
 
 
-def _layer(layer: Any, config: Any, family: Family, frequencies: "_Frequencies") -> LoweredLayer:
-    attention, feed_forward, routing = layer.self_attn, layer.mlp, None
-    _check_linears(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), "o_proj")
+def _layer(
+    layer: Any,
+    config: Any,
+    family: Family,
+    frequencies: "_Frequencies",
+    recurrent: Recurrent | None,
+    heads: int,
+) -> LoweredLayer:
+    attention, routing, latent = None if recurrent else layer.self_attn, None, None
+    feed_forward = _feed_forward(layer)
+    if hasattr(attention, "kv_b_proj"):
+        latent = lower_latent(attention, config)
+    elif attention is not None:
+        _check_linears(attention, ("qkv_proj",), projections_of(attention), ("o_proj",))
     if hasattr(feed_forward, "experts"):
-        routing = _routing(feed_forward, family)
-        feed_forward = next((part for name in _SHARED if (part := getattr(feed_forward, name, None))), None)
+        routing = lower_experts(feed_forward, family.scores)
+        shared = (getattr(owner, name, None) for owner in (feed_forward, layer) for name in _SHARED)
+        feed_forward = next((part for part in shared if part is not None), None)
+    elif getattr(layer, "enable_moe_block", False):
+        routing = lower_experts_apart(layer, config)
     if feed_forward is not None:
-        _check_linears(feed_forward, ("gate_up_proj",), ("gate_proj", "up_proj"), "down_proj")
-    norms = {"attention_norm": layer.input_layernorm}
-    if family.post_norms:
+        _check_linears(feed_forward, _GATE_UP, ("gate_proj", "up_proj"), _DOWN)
+    return LoweredLayer(
+        norms=_vectors(layer, attention, family),
+        attention=attention,
+        latent=latent,
+        recurrent=recurrent,
+        feed_forward=feed_forward,
+        routing=routing,
+        rotary=-1 if attention is None else frequencies.of(attention, config, family),
+        window=0 if attention is None else _window(attention, config),
+        page=-1 if attention is None else int(getattr(attention, "page", attention.layer_idx)),
+        heads=heads,
+        reads_only=_reads_only(attention),
+        keys_are_values=_keys_are_values(attention),
+        norms_values=family.norms_values and not _reads_only(attention),
+        scale=float(getattr(layer, "layer_scalar", 1.0)),
+        input=lower_layer_input(layer),
+    )
+
+
+def _vectors(layer: Any, attention: Any, family: Family) -> dict[str, Tensor]:
+    """`LoweredLayer.norms`; `attention`: None where the layer does not attend."""
+    norms = {} if family.last_norms else {"attention_norm": layer.input_layernorm}
+    if family.last_norms:
+        norms["after_attention_norm"] = layer.post_attention_layernorm
+        norms["after_feed_forward_norm"] = layer.post_feedforward_layernorm
+    elif family.post_norms:
         norms["after_attention_norm"] = layer.post_attention_layernorm
         norms["feed_forward_norm"] = layer.pre_feedforward_layernorm
         norms["after_feed_forward_norm"] = layer.post_feedforward_layernorm
     else:
         norms["feed_forward_norm"] = layer.post_attention_layernorm
-    if hasattr(attention, "q_norm"):
-        norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
-    return LoweredLayer(
-        norms={name: _norm_weight(norm, family) for name, norm in norms.items()},
-        attention=attention,
-        feed_forward=feed_forward,
-        routing=routing,
-        rotary=frequencies.of(attention, config),
-        window=_window(attention, config),
-    )
+    if (last_norm := getattr(getattr(layer, "mlp", None), "post_mlp_layernorm", None)) is not None:
+        norms["after_feed_forward_norm"] = last_norm
+    for query, key in (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm")):
+        found = {"query_norm": getattr(attention, query, None), "key_norm": getattr(attention, key, None)}
+        norms |= {name: norm for name, norm in found.items() if norm is not None}
+    if lower_layer_input(layer) is not None:
+        norms["after_input_norm"] = layer.post_per_layer_input_norm
+    vectors = {name: _norm_weight(norm, family) for name, norm in norms.items()}
+    sinks: Tensor | None = getattr(attention, "sinks", None)
+    if sinks is not None:
+        vectors["sinks"] = sinks.detach().float() * math.log2(math.e)
+    return vectors
 
 
-_SHARED = ("shared_expert", "shared_experts")
+def _feed_forward(layer: Any) -> Any:
+    """The mixture of experts, where there is one: a shared expert may stand beside it, or alone."""
+    names = ("mlp", "block_sparse_moe", "shared_mlp")
+    return next(part for name in names if (part := getattr(layer, name, None)) is not None)
 
 
-def _routing(block: Any, family: Family) -> Routing:
-    gate, shared_gate = block.gate, getattr(block, "shared_expert_gate", None)
-    correction = getattr(gate, "e_score_correction_bias", None)
-    if getattr(block.experts, "is_transposed", True) or getattr(gate, "bias", None) is not None:
-        raise CannotLower(f"a {type(block).__name__} holds its experts in another order")
-    return Routing(
-        experts=block.experts,
-        router=gate.weight.detach(),
-        shared_gate=None if shared_gate is None else shared_gate.weight.detach(),
-        correction=None if correction is None else correction.detach().float().contiguous(),
-        scores=family.scores,
-        chosen=int(gate.top_k),
-        normalised=bool(getattr(gate, "norm_topk_prob", True)),
-        groups=int(getattr(gate, "num_group", None) or 1),
-        among=int(getattr(gate, "topk_group", None) or 1),
-        scale=float(getattr(gate, "routed_scaling_factor", 1.0)),
-    )
+def _recurrent(layer: Any, model_type: str) -> Recurrent | None:
+    """What keeps recurrent state in a layer in place of attention."""
+    names = RECURRENT_MODULES.get(model_type, ())
+    found = (getattr(layer, name, None) for name in names)
+    module = next((module for module in found if module is not None), None)
+    return None if module is None else lower_recurrent(module)
 
 
-def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], last: str) -> None:
-    names = (*(fused if hasattr(part, fused[0]) else single), last)
-    if not all(isinstance(getattr(part, name, None), LinearShard) for name in names):
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+
+
+def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], last: tuple[str, ...]) -> None:
+    """Of `fused` and of `last` there may be any one."""
+    first = [name for name in fused if hasattr(part, name)] or single
+    names = (*first, *(name for name in last if hasattr(part, name)))
+    if len(names) == len(first) or not all(
+        isinstance(getattr(part, name, None), LinearShard) for name in names
+    ):
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
 
 
@@ -332,14 +485,20 @@ def _norm_weight(norm: Any, family: Family) -> Tensor:
 
 def _window(attention: Any, config: Any) -> int:
     """As the model hands it to attention: some keep it in the layer, some in the configuration."""
+    if not getattr(attention, "is_sliding", True):
+        return 0
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     return int(window or 0)
 
 
 class _Frequencies:
-    """The rotary frequencies of a model: one set, or one per type of layer."""
+    """The rotary frequencies of a model: one set, or one per type of layer; none where nothing turns."""
 
     def __init__(self, rotary: Any) -> None:
+        self._names: list[str] = []
+        self.sets: list[tuple[Tensor, float]] = []
+        if rotary is None:
+            return
         names = [
             name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name
         ]
@@ -350,30 +509,46 @@ class _Frequencies:
         if not 1 <= len(names) <= 2:
             raise CannotLower(f"the model has {len(names)} sets of rotary frequencies")
         self._names = names
-        self.sets = []
         for name in names:
             scaling = getattr(rotary, name.replace("inv_freq", "attention_scaling"), 1.0)
             self.sets.append((getattr(rotary, name).detach().float().contiguous(), float(scaling)))
 
-    def of(self, attention: Any, config: Any) -> int:
+    def of(self, attention: Any, config: Any, family: Family) -> int:
         """Index of the set that a layer turns by; -1 where it turns nothing."""
-        if not getattr(attention, "use_rope", True):
+        alone = family.turns_windows_alone and config.sliding_window is not None
+        turns = bool(self._names) and getattr(attention, "use_rope", True)
+        if not turns or (alone and not attention.is_sliding):
             return -1
         if len(self._names) == 1:
             return 0
         return self._names.index(f"{config.layer_types[attention.layer_idx]}_inv_freq")
 
 
-def _scalars(model: Any, config: Any, family: Family, attention: Any, dtype: torch.dtype) -> Scalars:
+def _scalars(
+    model: Any, config: Any, family: Family, layers: list[LoweredLayer], dtype: torch.dtype
+) -> Scalars:
+    attention: Any = next((layer.attention for layer in layers if layer.attention is not None), None)
     scale = getattr(model.model.embed_tokens, "embed_scale", None)
     # Rounded as the model rounds it.
     embedding_scale = 1.0 if scale is None else float(scale.to(dtype))
     return Scalars(
         eps=float(config.rms_norm_eps),
-        attention_scale=float(attention.scaling),
+        attention_scale=0.0 if attention is None else float(attention.scaling),
         attention_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
-        embedding_scale=float(config.embedding_multiplier) if family.scaled else embedding_scale,
-        residual_scale=float(config.residual_multiplier) if family.scaled else 1.0,
+        embedding_scale=float(getattr(config, "embedding_multiplier", embedding_scale))
+        if family.scaled
+        else embedding_scale,
+        residual_scale=_residual_scale(model.model.layers[0], config) if family.scaled else 1.0,
         logit_scale=1.0 / float(config.logits_scaling) if family.scaled else 1.0,
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        wide_norms=family.wide_norms,
+        norms_turned=family.norms_turned,
+        rotary_interleaved=family.interleaved,
+        swiglu_alpha=float(getattr(config, "swiglu_alpha", None) or 0.0),
+        swiglu_limit=float(getattr(config, "swiglu_limit", None) or 0.0),
     )
+
+
+def _residual_scale(layer: Any, config: Any) -> float:
+    """In the configuration, or as a layer makes it of one."""
+    return float(layer.residual_scale if hasattr(layer, "residual_scale") else config.residual_multiplier)

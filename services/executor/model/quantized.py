@@ -25,8 +25,8 @@ _SMALLEST_GROUP = 16
 
 _E4M3_ABOVE_ZERO = [math.ldexp(*((8 + m, e - 10) if e else (m, -9))) for e in range(16) for m in range(8)]
 E4M3 = (*_E4M3_ABOVE_ZERO, *(-value for value in _E4M3_ABOVE_ZERO))
-"""What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are no
-numbers, which readers of files refuse and products take for 480."""
+"""What codes of fp8 stand for: Micikevicius et al., https://arxiv.org/abs/2209.05433, section 3. Two of them are
+NaN, which readers of files refuse and products take for 480."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +251,7 @@ class QuantizedRows:
         exact = torch.tensor(self.floats).bfloat16().tolist() == list(self.floats)
         if not exact or self.bits != (8 if self.floats == E4M3 else 4) or len(self.floats) != 1 << self.bits:
             return f"codes of {self.bits} bits for {len(self.floats)} such floats are not served"
-        return f"{self.columns_stored} columns are no multiple of 4" if self.columns_stored % 4 else ""
+        return f"{self.columns_stored} columns are not a multiple of 4" if self.columns_stored % 4 else ""
 
     def _flaw_of_scales(self, groups: int) -> str:
         two = self.supers is not None

@@ -5,7 +5,8 @@ and values stay in the processor's cache:
 
     lengths in blocks   9 9 8 | 3 3 2 2      two buckets, padded to 9 and to 3
 
-Layers differ at most in their sliding window, so what depends on it is made once per window.
+Layers differ at most in how far back a token sees (a sliding window, chunks), so what depends on it is made once
+for each such reach.
 
 `ScoreRule`: what a model does with its scores; `attend_decodes` and `attend_prefill` attend over dense keys and values.
 
@@ -18,9 +19,10 @@ Sources: Press et al., "ALiBi", https://arxiv.org/abs/2108.12409; Gemma Team, "G
 https://arxiv.org/abs/2408.00118; OpenAI, "gpt-oss model card", https://arxiv.org/abs/2508.10925.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +32,27 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A token sees its own chunk of the text alone, up to itself: positions [n * size, (n + 1) * size)."""
+
+    size: int
+
+
+Reach = int | Chunks | None
+"""How far back a token sees: so many tokens, itself included; its chunk; or everything."""
+
+
+def oldest_seen(reach: Reach, position: Any) -> Any:
+    """The oldest position that a token at `position` (or each of many) sees."""
+    if reach is None:
+        return np.zeros_like(position)
+    if isinstance(reach, Chunks):
+        return position // reach.size * reach.size
+    return np.maximum(position - reach + 1, 0)
+
 
 KeyBias = Callable[[Tensor], Tensor]
 """int64 [K] key positions -> float [kv heads, group, K], what is added to scores that are scaled already."""
@@ -117,6 +140,7 @@ _PADDING = 0.75
 """A sequence joins a bucket when it is at least this share of the bucket's longest."""
 
 Int64Array = NDArray[np.int64]
+Made = TypeVar("Made")
 
 
 class AttentionBackend(Protocol):
@@ -161,6 +185,11 @@ class DecodeBatch:
     """int64 [D]: rows of the flat batch in bucket order; None where that is their own order."""
     buckets: list[DecodeBucket]
 
+    def rows_of(self, bucket: DecodeBucket, device: torch.device) -> Tensor:
+        """int64: the rows of the flat batch that are in `bucket`."""
+        rows = torch.arange(bucket.start, bucket.stop, device=device)
+        return rows if self.order is None else self.order[rows]
+
 
 @dataclass(frozen=True)
 class PrefillChunk:
@@ -173,6 +202,34 @@ class PrefillChunk:
     they are written; None when the chunk is all it needs."""
     mask: Tensor | None
     """model dtype [rows, keys]: 0 where a token attends, -inf elsewhere; None for plain causal attention."""
+    positions: Tensor | None = None
+    """int64 [keys]: of the keys, where some are there twice; None: they follow each other from the first one read."""
+
+
+@dataclass(frozen=True)
+class RecurrentPiece:
+    """Rows [start, stop) of the flat batch of one sequence, whose state is in `slot`."""
+
+    start: int
+    stop: int
+    slot: int
+    fresh: bool
+    """Whether the sequence begins here, with zeros for its state."""
+    copies: tuple[int, ...]
+    """Slots that the state behind the last row goes to as well."""
+
+
+@dataclass(frozen=True)
+class RecurrentBatch:
+    """A step as layers with recurrent state see it: all decodes at once, then each chunk for itself."""
+
+    slots: Tensor
+    """int64 [D]: of the decodes"""
+    fresh: Tensor
+    """bool [D]: decodes that begin a sequence"""
+    copies: list[tuple[int, int]]
+    """(from, to): slots of decodes that go to other ones as well"""
+    pieces: list[RecurrentPiece]
 
 
 class StepContext:
@@ -192,44 +249,95 @@ class StepContext:
         self.on_layer = on_layer
         """Called once per layer, as a sign of progress."""
         self.num_decodes = plan.num_decodes
-        self.slots = self._to_device(as_int32(plan.slots))
+        self.slots = self.to_device(as_int32(plan.slots))
         """int64 [T]"""
         self._slots = as_int32(plan.slots)
-        pairs = as_int32(plan.compressions).reshape(-1, 2)
-        self.compressions = (
-            (self._to_device(pairs[:, 0]), self._to_device(pairs[:, 1]))
-            if len(pairs) and backend is None
-            else None
-        )
-        """(hot, cold) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
         self._query_lens: Int64Array = as_int32(plan.query_lens).astype(np.int64)
         self._context_lens: Int64Array = as_int32(plan.context_lens).astype(np.int64)
         self._tables = as_int32(plan.block_tables)
         blocks = -(-self._context_lens // store.block_size)
         self._table_starts: Int64Array = np.cumsum(blocks) - blocks
-        self._decodes: dict[int | None, DecodeBatch] = {}
-        self._prefills: dict[int | None, list[PrefillChunk]] = {}
+        self._recurrent: RecurrentBatch | None = None
+        self._plan = plan
+        self._decodes: dict[Reach, DecodeBatch] = {}
+        self._prefills: dict[Reach, list[PrefillChunk]] = {}
+        self._made: dict[Hashable, Any] = {}
 
-    def decodes(self, window: int | None) -> DecodeBatch:
-        """The decodes, for layers that see `window` tokens back (None: all)."""
-        if window not in self._decodes:
-            self._decodes[window] = self._decode_batch(window)
-        return self._decodes[window]
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [T]"""
+        return self.to_device(as_int32(self._plan.positions))
 
-    def prefills(self, window: int | None) -> list[PrefillChunk]:
-        """The prefill chunks, for layers that see `window` tokens back (None: all)."""
-        if window not in self._prefills:
+    @property
+    def positions_on_host(self) -> Int64Array:
+        """int64 [T]"""
+        return as_int32(self._plan.positions).astype(np.int64)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` makes, made once per step for all layers that ask for `key`."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
+    @cached_property
+    def compressions(self) -> tuple[Tensor, Tensor] | None:
+        """(hot, cold) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
+        pairs = as_int32(self._plan.compressions).reshape(-1, 2)
+        return (self.to_device(pairs[:, 0]), self.to_device(pairs[:, 1])) if len(pairs) else None
+
+    def decodes(self, reach: Reach) -> DecodeBatch:
+        """The decodes, for layers that see as far back as `reach`."""
+        if reach not in self._decodes:
+            self._decodes[reach] = self._decode_batch(reach)
+        return self._decodes[reach]
+
+    def prefills(self, reach: Reach) -> list[PrefillChunk]:
+        """The prefill chunks, for layers that see as far back as `reach`."""
+        if reach not in self._prefills:
             rows = np.cumsum(self._query_lens)
-            self._prefills[window] = [
-                self._prefill_chunk(sequence, int(rows[sequence]), window)
+            self._prefills[reach] = [
+                self._prefill_chunk(sequence, int(rows[sequence]), reach)
                 for sequence in range(self.num_decodes, len(self._query_lens))
             ]
-        return self._prefills[window]
+        return self._prefills[reach]
 
-    def _decode_batch(self, window: int | None) -> DecodeBatch:
+    @property
+    def recurrent(self) -> "RecurrentBatch":
+        """What layers with recurrent state need to know."""
+        if self._recurrent is None:
+            self._recurrent = self._recurrent_batch()
+        return self._recurrent
+
+    def _recurrent_batch(self) -> "RecurrentBatch":
+        slots = as_int32(self._plan.state_slots).tolist()
+        fresh = (self._context_lens == self._query_lens).tolist()
+        ends = np.cumsum(self._query_lens).tolist()
+        wanted: dict[int, list[int]] = {}
+        for row, slot in as_int32(self._plan.state_snapshots).reshape(-1, 2).tolist():
+            wanted.setdefault(row, []).append(slot)
+        count = self.num_decodes
+        copies = [(slots[row], slot) for row in range(count) for slot in wanted.get(row, [])]
+        pieces = []
+        for sequence in range(count, len(slots)):
+            start, new = ends[sequence] - int(self._query_lens[sequence]), fresh[sequence]
+            stops = sorted({row + 1 for row in wanted if start <= row < ends[sequence]} | {ends[sequence]})
+            for stop in stops:
+                copied = tuple(wanted.get(stop - 1, ()))
+                pieces.append(RecurrentPiece(start, stop, slots[sequence], new, copied))
+                start, new = stop, False
+        device = self.store.device
+        return RecurrentBatch(
+            torch.tensor(slots[:count], dtype=torch.int64, device=device),
+            torch.tensor(fresh[:count], device=device),
+            copies,
+            pieces,
+        )
+
+    def _decode_batch(self, reach: Reach) -> DecodeBatch:
         size = self.store.block_size
         lengths = self._context_lens[: self.num_decodes]
-        oldest = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+        oldest: Int64Array = oldest_seen(reach, lengths - 1)
         first = oldest // size
         blocks = -(-lengths // size) - first
         order: Int64Array = np.argsort(-blocks, kind="stable")
@@ -243,24 +351,25 @@ class StepContext:
             keys = first[rows, None] * size + np.arange(width * size)
             seen = (keys >= oldest[rows, None]) & (keys < lengths[rows, None])
             mask = self._mask(seen)[:, None, None, :]
-            buckets.append(DecodeBucket(start, stop, self._to_device(tables.ravel()), mask))
+            buckets.append(DecodeBucket(start, stop, self.to_device(tables.ravel()), mask))
         natural = len(buckets) <= 1 and np.array_equal(order, np.arange(len(order)))
-        return DecodeBatch(None if natural else self._to_device(order), buckets)
+        return DecodeBatch(None if natural else self.to_device(order), buckets)
 
     def _most_blocks(self) -> int:
         limit = _CPU_GATHER_BYTES if self.store.device.type == "cpu" else _GPU_GATHER_BYTES
-        return limit * self.store.shape.num_layers // self.store.shape.bytes_per_block
+        widest = max(pages.values_per_block(self.store.block_size) for pages in self.store.shape.pages)
+        return max(1, limit // (widest * self.store.shape.dtype.itemsize))
 
-    def _prefill_chunk(self, sequence: int, stop: int, window: int | None) -> PrefillChunk:
+    def _prefill_chunk(self, sequence: int, stop: int, reach: Reach) -> PrefillChunk:
         """Where the chunk fills a block that its later rows read compressed, both of its forms are among the keys."""
         size = self.store.block_size
         query, context = int(self._query_lens[sequence]), int(self._context_lens[sequence])
         begin, last = context - query, (context - 1) // size
         own = np.arange(begin // size, last) if self.compressions is not None else np.arange(0)
         fresh = begin == 0 and not len(own)
-        if fresh and (window is None or window >= context):
+        if fresh and oldest_seen(reach, context - 1) == 0:
             return PrefillChunk(stop - query, stop, None, None)
-        first = 0 if window is None else max(begin - window + 1, 0) // size
+        first = int(oldest_seen(reach, begin)) // size
         keys = np.arange(context) if fresh else np.arange(first * size, (last + 1) * size)
         queries = np.arange(begin, context)[:, None]
         seen = keys <= queries
@@ -268,22 +377,25 @@ class StepContext:
         if not fresh:
             table = self._tables[self._table_starts[sequence] + np.arange(first, last + 1)]
             written = self._slots[stop - query + np.maximum(own * size - begin, 0)] // size
-            blocks = self._to_device(np.concatenate((table, written)))
+            blocks = self.to_device(np.concatenate((table, written)))
         if len(own):
             own_keys = (own[:, None] * size + np.arange(size)).ravel()
             at_home = own_keys // size == queries // size
             seen &= (keys // size < queries // size) | (keys // size == last)
             keys, seen = np.concatenate((keys, own_keys)), np.hstack((seen, at_home & (own_keys <= queries)))
-        if window is not None:
-            seen &= keys > queries - window
-        return PrefillChunk(stop - query, stop, blocks, self._mask(seen))
+        if reach is not None:
+            seen &= keys >= oldest_seen(reach, queries)
+        return PrefillChunk(
+            stop - query, stop, blocks, self._mask(seen), self.to_device(keys) if len(own) else None
+        )
 
     def _mask(self, seen: NDArray[np.bool_]) -> Tensor:
         hidden = torch.from_numpy(~seen).to(self.store.device)
         mask = torch.zeros(seen.shape, dtype=self.store.shape.dtype, device=self.store.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
-    def _to_device(self, values: NDArray[np.int32] | Int64Array) -> Tensor:
+    def to_device(self, values: NDArray[np.int32] | Int64Array) -> Tensor:
+        """The same as int64, where the store is."""
         return torch.from_numpy(values.astype(np.int64)).to(self.store.device)
 
 

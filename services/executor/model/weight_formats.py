@@ -35,6 +35,10 @@ class Quantized(NamedTuple):
     def shape(self) -> torch.Size:
         return self.codes.shape
 
+    def dequantized(self) -> Tensor:
+        """float32 [out, in]"""
+        return self.codes.float() * self.scales.unsqueeze(1)
+
     def rows(self, first: int, end: int) -> "Quantized":
         """The outputs [first, end). Shares their memory."""
         return Quantized(self.codes[first:end], self.scales[first:end])

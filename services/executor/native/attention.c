@@ -8,23 +8,23 @@
 
 #define LOG2_E 1.44269504f
 
-/* What a thread holds while it works on a tile. */
+/* What a thread holds while it works on a tile. Rows are as wide as the model's keys and values are, and follow each
+ * other: further apart, they would take the same few sets of the caches. */
 typedef struct {
-    bf16 keys[KEYS / PANEL][MAX_HEAD_DIM / 2][PANEL][2];      /* packed: pairs of d by keys */
-    bf16 values[MAX_HEAD_DIM / PANEL][KEYS / 2][PANEL][2];    /* packed: pairs of keys by d */
-    bf16 decoded[2][KEYS][MAX_HEAD_DIM];                      /* compressed keys and values as bf16 */
-    bf16 queries[TILE_QUERIES][MAX_HEAD_DIM];
+    bf16 keys[KEYS * MAX_KEY_DIM];              /* [KEYS / PANEL][key_dim / 2][PANEL][2]: packed, pairs of d by keys */
+    bf16 values[MAX_VALUE_DIM * KEYS];          /* [value_dim / PANEL][KEYS / 2][PANEL][2]: packed, pairs of keys by d */
+    bf16 decoded[2][KEYS * MAX_KEY_DIM];        /* [KEYS][key_dim]: compressed keys and values as bf16 */
+    bf16 queries[TILE_QUERIES * MAX_KEY_DIM];   /* [rows * heads][key_dim] */
     bf16 weights[TILE_QUERIES][KEYS];
     float scores[TILE_QUERIES][KEYS];
-    float sums[TILE_QUERIES][MAX_HEAD_DIM];
+    float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][value_dim] */
     float scales[2][KEYS];
     float largest[TILE_QUERIES], total[TILE_QUERIES];
-    bf16 zeros[MAX_HEAD_DIM];
+    bf16 zeros[MAX_KEY_DIM];
 } scratch_memory;
 
-size_t rz_attention_scratch(int head_dim)
+size_t rz_attention_scratch(void)
 {
-    (void)head_dim;
     return (sizeof(scratch_memory) + 63) / 64 * 64;
 }
 
@@ -66,11 +66,12 @@ static row_run run_of(const rz_attention_shape *shape, const rz_cache *cache, co
     return (row_run){ row, border < part->rows ? border : part->rows, home, part->slots[row] / size };
 }
 
-/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. */
+/* Row pointers of `count` keys from `first` on, of keys (which = 0) or values (1), and their scales. Where one line is
+ * both, the keys' are the values'. */
 static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                       const row_run *run, int first, int count, int which, scratch_memory *scratch, const bf16 **rows)
 {
-    const int size = shape->block_size, d = shape->head_dim;
+    const int size = shape->block_size, d = shape->key_dim, planes = shape->lines * shape->kv_heads;
     for (int key = 0; key < count;) {
         int block_index = (first + key) / size, offset = (first + key) % size;
         long block = block_index == run->home ? run->own : part->table[block_index];
@@ -78,16 +79,16 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
         long head = which * shape->kv_heads + part->kv_head;
         float scale = 1.0f;
         if (block < cache->num_hot) {
-            const bf16 *at = cache->hot + ((block * 2 * shape->kv_heads + head) * size + offset) * d;
+            const bf16 *at = cache->hot + ((block * planes + head) * size + offset) * d;
             for (int i = 0; i < here; i++)
                 rows[key + i] = at + (long)i * d;
         } else {
-            long plane = (block - cache->num_hot) * 2 * shape->kv_heads + head;
+            long plane = (block - cache->num_hot) * planes + head;
             long at = (plane * size + offset) * d;
             if (cache->codec != RZ_CODEC_NONE)
                 scale = cache->scales[plane] * (cache->codec == RZ_CODEC_FP8 ? FP8_UNIT : 1.0f);
             for (int i = 0; i < here; i++) {
-                bf16 *row = scratch->decoded[which][key + i];
+                bf16 *row = scratch->decoded[which] + (key + i) * d;
                 if (cache->codec == RZ_CODEC_INT8)
                     decode_int8((const int8_t *)cache->codes + at + (long)i * d, d, row);
                 else if (cache->codec == RZ_CODEC_FP8)
@@ -134,7 +135,7 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
                        int last, upcoming *ahead)
 {
     const int size = shape->block_size;
-    const long values = (long)size * shape->head_dim;
+    const long values = (long)size * shape->key_dim;
     ahead->count = ahead->next = 0;
     ahead->at = 0;
     ahead->bytes = values * (long)sizeof(bf16);
@@ -149,9 +150,9 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
             value_bytes = cache->codec == RZ_CODEC_NONE ? 2 : 1;
             ahead->bytes = values * value_bytes;
         }
-        for (int which = 0; which < 2; which++)
+        for (int which = 0; which < shape->lines; which++)
             ahead->planes[ahead->count++] =
-                base + ((block * 2 + which) * shape->kv_heads + part->kv_head) * values * value_bytes;
+                base + ((block * shape->lines + which) * shape->kv_heads + part->kv_head) * values * value_bytes;
     }
 }
 
@@ -172,7 +173,7 @@ RZ_INLINE void pull(upcoming *ahead, int lines)
 static void pack_keys(int d, int panels, const bf16 *const *rows, scratch_memory *scratch, upcoming *ahead)
 {
     for (int group = 0; group < panels * 2; group++) {
-        int32_t *panel = (int32_t *)scratch->keys[group / 2] + group % 2 * LANES;
+        int32_t *panel = (int32_t *)(scratch->keys + group / 2 * d * PANEL) + group % 2 * LANES;
         for (int column = 0; column < d; column += 2 * LANES) {
             pull(ahead, 16);
             transpose_pairs(rows + group * LANES, column, panel + column / 2 * PANEL, PANEL);
@@ -185,7 +186,7 @@ static void pack_values(int d, int keys, const bf16 *const *rows, scratch_memory
     for (int key = 0; key < keys; key += 2) {
         for (int column = 0; column < d; column += PANEL) {
             pull(ahead, 2);
-            interleave_rows(rows[key] + column, rows[key + 1] + column, &scratch->values[column / PANEL][key / 2][0][0]);
+            interleave_rows(rows[key] + column, rows[key + 1] + column, scratch->values + column * KEYS + key * PANEL);
         }
     }
 }
@@ -244,19 +245,25 @@ static void soften(const rz_attention_shape *shape, scratch_memory *scratch, int
     if (now > before) {
         keep = before == -INFINITY ? 0.0f : exp2f(before - now);
         scratch->largest[query] = now;
-        for (int i = 0; i < shape->head_dim; i += LANES) {
-            float *sum = scratch->sums[query] + i;
+        for (int i = 0; i < shape->value_dim; i += LANES) {
+            float *sum = scratch->sums + query * shape->value_dim + i;
             f32_store(sum, f32_mul(f32_load(sum), f32_set1(keep)));
         }
     }
     scratch->total[query] = scratch->total[query] * keep + f32_sum(total);
 }
 
+/* The sum of weights with that of a head's sink. */
+RZ_INLINE float with_sink(float total, float largest, const float *sink)
+{
+    return sink ? total + exp2f(*sink - largest) : total;
+}
+
 static void finish(const rz_attention_shape *shape, const rz_attention_part *part, const scratch_memory *scratch)
 {
-    const int d = shape->head_dim;
-    for (int query = 0; query < part->rows * shape->group; query++) {
-        const float *sums = scratch->sums[query];
+    const int d = shape->value_dim;
+    for (int query = 0; query < part->rows * part->heads; query++) {
+        const float *sums = scratch->sums + query * d;
         if (part->partial) {
             float *to = part->partial + (long)query * (d + 2);
             memcpy(to, sums, (size_t)d * sizeof(float));
@@ -264,8 +271,10 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
             to[d + 1] = scratch->total[query];
             continue;
         }
-        bf16 *out = part->out + query / shape->group * part->out_stride + query % shape->group * d;
-        f32 share = f32_set1(scratch->total[query] > 0 ? 1.0f / scratch->total[query] : 0.0f);
+        bf16 *out = part->out + query / part->heads * part->out_stride + query % part->heads * d;
+        const float *sink = shape->sinks ? shape->sinks + part->first_head + query % part->heads : NULL;
+        const float total = with_sink(scratch->total[query], scratch->largest[query], sink);
+        f32 share = f32_set1(total > 0 ? 1.0f / total : 0.0f);
         for (int i = 0; i < d; i += LANES)
             f32_store_bf16(out + i, f32_mul(f32_load(sums + i), share));
     }
@@ -275,37 +284,40 @@ static void finish(const rz_attention_shape *shape, const rz_attention_part *par
 static void attend_round(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                          const row_run *run, int first, int last, scratch_memory *scratch, upcoming *ahead)
 {
-    const int d = shape->head_dim, begin = run->first * shape->group, queries = (run->end - run->first) * shape->group;
+    const int d = shape->key_dim, begin = run->first * part->heads, queries = (run->end - run->first) * part->heads;
     const int count = last - first < KEYS ? last - first : KEYS;
     const int panels = (count + PANEL - 1) / PANEL, used = panels * PANEL;
     const bf16 *rows[KEYS];
     find_rows(shape, cache, part, run, first, count, 0, scratch, rows);
     pack_keys(d, panels, rows, scratch, ahead);
     for (int panel = 0; panel < panels; panel++)
-        multiply(queries, &scratch->queries[begin][0], MAX_HEAD_DIM, &scratch->keys[panel][0][0][0], d / 2,
+        multiply(queries, scratch->queries + begin * d, d, scratch->keys + panel * d * PANEL, d / 2,
                  &scratch->scores[begin][panel * PANEL], KEYS, 0);
-    find_rows(shape, cache, part, run, first, count, 1, scratch, rows);
-    pack_values(d, used, rows, scratch, ahead);
+    if (shape->lines == 2)
+        find_rows(shape, cache, part, run, first, count, 1, scratch, rows);
+    else
+        memcpy(scratch->scales[1], scratch->scales[0], sizeof scratch->scales[0]);
+    pack_values(shape->value_dim, used, rows, scratch, ahead);
     for (int query = begin; query < begin + queries; query++)
-        soften(shape, scratch, query, part->position + query / shape->group, first, used);
-    for (int column = 0; column < d; column += PANEL)
-        multiply(queries, &scratch->weights[begin][0], KEYS, &scratch->values[column / PANEL][0][0][0], used / 2,
-                 &scratch->sums[begin][column], MAX_HEAD_DIM, 1);
+        soften(shape, scratch, query, part->position + query / part->heads, first, used);
+    for (int column = 0; column < shape->value_dim; column += PANEL)
+        multiply(queries, &scratch->weights[begin][0], KEYS, scratch->values + column * KEYS, used / 2,
+                 scratch->sums + begin * shape->value_dim + column, shape->value_dim, 1);
 }
 
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
-    const int d = shape->head_dim, queries = part->rows * shape->group;
+    const int d = shape->key_dim, queries = part->rows * part->heads;
     for (int query = 0; query < queries; query++) {
-        const bf16 *from = part->queries + query / shape->group * part->q_stride + query % shape->group * d;
-        memcpy(scratch->queries[query], from, (size_t)d * sizeof(bf16));
-        memset(scratch->sums[query], 0, (size_t)d * sizeof(float));
+        const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
+        memcpy(scratch->queries + query * d, from, (size_t)d * sizeof(bf16));
+        memset(scratch->sums + query * shape->value_dim, 0, (size_t)shape->value_dim * sizeof(float));
         scratch->largest[query] = -INFINITY;
         scratch->total[query] = 0.0f;
     }
-    memset(scratch->zeros, 0, sizeof scratch->zeros);
+    memset(scratch->zeros, 0, (size_t)d * sizeof(bf16));
     int first = first_of(shape, part);
     const int last = last_of(part);
     upcoming ahead;
@@ -328,20 +340,21 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
     finish(shape, part, scratch);
 }
 
-void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out)
+void rz_merge(const float *partial, int parts, long stride, int value_dim, const float *sink, bf16 *out)
 {
     float largest = -INFINITY, total = 0.0f;
     for (int part = 0; part < parts; part++)
-        largest = fmaxf(largest, partial[part * stride + head_dim]);
-    for (int i = 0; i < head_dim; i += LANES) {
+        largest = fmaxf(largest, partial[part * stride + value_dim]);
+    for (int i = 0; i < value_dim; i += LANES) {
         f32 sum = f32_zero();
         total = 0.0f;
         for (int part = 0; part < parts; part++) {
             const float *from = partial + part * stride;
-            float weight = from[head_dim] == -INFINITY ? 0.0f : exp2f(from[head_dim] - largest);
+            float weight = from[value_dim] == -INFINITY ? 0.0f : exp2f(from[value_dim] - largest);
             sum = f32_fma(f32_load(from + i), f32_set1(weight), sum);
-            total += from[head_dim + 1] * weight;
+            total += from[value_dim + 1] * weight;
         }
+        total = with_sink(total, largest, sink);
         f32_store_bf16(out + i, f32_mul(sum, f32_set1(total > 0 ? 1.0f / total : 0.0f)));
     }
 }

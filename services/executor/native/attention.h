@@ -1,9 +1,9 @@
 /* Attention over paged keys and values, one KV head at a time.
  *
- * A tile is some rows of one sequence with all query heads that share a KV head:
+ * A tile is some rows of one sequence with the query heads that share a KV head, where there are very many some of them:
  *
- *     queries [rows * group, d]  x  keys [64, d]  ─▶  scores [rows * group, 64]  ─▶  online softmax
- *                                                     weights [rows * group, 64] x values [64, d] ─▶ out
+ *     queries [rows * heads, d]  x  keys [64, d]  ─▶  scores [rows * heads, 64]  ─▶  online softmax
+ *                                                     weights [rows * heads, 64] x values [64, d] ─▶ out
  *
  * Rounds begin at multiples of 64 keys and parts at multiples of SPLIT_KEYS, whatever else is computed: what a row
  * comes to does not depend on its neighbours, nor on whether it is decoded or part of a prompt.
@@ -25,50 +25,54 @@ enum {
     KEYS = 64,          /* keys of a round */
     SPLIT_KEYS = 512,   /* keys of a part: a multiple of KEYS */
     TILE_QUERIES = 48,  /* queries of a tile, at most: scores and sums stay in the first cache */
-    MAX_HEAD_DIM = 256,
+    MAX_KEY_DIM = 576,   /* of queries and keys */
+    MAX_VALUE_DIM = 512,
 };
 
 enum { RZ_CODEC_NONE = 0, RZ_CODEC_INT8 = 1, RZ_CODEC_FP8 = 2 };
 
-/* One layer's keys and values of this rank. Tensors are contiguous. */
+/* One layer's keys and values of this rank. Tensors are contiguous. `lines`: 2, keys and values, both as wide as keys
+ * are; or 1, which is both: its first values are the value. */
 typedef struct {
-    bf16 *hot;           /* [num_hot, 2, kv_heads, block_size, head_dim] */
-    const void *codes;   /* [num_cold, 2, kv_heads, block_size, head_dim]: bytes, or bf16 without a codec */
-    const float *scales; /* [num_cold, 2, kv_heads]; NULL without a codec */
+    bf16 *hot;           /* [num_hot, lines, kv_heads, block_size, key_dim] */
+    const void *codes;   /* [num_cold, lines, kv_heads, block_size, key_dim]: bytes, or bf16 without a codec */
+    const float *scales; /* [num_cold, lines, kv_heads]; NULL without a codec */
     long num_hot;
     int codec;
 } rz_cache;
 
 typedef struct {
-    int kv_heads, group, head_dim, block_size;
+    int kv_heads, lines, key_dim, value_dim, block_size;
     int window;       /* a key is seen up to this many tokens back; 0: all */
     float scale;      /* of scores */
     float soft_cap;   /* cap * tanh(score / cap); 0: none */
+    const float *sinks; /* [query heads], in base 2, or NULL: what takes weight and has no value */
 } rz_attention_shape;
 
-/* Part of the work: `rows` rows of a sequence, one KV head, keys [first_key, last_key). */
+/* Part of the work: `rows` rows of a sequence, `heads` query heads of one KV head, keys [first_key, last_key). */
 typedef struct {
     const int32_t *table; /* the sequence's block table */
     const int32_t *slots; /* [rows]: where each row's own key and value are, block * block size + offset */
-    const bf16 *queries;  /* first row, first query head of the KV head; rows are q_stride apart */
+    const bf16 *queries;  /* first row, first of its query heads; rows are q_stride apart */
     bf16 *out;            /* the same shape; NULL where the part is merged later */
-    float *partial;       /* [rows * group][head_dim + 2]: sums, largest score (base 2), sum of weights; or NULL */
+    float *partial;       /* [rows * heads][value_dim + 2]: sums, largest score (base 2), sum of weights; or NULL */
     long q_stride, out_stride;
     int rows, kv_head;
+    int first_head, heads; /* query heads, no more than TILE_QUERIES */
     int position;         /* of the first row */
     int first_key, last_key; /* multiples of KEYS, but for the end */
-    int parts;            /* of the same rows and head, this one the first: to be merged; else 0 */
+    int parts;            /* of the same rows and heads, this one the first: to be merged; else 0 */
 } rz_attention_part;
 
 /* Bytes of scratch memory that a thread needs, aligned to 64. */
-size_t rz_attention_scratch(int head_dim);
+size_t rz_attention_scratch(void);
 
 /* `next`: the part that this thread works on after this one, or NULL: its first keys are asked for. */
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *scratch);
 
-/* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [head_dim]. A part that
- * has seen nothing changes no bit. */
-void rz_merge(const float *partial, int parts, long stride, int head_dim, bf16 *out);
+/* Merges `parts` partial results of one row and query head, `stride` floats apart, into out [value_dim]. A part that
+ * has seen nothing changes no bit. `sink`: the head's, or NULL. */
+void rz_merge(const float *partial, int parts, long stride, int value_dim, const float *sink, bf16 *out);
 
 #endif

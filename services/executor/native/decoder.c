@@ -10,9 +10,12 @@
 #include "experts.h"
 #include "gemm.h"
 #include "largest.h"
+#include "latent.h"
 #include "products.h"
 #include "quantized.h"
-#include "state.h"
+#include "recurrent.h"
+#include "residual.h"
+#include "tail.h"
 
 int64_t rz_now(void)
 {
@@ -28,113 +31,6 @@ void rz_run_stage(rz_decoder *decoder, int thread, int part, long tasks, rz_task
     if (!thread)
         decoder->spent[part] += rz_now() - began;
 }
-
-/* --- embedding, norms -------------------------------------------------------------------------------- */
-
-/* What turns this token's position into an angle, for every set of frequencies. */
-static void rotate_by_position(const rz_decoder *decoder, long token)
-{
-    const rz_model *model = &decoder->model;
-    const long half = model->rotary_dim / 2;
-    const float position = (float)decoder->step->positions[token];
-    for (int set = 0; set < RZ_ROTARIES; set++) {
-        if (!model->frequencies[set])
-            continue;
-        float *cosines = decoder->space.rotations + (set * decoder->space.tokens + token) * model->rotary_dim;
-        for (long i = 0; i < half; i++) {
-            float angle = position * model->frequencies[set][i];
-            cosines[i] = cosf(angle) * model->rotary_scale[set];
-            cosines[half + i] = sinf(angle) * model->rotary_scale[set];
-        }
-    }
-}
-
-static void embedding_row(const rz_linear *embedding, long row, float *to, bf16 *raw)
-{
-    if (embedding->format.bits) {
-        rz_quantized_row(to, &embedding->format, embedding->packed, row);
-        return;
-    }
-    rz_unpack_row(raw, embedding->packed, row, embedding->inputs);
-    for (long i = 0; i < embedding->inputs; i++)
-        to[i] = bf16_to_float(raw[i]);
-}
-
-static void embed_task(void *argument, long token, long next, int thread)
-{
-    (void)next, (void)thread;
-    rz_decoder *decoder = argument;
-    const rz_model *model = &decoder->model;
-    const long hidden = model->hidden, row = decoder->step->token_ids[token] - model->vocab_first;
-    float *to = decoder->space.residual + token * hidden;
-    bf16 *raw = decoder->space.normed + token * hidden;
-    if (row < 0 || row >= model->rows_in_embedding) {
-        memset(to, 0, (size_t)hidden * sizeof *to); /* another rank has it */
-    } else {
-        embedding_row(&model->embedding, row, to, raw);
-        for (long i = 0; i < hidden; i++)
-            to[i] *= model->embedding_scale;
-    }
-    rotate_by_position(decoder, token);
-}
-
-typedef struct {
-    rz_decoder *decoder;
-    const float *weight;     /* of the norm; [hidden] */
-    const float *after;      /* norm of what is added first; or NULL */
-    int adds;                /* delta is added to the residual first */
-    const int32_t *rows;     /* of the residual that are wanted; NULL: all */
-} norm;
-
-static void add_delta(const rz_decoder *decoder, const float *after, float *x, const float *delta)
-{
-    const long hidden = decoder->model.hidden;
-    float scale = decoder->model.residual_scale;
-    if (after)
-        scale *= rms_scale(delta, hidden, decoder->model.eps);
-    for (long i = 0; i < hidden; i++)
-        x[i] += delta[i] * scale * (after ? after[i] : 1.0f);
-}
-
-static void norm_task(void *argument, long task, long next, int thread)
-{
-    (void)next, (void)thread;
-    const norm *job = argument;
-    const rz_decoder *decoder = job->decoder;
-    const long hidden = decoder->model.hidden, token = job->rows ? job->rows[task] : task;
-    float *x = decoder->space.residual + token * hidden;
-    if (job->adds)
-        add_delta(decoder, job->after, x, decoder->space.delta + token * hidden);
-    f32 scale = f32_set1(rms_scale(x, hidden, decoder->model.eps));
-    bf16 *to = decoder->space.normed + task * hidden;
-    for (long i = 0; i < hidden; i += LANES) {
-        lanes some = lanes_first(hidden - i);
-        f32 value = f32_mul(f32_load_some(some, x + i), scale);
-        f32_store_some_bf16(some, to + i, f32_mul(value, f32_load_some(some, job->weight + i)));
-    }
-}
-
-/* The sum of a pool's rows behind the last norm, in float32. */
-static void pool_task(void *argument, long task, long next, int thread)
-{
-    (void)next, (void)thread;
-    const norm *job = argument;
-    const rz_decoder *decoder = job->decoder;
-    const rz_step *step = decoder->step;
-    const long hidden = decoder->model.hidden;
-    float *to = step->pooled + task * hidden;
-    memset(to, 0, (size_t)hidden * sizeof *to);
-    for (long token = step->pools[task * 2]; token < step->pools[task * 2 + 1]; token++) {
-        float *x = decoder->space.residual + token * hidden;
-        if (job->adds)
-            add_delta(decoder, job->after, x, decoder->space.delta + token * hidden);
-        const float scale = rms_scale(x, hidden, decoder->model.eps);
-        for (long i = 0; i < hidden; i++)
-            to[i] += x[i] * scale * job->weight[i];
-    }
-}
-
-/* --- the step ---------------------------------------------------------------------------------------- */
 
 int rz_sum_over_ranks(rz_decoder *decoder, int thread, float *values, long width)
 {
@@ -158,19 +54,24 @@ static int is_direct(const rz_model *model, const float *after)
     return !model->ring && !after;
 }
 
-/* A block's last product, of `x`; `weights` of its rows, or NULL. */
-static void end_block(rz_decoder *decoder, int thread, int part, const rz_linear *linear, const bf16 *x,
+/* A block's last product, of `x`, whose rows are `stride` apart; `weights` of its rows, or NULL. */
+static void end_block(rz_decoder *decoder, int thread, int part, const rz_linear *linear, const bf16 *x, long stride,
                       const float *after, const float *weights)
 {
     rz_workspace *space = &decoder->space;
     const rz_model *model = &decoder->model;
     const int direct = is_direct(model, after);
-    const long stride = part == RZ_OUTPUT ? (long)model->q_heads * model->head_dim : 0;
     rz_multiply(decoder, thread, part, (rz_product){
         .linear = linear, .x = x, .rows = decoder->step->tokens, .stride = stride, .end = direct ? ADD : STORE,
         .out = direct ? space->residual : space->delta, .scale = direct ? model->residual_scale : 1.0f,
         .weights = weights });
 }
+
+/* Experts that are normed apart from what is beside them. */
+typedef struct {
+    rz_decoder *decoder;
+    const rz_experts *experts;
+} apart;
 
 static void clear_task(void *argument, long token, long next, int thread)
 {
@@ -180,6 +81,62 @@ static void clear_task(void *argument, long token, long next, int thread)
     memset(decoder->space.delta + (size_t)token * hidden, 0, hidden * sizeof(float));
 }
 
+/* Multiplies the normed rows by gate and up; what becomes of them is where end_block takes it. */
+static void activate(rz_decoder *decoder, int thread, const rz_linear *gate_up)
+{
+    rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
+        .linear = gate_up, .x = decoder->space.normed, .rows = decoder->step->tokens, .end = ACTIVATE,
+        .out = decoder->space.activated, .activation = &decoder->model });
+}
+
+/* What experts add, behind delta: see rz_experts. */
+static float *beside_delta(const rz_decoder *decoder)
+{
+    return decoder->space.delta + (long)decoder->step->tokens * decoder->model.hidden;
+}
+
+static void clear_beside_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const size_t hidden = (size_t)((const rz_decoder *)argument)->model.hidden;
+    memset(beside_delta(argument) + (size_t)token * hidden, 0, hidden * sizeof(float));
+}
+
+static void join_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const apart *job = argument;
+    const rz_decoder *decoder = job->decoder;
+    const long hidden = decoder->model.hidden;
+    float *to = decoder->space.delta + token * hidden;
+    const float *experts = beside_delta(decoder) + token * hidden;
+    const float of_dense = rms_scale(to, hidden, decoder->model.eps);
+    const float of_experts = rms_scale(experts, hidden, decoder->model.eps);
+    for (long i = 0; i < hidden; i++)
+        to[i] = to[i] * of_dense * job->experts->after_beside_norm[i]
+            + experts[i] * of_experts * job->experts->after_norm[i];
+}
+
+/* One feed-forward for all, of the normed rows, and beside it experts that have norms of their own. */
+static int feed_apart(rz_decoder *decoder, int thread, const rz_layer *layer)
+{
+    rz_workspace *space = &decoder->space;
+    const rz_experts *experts = layer->experts;
+    const long tokens = decoder->step->tokens, hidden = decoder->model.hidden;
+    apart job = { decoder, experts };
+    activate(decoder, thread, &layer->gate_up);
+    end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, 0, layer->after_feed_forward_norm, NULL);
+    rz_norm_rows(decoder, thread, experts->router_norm, RZ_NOTHING_LEFT);
+    rz_choose_experts(decoder, thread, experts);
+    rz_norm_rows(decoder, thread, experts->norm, RZ_NOTHING_LEFT);
+    rz_run_stage(decoder, thread, RZ_DOWN, tokens, clear_beside_task, decoder);
+    rz_run_experts(decoder, thread, experts, beside_delta(decoder), 1.0f);
+    if (!rz_sum_over_ranks(decoder, thread, space->delta, 2 * hidden))
+        return 0;
+    rz_run_stage(decoder, thread, RZ_DOWN, tokens, join_task, &job);
+    return 1;
+}
+
 /* Of the normed rows: one feed-forward for all, or experts, beside one for all or not. */
 static int feed_forward(rz_decoder *decoder, int thread, const rz_layer *layer)
 {
@@ -187,41 +144,101 @@ static int feed_forward(rz_decoder *decoder, int thread, const rz_layer *layer)
     const rz_model *model = &decoder->model;
     const float *after = layer->after_feed_forward_norm;
     const int direct = is_direct(model, after);
+    if (layer->experts && layer->experts->norm)
+        return feed_apart(decoder, thread, layer);
     if (layer->gate_up.packed) {
         const float *weights = rz_weigh_shared(decoder, thread, layer->experts);
-        rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
-            .linear = &layer->gate_up, .x = space->normed, .rows = decoder->step->tokens, .end = ACTIVATE,
-            .out = space->activated, .activation = model->activation });
-        end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, after, weights);
+        activate(decoder, thread, &layer->gate_up);
+        end_block(decoder, thread, RZ_DOWN, &layer->down, space->activated, 0, after, weights);
     } else if (!direct) {
         rz_run_stage(decoder, thread, RZ_DOWN, decoder->step->tokens, clear_task, decoder);
     }
-    if (layer->experts)
+    if (layer->experts) {
+        rz_choose_experts(decoder, thread, layer->experts);
         rz_run_experts(decoder, thread, layer->experts, direct ? space->residual : space->delta,
                        direct ? model->residual_scale : 1.0f);
+    }
     return direct || rz_sum_over_ranks(decoder, thread, space->delta, model->hidden);
 }
 
-static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, const rz_layer *before)
+/* What mixes the tokens, of the normed rows, up to its last product. */
+static int mix_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
+{
+    rz_workspace *space = &decoder->space;
+    const rz_model *model = &decoder->model;
+    const float *after = layer->after_attention_norm;
+    const rz_recurrent *recurrent = layer->recurrent;
+    rz_multiply(decoder, thread, RZ_QKV, (rz_product){
+        .linear = &layer->qkv, .x = space->normed, .rows = decoder->step->tokens, .end = STORE, .out = space->qkv,
+        .scale = 1.0f });
+    if (recurrent) {
+        if (!rz_recur_rows(decoder, thread, recurrent, space->qkv, rz_recurrent_projected(recurrent), space->attended))
+            return 0;
+        end_block(decoder, thread, RZ_OUTPUT, &layer->output,
+                  space->attended + (long)recurrent->first_output * recurrent->value_dim,
+                  rz_recurrent_inner(recurrent), after, NULL);
+        return 1;
+    }
+    if (!rz_attend_rows(decoder, thread, layer))
+        return 0;
+    if (layer->latent) {
+        end_block(decoder, thread, RZ_OUTPUT, &layer->output, rz_open_latents(decoder, thread, layer), 0, after, NULL);
+        return 1;
+    }
+    const rz_heads *heads = &model->heads[layer->heads];
+    end_block(decoder, thread, RZ_OUTPUT, &layer->output,
+              space->attended + (long)heads->first_output * heads->value_dim, (long)heads->q_heads * heads->value_dim,
+              after, NULL);
+    return 1;
+}
+
+/* What a layer's last block leaves to do. */
+static rz_pending behind_block(const rz_model *model, const float *after)
+{
+    return (rz_pending){ after, !is_direct(model, after), 1.0f };
+}
+
+static rz_pending behind_layer(const rz_model *model, const rz_layer *layer)
+{
+    const int takes_input = layer->input_gate.packed != NULL;
+    rz_pending left = behind_block(model, takes_input ? layer->after_input_norm : layer->after_feed_forward_norm);
+    left.adds |= takes_input;
+    left.scale = layer->scale;
+    return left;
+}
+
+/* Adds what a layer makes of its input, which all ranks compute alike: up to the norm behind it. */
+static void take_input(rz_decoder *decoder, int thread, const rz_layer *layer)
 {
     rz_workspace *space = &decoder->space;
     const rz_model *model = &decoder->model;
     const long tokens = decoder->step->tokens;
-    const float *after = before ? before->after_feed_forward_norm : NULL;
-    norm first = { decoder, layer->attention_norm, after, before && (model->ring || after), NULL };
-    rz_run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &first);
-    rz_multiply(decoder, thread, RZ_QKV, (rz_product){
-        .linear = &layer->qkv, .x = space->normed, .rows = tokens, .end = STORE, .out = space->qkv, .scale = 1.0f });
-    if (!rz_attend_rows(decoder, thread, layer))
+    rz_norm_rows(decoder, thread, NULL, behind_block(model, layer->after_feed_forward_norm));
+    rz_multiply(decoder, thread, RZ_INPUT, (rz_product){
+        .linear = &layer->input_gate, .x = space->normed, .rows = tokens, .end = GATE, .out = space->activated,
+        .activation = model, .by = space->inputs + (layer - model->layer) * model->inputs.width,
+        .by_stride = rz_inputs_row(model) });
+    rz_multiply(decoder, thread, RZ_INPUT, (rz_product){
+        .linear = &layer->input_projection, .x = space->activated, .rows = tokens, .end = STORE, .out = space->delta,
+        .scale = 1.0f });
+}
+
+static int run_layer(rz_decoder *decoder, int thread, const rz_layer *layer, rz_pending left)
+{
+    rz_workspace *space = &decoder->space;
+    const rz_model *model = &decoder->model;
+    rz_norm_rows(decoder, thread, layer->attention_norm, left);
+    if (!mix_rows(decoder, thread, layer))
         return 0;
-    const bf16 *attended = space->attended + (long)model->first_output * model->head_dim;
-    after = layer->after_attention_norm;
-    end_block(decoder, thread, RZ_OUTPUT, &layer->output, attended, after, NULL);
-    if (!is_direct(model, after) && !rz_sum_over_ranks(decoder, thread, space->delta, model->hidden))
+    left = behind_block(model, layer->after_attention_norm);
+    if (left.adds && !rz_sum_over_ranks(decoder, thread, space->delta, model->hidden))
         return 0;
-    norm second = { decoder, layer->feed_forward_norm, after, model->ring || after, NULL };
-    rz_run_stage(decoder, thread, RZ_NORM, tokens, norm_task, &second);
-    return feed_forward(decoder, thread, layer);
+    rz_norm_rows(decoder, thread, layer->feed_forward_norm, left);
+    if (!feed_forward(decoder, thread, layer))
+        return 0;
+    if (layer->input_gate.packed)
+        take_input(decoder, thread, layer);
+    return 1;
 }
 
 /* The largest logits, from what each thread has found. */
@@ -238,20 +255,21 @@ static void forward(void *argument, int thread)
     rz_decoder *decoder = argument;
     const rz_model *model = &decoder->model;
     const rz_step *step = decoder->step;
-    rz_run_stage(decoder, thread, RZ_EMBED, step->tokens, embed_task, decoder);
-    if (model->embedding_split && !rz_sum_over_ranks(decoder, thread, decoder->space.residual, model->hidden))
+    if (!rz_embed_rows(decoder, thread))
         return;
+    rz_pending left = RZ_NOTHING_LEFT;
     for (int i = 0; i < model->layers; i++) {
-        if (!run_layer(decoder, thread, &model->layer[i], i ? &model->layer[i - 1] : NULL))
+        if (decoder->tail.there && i == decoder->tail.from) {
+            rz_keep_rows(decoder, thread, left, step->sample_rows, &decoder->tail.step, decoder->tail.attention);
+            left = RZ_NOTHING_LEFT;
+        }
+        if (decoder->step->tokens && !run_layer(decoder, thread, &model->layer[i], left))
             return;
+        left = behind_layer(model, &model->layer[i]);
         if (thread == 0)
             atomic_fetch_add_explicit(step->progress, 1, memory_order_relaxed);
     }
-    const float *after = model->layer[model->layers - 1].after_feed_forward_norm;
-    norm last = { decoder, model->final_norm, after, model->ring || after, step->sample_rows };
-    if (step->num_pools)
-        rz_run_stage(decoder, thread, RZ_NORM, (long)step->num_pools, pool_task, &last);
-    rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
+    rz_norm_sampled(decoder, thread, left);
     rz_multiply(decoder, thread, RZ_HEAD, (rz_product){
         .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled,
         .end = step->logits ? STORE : LARGEST, .out = step->logits ? (void *)step->logits : decoder->space.bests,
@@ -292,6 +310,19 @@ static int pairs_exist(const rz_model *model, const rz_step *step)
     return good;
 }
 
+/* Whether every sequence has a slot, where there are any, and snapshots are of rows and go to slots. */
+static int slots_exist(const rz_model *model, const rz_step *step)
+{
+    if (!model->num_states)
+        return 1; /* nothing reads them */
+    int good = step->num_states == step->sequences && within(step->state_slots, step->num_states, model->num_states);
+    for (long i = 0; i < step->num_snapshots; i++) {
+        good &= (uint32_t)step->state_snapshots[i * 2] < (uint32_t)step->tokens;
+        good &= (uint32_t)step->state_snapshots[i * 2 + 1] < (uint32_t)model->num_states;
+    }
+    return good;
+}
+
 /* A plan that names blocks or rows that do not exist would write over other memory. */
 static int is_sound(const rz_model *model, const rz_step *step)
 {
@@ -305,7 +336,22 @@ static int is_sound(const rz_model *model, const rz_step *step)
     return rows == step->tokens && blocks == step->table_blocks
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
         && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
-        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step);
+        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && slots_exist(model, step);
+}
+
+/* Of the step and of its tail. */
+static int plan_attention(rz_decoder *decoder, const rz_step *step)
+{
+    const rz_tail *tail = &decoder->tail;
+    decoder->attention = decoder->whole;
+    if (!rz_make_tail(decoder, step) || !rz_reserve_attention(decoder, step, decoder->whole))
+        return 0;
+    if (tail->there && !rz_reserve_attention(decoder, &tail->step, decoder->tail.attention))
+        return 0;
+    rz_plan_attention(decoder, step, decoder->whole);
+    if (tail->there)
+        rz_plan_attention(decoder, &tail->step, decoder->tail.attention);
+    return 1;
 }
 
 int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
@@ -314,14 +360,40 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_BAD_PLAN;
     decoder->step = step;
     atomic_store(&decoder->failed, 0);
-    /* Twice: the parts hold addresses of what the first call may move. */
-    if (!rz_workspace_reserve(&decoder->space, &decoder->model, step->tokens, 0, 0) || !rz_plan_attention(decoder))
+    if (!rz_workspace_reserve(&decoder->space, &decoder->model, step->tokens, 0) || !plan_attention(decoder, step))
+        return RZ_NO_MEMORY;
+    if (decoder->model.num_states && !rz_plan_recurrent(decoder))
         return RZ_NO_MEMORY;
     if (!rz_workspace_reserve_bests(&decoder->space, (long)step->sampled * rz_threads_count(decoder->threads)))
         return RZ_NO_MEMORY;
     if (!rz_workspace_reserve_rounded(&decoder->space, decoder->rounded_row * (size_t)step->tokens))
         return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
+    return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
+}
+
+typedef struct {
+    rz_decoder *decoder;
+    const rz_recurrent *layer;
+    const float *projected;
+    bf16 *out;
+} recurrence_alone;
+
+static void recur_alone(void *argument, int thread)
+{
+    const recurrence_alone *job = argument;
+    rz_recur_rows(job->decoder, thread, job->layer, job->projected, rz_recurrent_projected(job->layer), job->out);
+}
+
+int rz_decoder_recur(rz_decoder *decoder, const rz_recurrent *layer, const rz_step *step, const float *projected,
+                     void *out)
+{
+    decoder->step = step;
+    atomic_store(&decoder->failed, 0);
+    rz_workspace_measure(&decoder->space, layer);
+    if (!rz_plan_recurrent(decoder))
+        return RZ_NO_MEMORY;
+    rz_threads_run(decoder->threads, recur_alone, &(recurrence_alone){ decoder, layer, projected, out });
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
 }
 
@@ -383,15 +455,20 @@ void rz_decoder_largest(rz_decoder *decoder, const float *logits, int rows, int 
 static size_t rounded_row_of(const rz_model *model)
 {
     size_t most = rz_rounded_row(&model->head);
+    const size_t of_inputs = rz_rounded_row(&model->inputs.projection);
+    most = of_inputs > most ? of_inputs : most;
     for (int i = 0; i < model->layers; i++) {
         const rz_layer *layer = &model->layer[i];
-        const rz_linear *linears[] = { &layer->qkv, &layer->output, &layer->gate_up, &layer->down };
-        for (int j = 0; j < 4; j++) {
+        const rz_linear *linears[] = { &layer->qkv, &layer->output, &layer->gate_up, &layer->down, &layer->input_gate,
+                                       &layer->input_projection };
+        for (int j = 0; j < 6; j++) {
             const size_t bytes = rz_rounded_row(linears[j]);
             most = bytes > most ? bytes : most;
         }
-        const size_t bytes = rz_experts_rounded(layer->experts);
-        most = bytes > most ? bytes : most;
+        const size_t of_experts = rz_experts_rounded(layer->experts);
+        const size_t of_queries = layer->latent ? rz_rounded_row(&layer->latent->query_b) : 0;
+        most = of_experts > most ? of_experts : most;
+        most = of_queries > most ? of_queries : most;
     }
     return most;
 }
@@ -403,6 +480,7 @@ rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus)
         return NULL;
     decoder->model = *model;
     decoder->rounded_row = rounded_row_of(model);
+    decoder->tail.from = rz_first_of_tail(model);
     decoder->threads = rz_threads_new(threads);
     if (!decoder->threads || !rz_workspace_new(&decoder->space, model, threads)) {
         rz_decoder_free(decoder);
@@ -419,5 +497,8 @@ void rz_decoder_free(rz_decoder *decoder)
         return;
     rz_threads_free(decoder->threads);
     rz_workspace_free(&decoder->space);
+    for (int i = 0; i < RZ_HEADS; i++)
+        rz_workspace_free_attention(&decoder->whole[i]);
+    rz_free_tail(&decoder->tail);
     free(decoder);
 }

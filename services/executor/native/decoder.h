@@ -6,7 +6,9 @@
  *        └───────────────────────────────────────────────────────────────────────────┘ └──────────────────────────────────┘
  *
  * with RMS norms, bf16 weights and activations, a float32 residual stream and float32 sums. What is in brackets is
- * optional; gate·up and down may be a mixture of experts. Models of other shapes run through PyTorch (lowering.py decides).
+ * optional, and the norm before a block where there is one behind it; gate·up and down may be a mixture of experts. A
+ * layer may keep a recurrent state in place of qkv, rotary and attention (recurrent.h), or one line for all heads
+ * (latent.h). Models of other shapes run through PyTorch (lowering.py decides).
  *
  * Every pointer is the caller's and stays valid as long as the decoder. All sizes are this rank's share.
  */
@@ -58,28 +60,85 @@ enum { RZ_MOST_EXPERTS = 1024 };
 
 /* A mixture of experts: each row goes to `chosen` of them, and what they make of it is added, times their weights. */
 typedef struct {
-    rz_linear router;        /* bf16; outputs: experts */
+    rz_linear router;        /* bf16; outputs: experts, or twice as many: of each also what its weights have beyond bf16 */
     rz_linear gate_up, down; /* of all experts, one after the other, each as a layer's; whole panels each */
     rz_linear shared_gate;   /* bf16, one output: what the sigmoid of weights the shared expert; packed NULL: 1 */
     const float *correction; /* [experts]: added to scores to choose by, not to weights; or NULL */
+    const float *scales;     /* [experts]: what the weights of each are multiplied with in the end; or NULL */
+    /* [hidden], all or none. Norms of the residual for the router and for the experts, which the feed-forward beside
+     * them has a norm of its own for; norms of what the experts add, and of what is beside them. */
+    const float *router_norm, *norm, *after_norm, *after_beside_norm;
     int32_t count, chosen;
     int32_t scores;        /* what makes scores of the router's outputs */
     int32_t normalised;    /* the weights of a row add up to 1 */
-    int32_t groups, among; /* experts are chosen from the best `among` of as many groups, by the sum of their two best */
+    int32_t groups, top_groups; /* experts are chosen from the best so many groups, by the sum of their two best */
+    int32_t group_scores;       /* 2; or 1: by its best alone */
     float scale;           /* of the weights */
 } rz_experts;
 
+enum { RZ_DELTA, RZ_SCAN, RZ_SHORT };
+
+/* What keeps a state per sequence in place of keys and values: see recurrent.h. Dimensions are multiples of 16. */
 typedef struct {
-    const float *attention_norm, *feed_forward_norm;             /* [hidden] */
+    int32_t kind;
+    int32_t heads, value_dim;         /* of the state; RZ_SHORT: one head, all channels */
+    int32_t groups, key_dim;          /* that share queries and keys, or B and C */
+    int32_t first_output;             /* of the heads, the first that `output` multiplies */
+    int32_t taps, activated;          /* of the convolution, 2 to 4; whether SiLU follows it */
+    int32_t window_length;            /* rows that a window has, the last one last; taps - 1 or more, up to 8 */
+    int32_t gate_first;               /* the gate is multiplied in before the norm */
+    int32_t norms, norm_columns;      /* of a whole row, and the columns of each: it may be several ranks' */
+    int32_t norm_first, shares_norm;  /* which column of a row is this rank's first; whether the ranks sum squares */
+    float eps, least_step, most_step;
+    const float *weights;             /* [taps][channels]: the oldest row's first */
+    const float *bias;                /* [channels] or NULL */
+    const float *rates, *step_bias;   /* [heads]: -exp(A), what is added to a step before its softplus */
+    const float *skips;               /* [heads] or NULL */
+    const float *norm;                /* [heads * value_dim], or NULL: there is only the gate */
+    void *window;                     /* bf16 [channels][window_length], of slot 0 */
+    void *state;                      /* float32 [heads][key_dim][value_dim]; RZ_SCAN: [heads][value_dim][key_dim] */
+    int64_t slot_stride;              /* bytes */
+} rz_recurrent;
+
+/* What makes queries and values where all heads attend to one line of a token: see latent.h. Dimensions are multiples
+ * of 32. */
+typedef struct {
+    rz_linear query_b;      /* of normed query latents; packed NULL: qkv has the queries themselves */
+    rz_linear keys, values; /* bf16, of all heads, one after the other: [rank, plain] and [value_dim, rank] of each */
+    const float *query_norm, *norm; /* [query_rank], [rank] */
+    int32_t query_rank;     /* 0: there is no query_b */
+    int32_t plain, rotated; /* of a head's query: what is not turned, and what is */
+    int32_t rank;           /* of a line, what comes before its rotated values */
+    int32_t value_dim;      /* of a head's output */
+    int32_t pairs;          /* what is turned comes in pairs (0, 1), (2, 3), ... and is kept in halves */
+    int32_t position_span;  /* queries grow by position_growth * log(1 + position / span), rounded down; 0: they do not */
+    float position_growth;
+    float query_eps, eps;   /* of the norms */
+} rz_latent;
+
+typedef struct {
+    const float *attention_norm, *feed_forward_norm;             /* [hidden]; NULL: rows are taken as they are */
     const float *after_attention_norm, *after_feed_forward_norm; /* [hidden] or NULL */
-    const float *query_norm, *key_norm;                          /* [head_dim] or NULL */
-    rz_linear qkv;     /* outputs: q heads, k heads, v heads */
+    const float *query_norm, *key_norm; /* [key_dim], with `wide_norms` [heads * key_dim]; or NULL */
+    const float *sinks;                 /* [q heads], times log2(e), or NULL: scores of what has no value */
+    rz_linear qkv;     /* outputs: q heads, k heads, v heads, with `gated` a gate for each q head; or `recurrent`'s,
+                        * or `latent`'s: queries or their latents, then the line */
     rz_linear output;  /* outputs: hidden; inputs: some of the q heads' values, see first_output */
     rz_linear gate_up; /* outputs: gate 0-15, up 0-15, gate 16-31, up 16-31, ... */
     rz_linear down;    /* outputs: hidden */
+    rz_linear input_gate, input_projection; /* of what the layer adds of its input (rz_inputs); packed NULL: nothing */
+    const float *after_input_norm;          /* [hidden]: norm of that */
     const rz_experts *experts; /* or NULL; gate_up and down are then the shared expert's, packed NULL: there is none */
+    const rz_recurrent *recurrent; /* in place of attention; or NULL */
+    const rz_latent *latent;   /* or NULL */
+    int32_t heads;     /* which of the model's */
+    int32_t reads_only;      /* another layer has stored what it attends to: qkv are queries alone */
+    int32_t keys_are_values; /* as they are projected; qkv has no values of their own */
+    int32_t norms_values;    /* without a weight */
+    int32_t gated;     /* what is attended is multiplied by the sigmoid of a gate */
     int32_t rotary;    /* index of the frequencies; -1: none */
     int32_t window;    /* tokens that are seen back; 0: all */
+    float scale;       /* what the residual is multiplied with behind the layer */
     /* the layer's share of the KV cache, see rz_cache */
     void *hot;
     const void *codes;
@@ -97,30 +156,65 @@ typedef struct {
     int32_t first_share; /* what the first one computes, in parts of `ranks` */
 } rz_shared_head;
 
-enum { RZ_SILU = 0, RZ_GELU_TANH = 1 };
+typedef struct {
+    int32_t first, count;
+} rz_span;
+
+/* How the heads of some layers are split, and what their keys and values look like. */
+typedef struct {
+    int32_t q_heads, kv_heads;
+    int32_t lines;              /* of a token in a block: 2, keys and values, or 1, which is both */
+    int32_t key_dim, value_dim; /* of a head */
+    int32_t first_output;       /* of the q heads, the first that `output` multiplies */
+    int32_t shared_in_ring;     /* KV heads that two ranks hold */
+    int32_t shared_here;        /* how many of them this rank holds */
+    rz_shared_head shared[2];
+    rz_span counted[2]; /* of this rank's q and KV heads those that no other rank counts, for wide norms */
+    int32_t all[2];     /* q and KV heads of the ring */
+} rz_heads;
+
+enum { RZ_HEADS = 2 };
+
+/* Inputs of each layer: a token's row of a table, and a projection of its embedding.
+ *
+ *     (norm of each layer's (projection of the embedding * projection_scale) + row * table_scale) * scale
+ *
+ * A layer adds of it, behind its feed-forward: norm(projection(activation(gate(x)) * input)). */
+typedef struct {
+    int32_t width;        /* of a layer's; 0: there are none */
+    rz_linear table;      /* one output per token, those of the embedding; inputs: layers * width. bf16: not packed */
+    rz_linear projection; /* outputs: layers * width */
+    const float *norm;    /* [width] */
+    float table_scale, projection_scale, scale;
+} rz_inputs;
+
+enum { RZ_SILU = 0, RZ_GELU_TANH = 1, RZ_SWIGLU_CLAMPED = 2 };
 
 enum { RZ_ROTARIES = 2 };
 
 typedef struct {
-    int32_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, block_size;
+    int32_t layers, hidden, intermediate, block_size;
     int32_t activation;
-    int32_t rotary_dim;         /* of head_dim */
+    int32_t num_heads;          /* of `heads` */
+    int32_t rotary_dim[RZ_ROTARIES]; /* how much of a key each set of frequencies turns */
     int32_t rotary_interleaved; /* pairs (0, 1), (2, 3), ... instead of halves */
     int32_t num_hot, num_cold;  /* blocks of the KV cache */
+    int32_t num_states;         /* slots of recurrent states; 0: no layer has one */
     int32_t embedding_split;    /* the ranks hold different rows of it: they are summed */
     int32_t vocab_first;        /* token of the first row of the embedding */
     int32_t rows_in_embedding;  /* rows that this rank holds */
-    int32_t first_output;       /* of the q heads, the first that `output` multiplies */
     int32_t ranks;
-    int32_t shared_in_ring;     /* KV heads that two ranks hold */
-    int32_t shared_here;        /* how many of them this rank holds */
-    rz_shared_head shared[2];
+    rz_heads heads[RZ_HEADS];
+    int32_t wide_norms;         /* queries and keys are normed over all heads of the ring at once */
+    int32_t norms_turned;       /* queries and keys are normed behind the rotation */
+    float swiglu_alpha, swiglu_limit;
     float eps, attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;
-    const float *frequencies[RZ_ROTARIES]; /* [rotary_dim / 2] radians per position */
+    const float *frequencies[RZ_ROTARIES]; /* [rotary_dim / 2 of the set] radians per position */
     float rotary_scale[RZ_ROTARIES];       /* of cosines and sines */
     const rz_layer *layer;
     const float *final_norm;
     rz_linear embedding; /* packed like a linear layer: one output per token */
+    rz_inputs inputs;
     rz_linear head;
     rz_ring *ring;           /* with a lane for every thread; NULL: a ring of one */
     int64_t ring_timeout_ns; /* that one wait may take */
@@ -141,9 +235,12 @@ typedef struct {
     const int32_t *compressions; /* [num_compressions][2], (hot id, cold id): the blocks that this step fills, compressed
                                   * in each layer behind its writes and before it attends */
     int64_t num_compressions;
+    const int32_t *state_slots;     /* [sequences], where layers are recurrent: where each one's states are */
+    const int32_t *state_snapshots; /* [num_snapshots][2], (row, slot): the states behind that row go there, too */
+    int64_t num_states, num_snapshots;
 } rz_step;
 
-/* Bytes of linear, layer, model, step, codes and experts. Whoever fills them asks whether theirs are these. */
+/* Bytes of linear, layer, model, step, codes, experts, recurrent and latent. Whoever fills them asks whether theirs are these. */
 void rz_sizes(int64_t *sizes);
 
 /* The levels of instructions (levels/) that this processor runs, by name, the best first, each with a space behind it,
@@ -155,7 +252,8 @@ typedef struct rz_decoder rz_decoder;
 
 /* What a step's time is spent on. */
 enum {
-    RZ_EMBED, RZ_NORM, RZ_QKV, RZ_PLACE, RZ_ATTEND, RZ_OUTPUT, RZ_GATE_UP, RZ_DOWN, RZ_HEAD, RZ_SUM, RZ_PARTS,
+    RZ_EMBED, RZ_NORM, RZ_QKV, RZ_PLACE, RZ_ATTEND, RZ_OUTPUT, RZ_GATE_UP, RZ_DOWN, RZ_HEAD, RZ_SUM, RZ_CONVOLVE,
+    RZ_RECUR, RZ_INPUT, RZ_PARTS,
 };
 
 enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2, RZ_BAD_PLAN = 3 /* names what does not exist */ };
@@ -171,6 +269,11 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step);
 /* out [rows, outputs] float32 of `rows` rows of bf16 `x`, by `linear` alone, of any model. RZ_OK or RZ_NO_MEMORY. One
  * caller at a time. */
 int rz_decoder_multiply(rz_decoder *decoder, const rz_linear *linear, const void *x, int rows, float *out);
+
+/* What `layer` alone, of any model, makes of `projected` [tokens, what it projects]: bf16 `out` [tokens, heads *
+ * value_dim], and the states of the step's sequences. RZ_OK, RZ_NO_MEMORY or RZ_RING_LOST. One caller at a time. */
+int rz_decoder_recur(rz_decoder *decoder, const rz_recurrent *layer, const rz_step *step, const float *projected,
+                     void *out);
 
 /* Nanoseconds that the steps so far have spent on each part, in `spent` [RZ_PARTS]. */
 void rz_decoder_spent(const rz_decoder *decoder, int64_t *spent);

@@ -38,19 +38,19 @@ static long best_of(const float *scores, const unsigned char *taken, long count)
     return best;
 }
 
-/* What a group of experts counts: its two best, or its only one. */
-static float weight_of_group(const float *scores, long size)
+/* What a group of experts counts: its two best, or its best or only one. */
+static float weight_of_group(const float *scores, long size, int counted)
 {
-    float first = -INFINITY, second = size > 1 ? -INFINITY : 0;
+    float first = -INFINITY, second = -INFINITY;
     for (long i = 0; i < size; i++) {
         if (scores[i] > first) {
-            second = size > 1 ? first : 0;
+            second = first;
             first = scores[i];
-        } else if (scores[i] > second && size > 1) {
+        } else if (scores[i] > second) {
             second = scores[i];
         }
     }
-    return first + second;
+    return size > 1 && counted > 1 ? first + second : first;
 }
 
 /* Takes all experts but those of the best groups. */
@@ -60,8 +60,8 @@ static void take_groups(const rz_experts *experts, const float *scores, unsigned
     float weights[RZ_MOST_EXPERTS];
     unsigned char kept[RZ_MOST_EXPERTS] = { 0 };
     for (long i = 0; i < experts->groups; i++)
-        weights[i] = weight_of_group(scores + i * size, size);
-    for (long i = 0; i < experts->among; i++)
+        weights[i] = weight_of_group(scores + i * size, size, experts->group_scores);
+    for (long i = 0; i < experts->top_groups; i++)
         kept[best_of(weights, kept, experts->groups)] = 1;
     for (long i = 0; i < experts->groups * size; i++)
         taken[i] = !kept[i / size];
@@ -73,10 +73,12 @@ static void choose_task(void *argument, long token, long next, int thread)
     const routed *job = argument;
     const rz_experts *experts = job->experts;
     rz_routing *space = &job->decoder->space.routing;
-    float *scores = space->scores + token * experts->count, by[RZ_MOST_EXPERTS], sum = 0;
+    float *scores = space->scores + token * experts->router.outputs, by[RZ_MOST_EXPERTS], sum = 0;
     int32_t *to = space->experts + token * experts->chosen;
-    float *weights = space->chances + token * experts->chosen;
+    float *weights = space->chosen_weights + token * experts->chosen;
     unsigned char taken[RZ_MOST_EXPERTS] = { 0 };
+    for (long i = 0; i < experts->router.outputs - experts->count; i++)
+        scores[i] += scores[experts->count + i];
     if (experts->scores == RZ_SOFTMAX)
         softmax(scores, experts->count);
     for (long i = 0; i < experts->count; i++) {
@@ -84,7 +86,7 @@ static void choose_task(void *argument, long token, long next, int thread)
             scores[i] = sigmoid(scores[i]);
         by[i] = scores[i] + (experts->correction ? experts->correction[i] : 0);
     }
-    if (experts->among < experts->groups)
+    if (experts->top_groups < experts->groups)
         take_groups(experts, by, taken);
     for (long i = 0; i < experts->chosen; i++) {
         to[i] = (int32_t)best_of(by, taken, experts->count);
@@ -93,7 +95,7 @@ static void choose_task(void *argument, long token, long next, int thread)
     }
     const float scale = experts->normalised ? experts->scale / (sum + 1e-20f) : experts->scale;
     for (long i = 0; i < experts->chosen; i++)
-        weights[i] *= scale;
+        weights[i] *= scale * (experts->scales ? experts->scales[to[i]] : 1.0f);
 }
 
 /* Rows by experts, those of one in the order of tokens. */
@@ -122,7 +124,7 @@ static void group_task(void *argument, long task, long next, int thread)
     for (long i = 0; i < rows; i++) {
         const int32_t at = ends[space->experts[i]]++;
         space->tokens[at] = (int32_t)(i / experts->chosen);
-        space->weights[at] = space->chances[i];
+        space->weights[at] = space->chosen_weights[i];
     }
 }
 
@@ -156,22 +158,29 @@ const float *rz_weigh_shared(rz_decoder *decoder, int thread, const rz_experts *
     return weights;
 }
 
-void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale)
+void rz_choose_experts(rz_decoder *decoder, int thread, const rz_experts *experts)
 {
     rz_routing *space = &decoder->space.routing;
-    const long tokens = decoder->step->tokens, rows = tokens * experts->chosen;
+    const long tokens = decoder->step->tokens;
     routed job = { decoder, experts };
     rz_multiply(decoder, thread, RZ_GATE_UP, (rz_product){
         .linear = &experts->router, .x = decoder->space.normed, .rows = tokens, .end = STORE, .out = space->scores,
         .scale = 1.0f });
     rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, choose_task, &job);
     rz_run_stage(decoder, thread, RZ_GATE_UP, 1, group_task, &job);
+}
+
+void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale)
+{
+    rz_routing *space = &decoder->space.routing;
+    const long rows = (long)decoder->step->tokens * experts->chosen;
+    routed job = { decoder, experts };
     const int gathers = !rz_rounds(&experts->gate_up);
     if (gathers)
         rz_run_stage(decoder, thread, RZ_GATE_UP, rows, gather_task, &job);
     rz_multiply_experts(decoder, thread, RZ_GATE_UP, (rz_product){
         .linear = &experts->gate_up, .x = gathers ? space->gathered : decoder->space.normed, .from = space->tokens,
-        .rows = rows, .end = ACTIVATE, .out = space->activated, .activation = decoder->model.activation },
+        .rows = rows, .end = ACTIVATE, .out = space->activated, .activation = &decoder->model },
         experts->count, space->groups, space->count);
     rz_multiply_experts(decoder, thread, RZ_DOWN, (rz_product){
         .linear = &experts->down, .x = space->activated, .rows = rows, .end = ADD, .out = out, .to = space->tokens,

@@ -7,8 +7,10 @@
 /* Bytes that the rounded activations of a layer's experts take for a token. */
 size_t rz_experts_rounded(const rz_experts *experts);
 
-/* Adds to `out` [tokens, hidden], float32, what the experts make of the normed rows, times `scale`. Called by all
- * threads alike. */
+/* Chooses the experts of the normed rows. This and what follows: called by all threads alike. */
+void rz_choose_experts(rz_decoder *decoder, int thread, const rz_experts *experts);
+
+/* Adds to `out` [tokens, hidden], float32, what the experts that were chosen make of the normed rows, times `scale`. */
 void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale);
 
 /* The weight of the shared expert for each row, or NULL where it is 1. */

@@ -24,11 +24,26 @@ from shared.errors import ConfigurationError
 
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
+HEADS = 2
 DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
 """Environment variable; `0` turns the kernels off."""
 
 
-PARTS = ("embed", "norm", "qkv", "place", "attend", "output", "gate_up", "down", "head", "sum")
+PARTS = (
+    "embed",
+    "norm",
+    "qkv",
+    "place",
+    "attend",
+    "output",
+    "gate_up",
+    "down",
+    "head",
+    "sum",
+    "convolve",
+    "recur",
+    "input",
+)
 """What a step's time is spent on, as `decoder.h` numbers it."""
 
 
@@ -68,14 +83,68 @@ class SharedHead(ctypes.Structure):
     _fields_ = [(name, c_int32) for name in ("kv_head", "slot", "is_first", "first_share")]
 
 
+class Span(ctypes.Structure):
+    _fields_ = [("first", c_int32), ("count", c_int32)]
+
+
 class Experts(ctypes.Structure):
     """`rz_experts` of `decoder.h`."""
 
     _fields_ = [
         *((name, Linear) for name in ("router", "gate_up", "down", "shared_gate")),
         ("correction", c_void_p),
-        *((name, c_int32) for name in ("count", "chosen", "scores", "normalised", "groups", "among")),
+        ("scales", c_void_p),
+        *((name, c_void_p) for name in ("router_norm", "norm", "after_norm", "after_beside_norm")),
+        *((name, c_int32) for name in ("count", "chosen", "scores", "normalised", "groups", "top_groups")),
+        ("group_scores", c_int32),
         ("scale", c_float),
+    ]
+
+
+class Recurrent(ctypes.Structure):
+    """`rz_recurrent` of `decoder.h`."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("kind", "heads", "value_dim", "groups", "key_dim")),
+        *((name, c_int32) for name in ("first_output", "taps", "activated", "window_length")),
+        *((name, c_int32) for name in ("gate_first", "norms", "norm_columns", "norm_first", "shares_norm")),
+        *((name, c_float) for name in ("eps", "least_step", "most_step")),
+        *((name, c_void_p) for name in ("weights", "bias", "rates", "step_bias", "skips", "norm")),
+        *((name, c_void_p) for name in ("window", "state")),
+        ("slot_stride", c_int64),
+    ]
+
+
+class Latent(ctypes.Structure):
+    """`rz_latent` of `decoder.h`."""
+
+    _fields_ = [
+        *((name, Linear) for name in ("query_b", "keys", "values")),
+        *((name, c_void_p) for name in ("query_norm", "norm")),
+        *((name, c_int32) for name in ("query_rank", "plain", "rotated", "rank", "value_dim")),
+        *((name, c_int32) for name in ("pairs", "position_span")),
+        *((name, c_float) for name in ("position_growth", "query_eps", "eps")),
+    ]
+
+
+class Inputs(ctypes.Structure):
+    """`rz_inputs` of `decoder.h`."""
+
+    _fields_ = [
+        ("width", c_int32),
+        *((name, Linear) for name in ("table", "projection")),
+        ("norm", c_void_p),
+        *((name, c_float) for name in ("table_scale", "projection_scale", "scale")),
+    ]
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("q_heads", "kv_heads", "lines", "key_dim", "value_dim")),
+        *((name, c_int32) for name in ("first_output", "shared_in_ring", "shared_here")),
+        ("shared", SharedHead * 2),
+        ("counted", Span * 2),
+        ("all", c_int32 * 2),
     ]
 
 
@@ -87,13 +156,21 @@ class Layer(ctypes.Structure):
         ("after_feed_forward_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("sinks", c_void_p),
         ("qkv", Linear),
         ("output", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("input_gate", Linear),
+        ("input_projection", Linear),
+        ("after_input_norm", c_void_p),
         ("experts", POINTER(Experts)),
+        ("recurrent", POINTER(Recurrent)),
+        ("latent", POINTER(Latent)),
+        *((name, c_int32) for name in ("heads", "reads_only", "keys_are_values", "norms_values", "gated")),
         ("rotary", c_int32),
         ("window", c_int32),
+        ("scale", c_float),
         ("hot", c_void_p),
         ("codes", c_void_p),
         ("scales", c_void_p),
@@ -106,15 +183,25 @@ class Model(ctypes.Structure):
     _fields_ = [
         *(
             (name, c_int32)
-            for name in ("layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim")
+            for name in ("layers", "hidden", "intermediate", "block_size", "activation", "num_heads")
         ),
-        *((name, c_int32) for name in ("block_size", "activation", "rotary_dim", "rotary_interleaved")),
+        ("rotary_dim", c_int32 * ROTARIES),
+        ("rotary_interleaved", c_int32),
         *(
             (name, c_int32)
-            for name in ("num_hot", "num_cold", "embedding_split", "vocab_first", "rows_in_embedding")
+            for name in (
+                "num_hot",
+                "num_cold",
+                "num_states",
+                "embedding_split",
+                "vocab_first",
+                "rows_in_embedding",
+            )
         ),
-        *((name, c_int32) for name in ("first_output", "ranks", "shared_in_ring", "shared_here")),
-        ("shared", SharedHead * 2),
+        ("ranks", c_int32),
+        ("heads", Heads * HEADS),
+        *((name, c_int32) for name in ("wide_norms", "norms_turned")),
+        *((name, c_float) for name in ("swiglu_alpha", "swiglu_limit")),
         *((name, c_float) for name in ("eps", "attention_scale", "attention_cap", "embedding_scale")),
         *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_cap")),
         ("frequencies", c_void_p * ROTARIES),
@@ -122,6 +209,7 @@ class Model(ctypes.Structure):
         ("layer", POINTER(Layer)),
         ("final_norm", c_void_p),
         ("embedding", Linear),
+        ("inputs", Inputs),
         ("head", Linear),
         ("ring", c_void_p),
         ("ring_timeout_ns", c_int64),
@@ -167,6 +255,10 @@ class Step(ctypes.Structure):
         ("num_pools", c_int64),
         ("compressions", c_void_p),
         ("num_compressions", c_int64),
+        ("state_slots", c_void_p),
+        ("state_snapshots", c_void_p),
+        ("num_states", c_int64),
+        ("num_snapshots", c_int64),
     ]
 
 
@@ -181,6 +273,7 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
+    "rz_decoder_recur": (c_int, [c_void_p, POINTER(Recurrent), POINTER(Step), c_void_p, c_void_p]),
     "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),
     "rz_decoder_free": (None, [c_void_p]),
     "rz_decoder_forward": (c_int, [c_void_p, POINTER(Step)]),
@@ -287,7 +380,7 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes, Experts)]
+    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes, Experts, Recurrent, Latent)]
     if not hasattr(library, "rz_sizes"):
         return False
     theirs = (c_int64 * len(ours))()

@@ -26,12 +26,44 @@ RZ_INLINE f32 with_bias(const rz_linear *linear, const float *sums, long column)
     return linear->bias ? f32_add(value, f32_load(linear->bias + column)) : value;
 }
 
+/* min(x, limit), or NaN. */
+RZ_INLINE f32 at_most(f32 x, f32 limit)
+{
+    return f32_select(f32_equal(x, x), f32_min(x, limit), x);
+}
+
+/* Source: OpenAI, "gpt-oss model card", https://arxiv.org/abs/2508.10925, section 2.1. */
+RZ_INLINE f32 clamped_swiglu(const rz_model *model, f32 gate, f32 up)
+{
+    const f32 limit = f32_set1(model->swiglu_limit), alpha = f32_set1(model->swiglu_alpha), none = f32_zero();
+    gate = at_most(gate, limit);
+    up = f32_sub(none, at_most(f32_sub(none, at_most(up, limit)), limit));
+    return f32_mul(f32_mul(gate, sigmoid_f32(f32_mul(gate, alpha))), f32_add(up, f32_set1(1.0f)));
+}
+
+RZ_INLINE f32 activated(const rz_model *model, f32 x)
+{
+    return model->activation == RZ_SILU ? silu_f32(x) : gelu_tanh_f32(x);
+}
+
 static void end_activate(const segment *part, const float *sums, long row, long column)
 {
     const rz_product *job = part->job;
     f32 gate = with_bias(part->linear, sums, column), up = with_bias(part->linear, sums + LANES, column + LANES);
-    gate = job->activation == RZ_SILU ? silu_f32(gate) : gelu_tanh_f32(gate);
-    f32_store_bf16((bf16 *)job->out + row * (part->outputs / 2) + (column - part->origin) / 2, f32_mul(gate, up));
+    const int clamped = job->activation->activation == RZ_SWIGLU_CLAMPED;
+    const f32 value = clamped ? clamped_swiglu(job->activation, gate, up) : f32_mul(activated(job->activation, gate), up);
+    f32_store_bf16((bf16 *)job->out + row * (part->outputs / 2) + (column - part->origin) / 2, value);
+}
+
+static void end_gate(const segment *part, const float *sums, long row, long column)
+{
+    const rz_product *job = part->job;
+    bf16 *to = (bf16 *)job->out + row * part->outputs;
+    for (int half = 0; half < 2; half++, column += LANES, sums += LANES) {
+        lanes some = lanes_first(part->outputs - column);
+        f32 by = f32_load_some(some, job->by + row * job->by_stride + column);
+        f32_store_some_bf16(some, to + column, f32_mul(activated(job->activation, with_bias(part->linear, sums, column)), by));
+    }
 }
 
 /* `before`: what is added to; zeros where nothing is. */
@@ -70,14 +102,24 @@ static void end_largest(const segment *part, const float *sums, long row, long c
     }
 }
 
+static void end_round(const segment *part, const float *sums, long row, long column)
+{
+    bf16 *to = (bf16 *)part->job->out + row * part->job->out_stride + column - part->origin;
+    f32_store_two_bf16(to, f32_load(sums), f32_load(sums + LANES));
+}
+
 /* What is done with the sums of `rows` rows from `row` on. */
 static void end_rows(const segment *part, const float *sums, long row, long rows, long column, int thread)
 {
     for (long i = 0; i < rows; i++, sums += PANEL) {
         if (part->job->end == ACTIVATE)
             end_activate(part, sums, row + i, column);
+        else if (part->job->end == GATE)
+            end_gate(part, sums, row + i, column);
         else if (part->job->end == LARGEST)
             end_largest(part, sums, row + i, column, thread);
+        else if (part->job->end == ROUND)
+            end_round(part, sums, row + i, column);
         else
             end_float(part, sums, row + i, column);
     }
@@ -171,6 +213,32 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
         rz_run_stage(decoder, thread, booked, tasks, product_task, &part);
         part.before += linear->outputs;
     }
+}
+
+/* --- heads ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const rz_product *job;
+    long heads, panels, step, out_step; /* panels: of a head */
+} shares;
+
+static void heads_task(void *argument, long task, long next, int thread)
+{
+    const shares *all = argument;
+    const long panels = all->heads * all->panels, panel = task % panels, first = task / panels * ROWS_OF_TASK;
+    const long head = panel / all->panels, rows = all->job->rows;
+    rz_product own = *all->job;
+    own.x += head * all->step;
+    own.out = (bf16 *)own.out + head * all->out_step;
+    const segment part = { .job = &own, .linear = own.linear, .origin = head * all->panels * PANEL };
+    const long coming = panels > 1 && next < panels * rz_pieces_of(rows) ? next % panels : -1;
+    multiply_bf16(&part, (piece){ panel, coming, first, least(ROWS_OF_TASK, rows - first) }, thread);
+}
+
+void rz_multiply_heads(rz_decoder *decoder, int thread, int booked, rz_product job, long heads, long step, long out_step)
+{
+    const shares all = { &job, heads, job.linear->outputs / heads / PANEL, step, out_step };
+    rz_run_stage(decoder, thread, booked, heads * all.panels * rz_pieces_of(job.rows), heads_task, (void *)&all);
 }
 
 /* --- experts ----------------------------------------------------------------------------------------- */

@@ -4,17 +4,21 @@
 
 #include "state.h"
 
-typedef enum { STORE, ADD, ACTIVATE, LARGEST } rz_product_end;
+typedef enum { STORE, ADD, ACTIVATE, GATE, LARGEST, ROUND } rz_product_end;
 
 typedef struct {
-    const rz_linear *linear; /* with ACTIVATE and LARGEST one alone */
+    const rz_linear *linear; /* with ACTIVATE, GATE and LARGEST one alone */
     const bf16 *x;
     long rows, stride; /* of x, in values; stride 0: rows follow each other */
     rz_product_end end;
     void *out; /* STORE: float32 [rows, outputs]; ADD: float32, added to; ACTIVATE: bf16 [rows, outputs / 2];
-                  LARGEST: rz_best [threads, rows], which are set anew */
+                  GATE: bf16 [rows, outputs], the activations of the sums times `by`;
+                  LARGEST: rz_best [threads, rows], which are set anew; ROUND: bf16, rows `out_stride` apart */
+    long out_stride;
     float scale, cap;
-    int activation;
+    const rz_model *activation; /* whose it is, with ACTIVATE and GATE */
+    const float *by;            /* [rows, outputs], with GATE; rows are `by_stride` apart */
+    long by_stride;
     const int32_t *from;  /* [rows]: of x, where experts take theirs; or NULL: one after the other */
     const int32_t *to;    /* [rows]: of out, with ADD; or NULL */
     const float *weights; /* [rows]: what each is multiplied with besides, with ADD and STORE; or NULL */
@@ -42,6 +46,10 @@ RZ_INLINE long rz_pieces_of(long rows)
  * what is not rounded takes x as it is, without `from`. */
 void rz_multiply_experts(rz_decoder *decoder, int thread, int part, rz_product job, long experts, rz_group *groups,
                          long count);
+
+/* Products of each head's own inputs with its share of `linear`, bf16, `heads` heads of whole panels each, with ROUND: the
+ * inputs of a head lie `step` behind those of the head before it, its outputs `out_step`. */
+void rz_multiply_heads(rz_decoder *decoder, int thread, int part, rz_product job, long heads, long step, long out_step);
 
 /* Bytes of one rounded row of its inputs; 0 where nothing of it is quantized. */
 size_t rz_rounded_row(const rz_linear *linear);

@@ -11,13 +11,24 @@
 #include "threads.h"
 #include "workspace.h"
 
+/* What the last layers compute of a step, where they store nothing: see tail.h. */
+typedef struct {
+    int from;         /* the first of those layers; as many as there are layers: there are none */
+    int there;        /* whether the step at hand has a tail */
+    rz_step step;
+    int32_t *numbers; /* its arrays */
+    long room;        /* of them */
+    rz_attention_plan attention[RZ_HEADS];
+} rz_tail;
+
 struct rz_decoder {
     rz_model model;
     rz_threads *threads;
     rz_workspace space;
-    const rz_step *step;
-    long parts, merges; /* attention parts, and rows to be merged from partial ones */
-    long work, first_work[2]; /* of attention, in rows times keys: planned, and for the first rank of each shared head */
+    const rz_step *step;               /* what is computed: the caller's, or the tail's */
+    const rz_attention_plan *attention; /* of that, for each of the model's heads */
+    rz_attention_plan whole[RZ_HEADS]; /* of the caller's step */
+    rz_tail tail;
     size_t rounded_row; /* bytes of a row of rounded activations, at most; 0 where no linear is quantized */
     atomic_int failed;
     int64_t spent[RZ_PARTS]; /* written by thread 0 */
@@ -36,6 +47,13 @@ int64_t rz_now(void);
 RZ_INLINE long least(long a, long b)
 {
     return a < b ? a : b;
+}
+
+/* `count`: a multiple of LANES. */
+RZ_INLINE void to_bf16(bf16 *to, const float *from, long count)
+{
+    for (long i = 0; i < count; i += LANES)
+        f32_store_bf16(to + i, f32_load(from + i));
 }
 
 /* What x [count] is multiplied with to have a mean square of 1. */

@@ -66,4 +66,6 @@ void rz_sizes(int64_t *sizes)
     sizes[3] = sizeof(rz_step);
     sizes[4] = sizeof(rz_codes);
     sizes[5] = sizeof(rz_experts);
+    sizes[6] = sizeof(rz_recurrent);
+    sizes[7] = sizeof(rz_latent);
 }

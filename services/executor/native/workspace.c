@@ -3,6 +3,9 @@
 
 #include <stdlib.h>
 
+#include "latent.h"
+#include "recurrent.h"
+
 enum { LINE = 64 };
 
 /* Fresh memory in place of `old`, whose content goes. */
@@ -19,14 +22,57 @@ static long larger(long a, long b)
     return a > b ? a : b;
 }
 
-/* Notes what the layers need. */
-static void measure(rz_routing *routing, const rz_model *model)
+static long outputs_of(const rz_linear *linear)
 {
+    long outputs = 0;
+    for (; linear; linear = linear->next)
+        outputs += linear->outputs;
+    return outputs;
+}
+
+void rz_workspace_measure(rz_workspace *space, const rz_recurrent *layer)
+{
+    rz_recurrent_space *own = &space->recurrent;
+    const long channels = rz_recurrent_channels(layer);
+    if (channels > own->most_channels || layer->heads > own->most_heads || layer->norms > own->most_norms)
+        own->tokens = 0; /* what there is may be too small */
+    own->most_channels = larger(own->most_channels, channels);
+    own->most_heads = larger(own->most_heads, layer->heads);
+    own->most_norms = larger(own->most_norms, layer->norms);
+}
+
+/* Notes what the layers need. */
+static void measure(rz_workspace *space, const rz_model *model)
+{
+    rz_routing *routing = &space->routing;
+    space->deltas = 1;
+    for (int i = 0; i < model->num_heads; i++) {
+        const rz_heads *heads = &model->heads[i];
+        const long values = (long)heads->q_heads * heads->value_dim;
+        space->most_queries = larger(space->most_queries, (long)heads->q_heads * heads->key_dim);
+        space->most_attended = larger(space->most_attended, values);
+        space->most_exchanged = larger(space->most_exchanged, heads->shared_in_ring * values / heads->kv_heads);
+    }
+    for (int set = 0; set < RZ_ROTARIES; set++)
+        space->most_rotary = larger(space->most_rotary, model->rotary_dim[set]);
     for (int i = 0; i < model->layers; i++) {
-        const rz_experts *experts = model->layer[i].experts;
+        const rz_layer *layer = &model->layer[i];
+        const rz_experts *experts = layer->experts;
+        space->most_projected = larger(space->most_projected, outputs_of(&layer->qkv));
+        if (layer->recurrent) {
+            space->most_attended = larger(space->most_attended, rz_recurrent_inner(layer->recurrent));
+            rz_workspace_measure(space, layer->recurrent);
+        }
+        if (layer->latent) {
+            const rz_heads *heads = &model->heads[layer->heads];
+            space->most_projected = larger(space->most_projected, rz_latent_projected(layer->latent));
+            space->most_queries = larger(space->most_queries, rz_latent_queries(layer->latent, heads));
+            space->most_attended = larger(space->most_attended, rz_latent_attended(layer->latent, heads));
+        }
         if (!experts)
             continue;
-        routing->most_experts = larger(routing->most_experts, experts->count);
+        space->deltas = experts->norm ? 2 : space->deltas;
+        routing->most_experts = larger(routing->most_experts, experts->router.outputs);
         routing->most_chosen = larger(routing->most_chosen, experts->chosen);
         routing->most_width = larger(routing->most_width, experts->down.inputs);
     }
@@ -35,8 +81,10 @@ static void measure(rz_routing *routing, const rz_model *model)
 int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads)
 {
     *space = (rz_workspace){ 0 };
-    measure(&space->routing, model);
-    space->scratch_piece = rz_attention_scratch(model->head_dim);
+    measure(space, model);
+    space->scratch_piece = rz_attention_scratch();
+    if (space->scratch_piece < (size_t)rz_inputs_row(model) * sizeof(float)) /* a row of a table is unpacked there */
+        space->scratch_piece = ((size_t)rz_inputs_row(model) * sizeof(float) + LINE - 1) / LINE * LINE;
     return renew(&space->scratch, space->scratch_piece * (size_t)threads);
 }
 
@@ -48,7 +96,7 @@ static int reserve_routing(rz_routing *space, const rz_model *model, long tokens
     const size_t n = (size_t)rows, all = (size_t)tokens, experts = (size_t)space->most_experts;
     int there = renew(&space->scores, all * experts * sizeof(float));
     there &= renew(&space->experts, n * sizeof(int32_t));
-    there &= renew(&space->chances, n * sizeof(float));
+    there &= renew(&space->chosen_weights, n * sizeof(float));
     there &= renew(&space->shared, all * sizeof(float));
     there &= renew(&space->tokens, n * sizeof(int32_t));
     there &= renew(&space->weights, n * sizeof(float));
@@ -60,36 +108,63 @@ static int reserve_routing(rz_routing *space, const rz_model *model, long tokens
     return there;
 }
 
-int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long parts, long partial)
+int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens)
+{
+    rz_recurrent_space *own = &space->recurrent;
+    if (tokens <= own->tokens)
+        return 1;
+    const size_t n = (size_t)tokens;
+    int there = renew(&own->runs, n * sizeof *own->runs);
+    there &= renew(&own->pieces, n * sizeof *own->pieces);
+    there &= renew(&own->mixed, n * (size_t)own->most_channels * sizeof(float));
+    there &= renew(&own->gates, n * 2 * (size_t)own->most_heads * sizeof(float));
+    there &= renew(&own->squares, n * (size_t)own->most_norms * sizeof(float));
+    own->tokens = there ? tokens : 0;
+    return there;
+}
+
+int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, long parts)
+{
+    if (parts <= plan->room && tokens <= plan->tokens)
+        return 1;
+    plan->room = parts * 2;
+    plan->tokens = tokens * 2;
+    int there = renew(&plan->parts, (size_t)plan->room * sizeof *plan->parts);
+    there &= renew(&plan->first_parts, (size_t)plan->room * sizeof *plan->first_parts);
+    there &= renew(&plan->mine, (size_t)plan->tokens);
+    plan->room *= there;
+    plan->tokens *= there;
+    return there;
+}
+
+void rz_workspace_free_attention(rz_attention_plan *plan)
+{
+    free(plan->parts);
+    free(plan->first_parts);
+    free(plan->mine);
+}
+
+int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long partial)
 {
     int there = 1;
-    if (parts > space->parts_room) {
-        space->parts_room = parts * 2;
-        there &= renew(&space->parts, (size_t)space->parts_room * sizeof *space->parts);
-        there &= renew(&space->merges, (size_t)space->parts_room * sizeof *space->merges);
-        space->parts_room *= there;
-    }
     if (partial > space->partial_room) {
         space->partial_room = partial * 2;
         there &= renew(&space->partial, (size_t)space->partial_room * sizeof *space->partial);
         space->partial_room *= there;
     }
     if (tokens > space->tokens) {
-        size_t n = (size_t)tokens, d = (size_t)model->head_dim, q = (size_t)model->q_heads * d;
+        size_t n = (size_t)tokens;
         there &= renew(&space->residual, n * (size_t)model->hidden * sizeof(float));
-        there &= renew(&space->delta, n * (size_t)model->hidden * sizeof(float));
+        there &= renew(&space->delta, n * (size_t)(space->deltas * model->hidden) * sizeof(float));
+        there &= renew(&space->inputs, n * (size_t)rz_inputs_row(model) * sizeof(float));
         there &= renew(&space->normed, n * (size_t)model->hidden * sizeof(bf16));
-        there &= renew(&space->qkv, n * (q + 2 * (size_t)model->kv_heads * d) * sizeof(float));
-        there &= renew(&space->queries, n * q * sizeof(bf16));
-        there &= renew(&space->attended, n * q * sizeof(bf16));
+        there &= renew(&space->qkv, n * (size_t)space->most_projected * sizeof(float));
+        there &= renew(&space->queries, n * (size_t)space->most_queries * sizeof(bf16));
+        there &= renew(&space->attended, n * (size_t)space->most_attended * sizeof(bf16));
         there &= renew(&space->activated, n * (size_t)model->intermediate * sizeof(bf16));
-        if (model->shared_in_ring) {
-            size_t group = q / (size_t)model->kv_heads;
-            there &= renew(&space->exchanged, n * (size_t)model->shared_in_ring * group * sizeof(float));
-            there &= renew(&space->mine, n);
-        }
+        there &= renew(&space->exchanged, n * (size_t)space->most_exchanged * sizeof(float));
         there &= reserve_routing(&space->routing, model, tokens);
-        there &= renew(&space->rotations, RZ_ROTARIES * n * (size_t)model->rotary_dim * sizeof(float));
+        there &= renew(&space->rotations, RZ_ROTARIES * n * (size_t)space->most_rotary * sizeof(float));
         space->tokens = there ? tokens : 0;
     }
     return there;
@@ -117,7 +192,7 @@ static void free_routing(rz_routing *space)
 {
     free(space->scores);
     free(space->experts);
-    free(space->chances);
+    free(space->chosen_weights);
     free(space->shared);
     free(space->tokens);
     free(space->weights);
@@ -127,9 +202,19 @@ static void free_routing(rz_routing *space)
     free(space->activated);
 }
 
+static void free_recurrent(rz_recurrent_space *space)
+{
+    free(space->runs);
+    free(space->pieces);
+    free(space->mixed);
+    free(space->gates);
+    free(space->squares);
+}
+
 void rz_workspace_free(rz_workspace *space)
 {
     free_routing(&space->routing);
+    free_recurrent(&space->recurrent);
     free(space->rounded);
     free(space->bests);
     free(space->residual);
@@ -139,11 +224,9 @@ void rz_workspace_free(rz_workspace *space)
     free(space->queries);
     free(space->attended);
     free(space->activated);
+    free(space->inputs);
     free(space->exchanged);
-    free(space->mine);
     free(space->rotations);
-    free(space->parts);
-    free(space->merges);
     free(space->partial);
     free(space->scratch);
 }

@@ -15,9 +15,9 @@ typedef struct {
 /* Rows that experts compute in one step, memory for which is kept between steps: tokens times the experts of each. */
 typedef struct {
     long rows;          /* that there is room for */
-    float *scores;      /* [tokens, experts] */
+    float *scores;      /* [tokens, outputs of the router] */
     int32_t *experts;   /* [tokens, chosen], the best first */
-    float *chances;     /* [tokens, chosen]: their weights */
+    float *chosen_weights; /* [tokens, chosen] */
     float *shared;      /* [tokens]: the shared expert's weight */
     int32_t *tokens;    /* [rows], by experts: whose row it is */
     float *weights;     /* [rows], likewise */
@@ -29,22 +29,52 @@ typedef struct {
     long most_experts, most_chosen, most_width; /* of all layers */
 } rz_routing;
 
+/* A sequence's rows of a step, and some of them that are convolved together. */
+typedef struct {
+    long sequence, first, rows;
+} rz_run;
+
+typedef struct {
+    long run, first, rows;
+} rz_piece;
+
+/* Rows that recurrent layers compute in one step. */
+typedef struct {
+    long tokens;  /* that there is room for */
+    rz_run *runs; /* [count]: of the sequences, in their order */
+    rz_piece *pieces;
+    long count, num_pieces;
+    float *mixed;   /* [tokens, channels]: what was convolved, then what the scan makes of it */
+    float *gates;   /* [tokens, 2, heads]: decays, then betas or steps */
+    float *squares; /* [tokens, norms] */
+    long most_channels, most_heads, most_norms; /* of all layers */
+} rz_recurrent_space;
+
+/* A step's attention in layers whose heads are alike. */
+typedef struct {
+    rz_attention_part *parts;
+    long *first_parts;   /* [merges]: of what is to be merged */
+    long room;           /* of both */
+    long count, merges;
+    long tokens;         /* that `mine` has room for */
+    unsigned char *mine; /* [tokens]: bit i: this rank attends for its shared head i */
+    long work, first_work[2]; /* in rows times keys: planned, and for the first rank of each shared head */
+} rz_attention_plan;
+
 typedef struct {
     long tokens;      /* that there is room for */
     float *residual;  /* [tokens, hidden] */
-    float *delta;     /* [tokens, hidden]: what a block adds to it, where a sum or a norm comes between */
+    float *delta;     /* [tokens, hidden]: what a block adds to it, where a sum or a norm comes between; behind it as
+                       * much again, where experts are normed apart from what is beside them */
     bf16 *normed;     /* [tokens, hidden] */
-    float *qkv;       /* [tokens, (q + 2 kv heads) * d] */
-    bf16 *queries;    /* [tokens, q heads * d] */
-    bf16 *attended;   /* [tokens, q heads * d] */
+    float *qkv;       /* [tokens, most_projected] */
+    bf16 *queries;    /* [tokens, most_queries] */
+    bf16 *attended;   /* [tokens, most_attended] */
     bf16 *activated;  /* [tokens, intermediate] */
-    float *rotations; /* [RZ_ROTARIES, tokens, rotary_dim]: cosines, then sines */
+    float *inputs;    /* [tokens, layers * width]: see rz_inputs */
+    float *rotations; /* [RZ_ROTARIES, tokens, most_rotary]: cosines, then sines */
     float *exchanged; /* [tokens, shared heads of the ring, group * d]: their outputs, on their way between ranks */
-    unsigned char *mine; /* [tokens]: bit i: this rank attends for its shared head i */
-    rz_attention_part *parts;
-    long *merges;     /* [merges]: first parts of what is to be merged */
-    long parts_room;
-    float *partial;
+    float *partial;   /* of one layer's attention */
     long partial_room;
     rz_best *bests; /* [threads, sampled]: see LARGEST of products.h */
     long bests_room;
@@ -53,11 +83,25 @@ typedef struct {
     unsigned char *scratch; /* one piece per thread */
     size_t scratch_piece;
     rz_routing routing;
+    rz_recurrent_space recurrent;
+    long deltas;      /* of `delta`, in hidden sizes of a row */
+    long most_projected, most_queries, most_attended, most_exchanged, most_rotary; /* values of a row, of all layers */
 } rz_workspace;
+
+/* Values of a row of `inputs`. */
+RZ_INLINE long rz_inputs_row(const rz_model *model)
+{
+    return (long)model->layers * model->inputs.width;
+}
 
 /* 0 when there is no memory. */
 int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads);
-int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long parts, long partial);
+int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long partial);
+int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, long parts);
+void rz_workspace_free_attention(rz_attention_plan *plan);
+int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens);
+/* Notes what a recurrent layer needs. */
+void rz_workspace_measure(rz_workspace *space, const rz_recurrent *layer);
 int rz_workspace_reserve_bests(rz_workspace *space, long bests);
 int rz_workspace_reserve_rounded(rz_workspace *space, size_t bytes);
 void rz_workspace_free(rz_workspace *space);

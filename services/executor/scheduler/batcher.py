@@ -45,7 +45,16 @@ from services.executor.scheduler.overlap import (
 from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
 from services.executor.scheduler.stats import Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
-from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, build_plan, in_order, rows_of
+from services.executor.scheduler.steps import (
+    NO_STEP,
+    Chunk,
+    Row,
+    Step,
+    build_plan,
+    in_order,
+    rows_in,
+    rows_of,
+)
 from services.executor.structured_output import GrammarState
 from shared.errors import DeadlineExceeded, InternalError, RyzansteinError
 from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
@@ -75,6 +84,8 @@ class ContinuousBatcher:
         """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `board`: is
         told how long the stages of requests take."""
         settings.validate()
+        if spec.num_states:  # a rejected draft would need the state from before it
+            settings = msgspec.structs.replace(settings, max_drafts=0)
         self._spec = spec
         self._settings = settings
         self._root = root_digest(namespace)
@@ -198,11 +209,14 @@ class ContinuousBatcher:
         batch = self._planner.plan()
         if self._planner.admitted:
             self._stages.admitted(self._planner.take_admitted(), now)
-        if not batch and not self._tables.restoring and not self.exchange.ready:
+        if not batch and not self._tables.ready:
             return None
         self.drafter.extend(batch, self._tables, self._planner.running)
         self.step += 1
+        states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
+        if states:
+            plan = msgspec.structs.replace(plan, **states)
         pools = steps.parts_of(batch, steps.VECTOR)
         plan = self._tables.exchange.extend(plan)
         if pools:
@@ -222,7 +236,12 @@ class ContinuousBatcher:
             return None
         self._tables.begin(now)
         self.step += 1
+        states = self._tables.states_of(
+            lambda: [(s, at, 1) for s, _, at in successors], self._planner.running
+        )
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
+        if states:
+            plan = msgspec.structs.replace(plan, **states)
         step = step_ahead(successors)
         self._steps.begin(step)
         return plan, list(step.rows)
@@ -302,11 +321,16 @@ class ContinuousBatcher:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` or `take_entries` has something to give. What is held has not, until it is released."""
-        return bool(self._planner.waiting or self._planner.running or self._owed or self.exchange.ready)
+        return bool(self._planner.waiting or self._planner.running or self._owed or self._tables.ready)
 
     @property
     def exchange(self) -> Exchange:
         return self._tables.exchange
+
+    @property
+    def places(self) -> int:
+        """Sequences that may run at once."""
+        return self._tables.states.places or self._settings.max_sequences
 
     @property
     def receivable(self) -> int:

@@ -12,21 +12,39 @@ as it is written. So a step that fills a block needs both of its ids, drafts inc
 there is no room for the step's tokens.
 
 Only running sequences hold blocks.
+
+Where the model keeps recurrent state (`state_slots.py`), a known beginning ends where a snapshot of it is known too.
 """
 
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from msgspec import structs
 
 from services.executor.core.engine import EngineSpec
 from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.kv_cache.offload_tiers import SpillTiers
+from services.executor.kv_cache.prefix_index import BlockKey, state_key
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.state_slots import Rows, StateSlots, places
 from shared.messages.debugging import AllocatorDump
 
 DISK_COST = 4
 """What a restore from disk counts for, against one from host memory."""
+
+
+class Beginning(NamedTuple):
+    """Where that of a sequence is: block ids, and ~slot of those that are spilled."""
+
+    blocks: list[int]
+    snapshot: list[int] = []
+    """Of the recurrent state behind them."""
+    alike: int = 0
+    """Blocks that are known, be there a snapshot behind the last one or not."""
 
 
 class BlockTables:
@@ -44,13 +62,17 @@ class BlockTables:
             spec.num_cold,
             self._tiers,
             settings.session_ttl,
-            # What a step computes may evict as much, and saving a block is cheap against computing it; so
-            # this bounds only the burst of a long sequence that makes room for all it restores.
-            saves_per_step=spec.copies_per_step + settings.max_batch_tokens // spec.block_size,
+            # What a step computes, and the snapshots that it saves, may evict as much, and saving a block is cheap
+            # against computing it; so this bounds only the burst of a long sequence that makes room for all it
+            # restores.
+            saves_per_step=spec.copies_per_step
+            + settings.max_batch_tokens // spec.block_size
+            + (spec.num_states - places(spec, settings)) * spec.state_blocks,
         )
+        self.states = StateSlots(spec, settings, self._allocator)
         self.exchange = Exchange(self._allocator, root, spec.copies_per_step)
         self._restores: list[tuple[Sequence, int, int]] = []
-        """(sequence, position in its table, slot): what the step under way restores."""
+        """(sequence, position as in its `restoring`, slot): what the step under way restores."""
         self._cost = 0
         self._blocked = (-1, -1)
         self._now = 0.0
@@ -85,24 +107,31 @@ class BlockTables:
         freed = sum(self._needed(len(s.tokens)) for s in lent)
         return self.free_blocks(running) + freed >= self.missing(sequence)
 
-    def place(self, sequence: Sequence, running: Collection[Sequence]) -> list[int] | None:
-        """What is known of a waiting sequence's beginning (`BlockAllocator.match`); None: no room for now.
+    def place(self, sequence: Sequence, running: Collection[Sequence]) -> Beginning | None:
+        """What is known of a waiting sequence's beginning; None: no room for now.
 
         Beside others it leaves a block for each of them, so that their decodes do not push it out at once.
         """
         attempt = (sequence.arrival, self._allocator.room_version)
-        if running and attempt == self._blocked:
+        if (running and attempt == self._blocked) or not self.states.has_place:
             return None
-        found = self._allocator.match(sequence.chain, self._shareable(sequence))
+        found = self._known(sequence)
         if running and not self._has_room(sequence, found, running):
             self._blocked = attempt
             return None
         return found
 
-    def _has_room(self, sequence: Sequence, found: list[int], running: Collection[Sequence]) -> bool:
-        room, hot = self._allocator.room_after(found)
+    def _known(self, sequence: Sequence) -> Beginning:
+        limit = self._shareable(sequence)
+        if self.states.total:
+            return Beginning(*self._allocator.match_state(sequence.chain, limit, self._spec.state_blocks))
+        return Beginning(self._allocator.match(sequence.chain, limit))
+
+    def _has_room(self, sequence: Sequence, found: Beginning, running: Collection[Sequence]) -> bool:
+        room, hot = self._allocator.room_after([*found.blocks, *found.snapshot])
         missing = [self.missing(s) for s in running]
-        needed = self.missing(sequence) - sum(1 for place in found if place >= 0)
+        needed = self.missing(sequence) - sum(1 for place in found.blocks if place >= 0)
+        needed += sum(1 for place in found.snapshot if place < 0)
         writing = sum(1 for s in running if len(s.tokens) > len(s.table) * self._size)
         return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > writing
 
@@ -112,11 +141,18 @@ class BlockTables:
 
     # --- tables ----------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence, found: list[int]) -> None:
+    def admit(self, sequence: Sequence, found: Beginning) -> None:
         """Gives a sequence its known beginning, from `place`."""
-        sequence.table.extend(self._allocator.take(found))
-        sequence.restoring = {position: ~place for position, place in enumerate(found) if place < 0}
-        self._skip(sequence, len(found))
+        blocks, snapshot, sequence.alike = found
+        taken = self._allocator.take([*blocks, *snapshot])
+        sequence.table.extend(taken[: len(blocks)])
+        sequence.snapshot.extend(taken[len(blocks) :])
+        sequence.restoring = {position: ~place for position, place in enumerate(blocks) if place < 0}
+        sequence.restoring |= {~part: ~place for part, place in enumerate(snapshot) if place < 0}
+        self.states.admit(sequence)
+        if snapshot:
+            sequence.snapshots.append(len(blocks))
+        self._skip(sequence, len(blocks))
 
     def _skip(self, sequence: Sequence, blocks: int) -> None:
         """`blocks` more blocks need not be computed."""
@@ -129,22 +165,41 @@ class BlockTables:
 
     def share_more(self, sequence: Sequence) -> None:
         """Takes over what others have computed of the sequence's tokens since it was admitted."""
+        if self.states.total:
+            self._share_with_state(sequence)
+            return
         if sequence.num_computed % self._size:
             return
         while sequence.num_sealed < self._shareable(sequence):
             block = self._allocator.find(sequence.chain, sequence.num_sealed)
             if block is None:
                 return
-            # Writable blocks are there, and empty, when a step that was to fill them has failed.
-            self._shorten(sequence, sequence.num_sealed, 0)
-            self._allocator.share([block])
-            sequence.table.append(block)
-            self._skip(sequence, 1)
-            self._blocked = (-1, -1)
+            self._share(sequence, [block])
+
+    def _share(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Writable blocks are there, and empty, when a step that was to fill them has failed."""
+        self._shorten(sequence, sequence.num_sealed, 0)
+        self._allocator.share(blocks)
+        sequence.table.extend(blocks)
+        self._skip(sequence, len(blocks))
+        self._blocked = (-1, -1)
+
+    def _share_with_state(self, sequence: Sequence) -> None:
+        """Nothing may be skipped but to a snapshot."""
+        known = 0 if sequence.snapshot else self.states.known(sequence, self._shareable(sequence))
+        if known:
+            found = (self._allocator.find(sequence.chain, at) for at in range(sequence.num_sealed, known))
+            self.states.begin_with(sequence, known)
+            sequence.num_computed = (
+                sequence.num_sealed * self._size
+            )  # what its last block has, that one has too
+            self._share(sequence, [block for block in found if block is not None])
 
     def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Whether one of `others`, all more urgent, is about to compute or restore the sequence's next
-        block, which nobody has yet."""
+        block, which nobody has yet; or a snapshot that it can go on from."""
+        if self.states.total:
+            return self.states.is_coming(sequence, self._shareable(sequence), others)
         position = sequence.num_sealed
         if sequence.num_computed % self._size or position >= self._shareable(sequence):
             return False
@@ -248,15 +303,27 @@ class BlockTables:
             sequence.table[position], sequence.chain.key(position), kept
         )
 
+    def _restored(self, sequence: Sequence, position: int) -> tuple["array[int]", int, BlockKey]:
+        """(table, where in it, what it holds) of a position of `Sequence.restoring`."""
+        if position >= 0:
+            return sequence.table, position, sequence.chain.key(position)
+        parent = sequence.chain.digest(sequence.num_sealed - 1)
+        return sequence.snapshot, ~position, state_key(parent, ~position)
+
     def free(self, sequence: Sequence, wanted: bool = False) -> None:
         """Takes all blocks from a sequence; `wanted`: it will come back for them."""
         for slot in sequence.restoring.values():
             self._allocator.give_up(slot)
         sequence.restoring = {}
         self._shorten(sequence, len(sequence.table), 0)
-        self._allocator.release(sequence.table, sequence.request.session, self._now, wanted)
-        del sequence.table[:]
+        table, allocator = sequence.table.tolist(), self._allocator
+        if sequence.snapshots:
+            older, table = self.states.with_snapshots(sequence)
+            allocator.release(older, now=self._now, wanted=wanted)
+        allocator.release([*table, *sequence.snapshot], sequence.request.session, self._now, wanted)
+        del sequence.table[:], sequence.snapshot[:]
         sequence.num_computed = sequence.num_sealed = 0
+        self.states.free(sequence)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -266,16 +333,20 @@ class BlockTables:
         self._allocator.expire(now)
 
     def restore(self, sequence: Sequence) -> bool:
-        """Has the step under way restore as much of the sequence as may be; whether that is all of it."""
+        """Has the step under way restore as much of the sequence as may be, and then load its state; whether that is
+        all of it."""
         while sequence.restoring:
             position, slot = next(iter(sequence.restoring.items()))
             if self._cost >= self._spec.copies_per_step:
                 return False
             self._cost += DISK_COST if self._tiers.on_disk(slot) else 1
             del sequence.restoring[position]
-            self._allocator.restore(slot, sequence.table[position])
+            table, at, _ = self._restored(sequence, position)
+            self._allocator.restore(slot, table[at])
             self._restores.append((sequence, position, slot))
             sequence.in_flight = True
+        if sequence.snapshot:
+            self.states.load(sequence)
         return True
 
     def receivable(self, running: Collection[Sequence]) -> int:
@@ -285,13 +356,27 @@ class BlockTables:
 
     @property
     def restoring(self) -> bool:
-        return bool(self._restores)
+        """Whether the step under way has copies that a sequence is waiting for."""
+        return bool(self._restores) or self.states.loading
+
+    @property
+    def ready(self) -> bool:
+        """Whether a plan should be sent, be there something to compute or not."""
+        return self.restoring or self.states.due or self.exchange.ready
 
     def take_copies(self) -> Copies:
         return self._allocator.take_copies()
 
-    def close(self, failed: Collection[int] = ()) -> list[Sequence]:
-        """The step is over: what it has restored can be found by others, except for the slots `failed`.
+    def states_of(self, rows: Callable[[], Rows], running: Collection[Sequence]) -> dict[str, bytes]:
+        """What the plan that is about to be sent, and computes `rows`, says of recurrent state: fields of `StepPlan`.
+        To be called before `take_copies`, since snapshots may have blocks evicted."""
+        if not self.states.total:
+            return {}
+        return self.states.plan(rows(), self.free_blocks(running) - self.reserve(len(running)))
+
+    def close(self, failed: Collection[int] = (), *, computed: bool = True) -> list[Sequence]:
+        """The step is over: what it has restored can be found by others, except for the slots `failed`. `computed`:
+        what it has computed counts.
 
         Returns the sequences that must give up their blocks, since some were not restored.
         """
@@ -300,11 +385,13 @@ class BlockTables:
         broken: dict[Sequence, None] = {}
         for sequence, position, slot in restores:
             sequence.in_flight = False
+            table, at, key = self._restored(sequence, position)
             if slot not in failed:
-                self._seal(sequence, position)
+                table[at] = self._allocator.seal(table[at], key)
                 continue
-            self._allocator.lost(slot, sequence.chain.key(position))
+            self._allocator.lost(slot, key)
             broken[sequence] = None
+        self.states.close(self._now, copied=not failed, computed=computed)
         for sequence in broken:
             self.cached_tokens -= sequence.cached_tokens
             sequence.cached_tokens = 0
@@ -313,7 +400,14 @@ class BlockTables:
     # --- what others see -------------------------------------------------------------------------
 
     def census(self) -> AllocatorDump:
-        return self._allocator.census()
+        used, total = self.states.used, self.states.total
+        return structs.replace(
+            self._allocator.census(),
+            state_slots=total,
+            state_slots_used=used,
+            snapshot_blocks=self._spec.state_blocks,
+            layers=self._spec.layers,
+        )
 
     def reserve(self, running: int) -> int:
         """Blocks that an admission leaves free beside so many running sequences."""
@@ -325,5 +419,6 @@ class BlockTables:
         for sequence in running:
             for slot in sequence.restoring.values():
                 locked[slot] = locked.get(slot, 0) + 1
-        tables = (table for sequence in running for table in (sequence.table, sequence.cold))
-        self._allocator.check((*tables, *self.exchange.held), locked)
+        tables = (table for s in running for table in (s.table, s.cold, s.snapshot))
+        self._allocator.check((*tables, *self.exchange.held, *self.states.held), locked)
+        self.states.check(running)

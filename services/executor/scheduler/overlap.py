@@ -176,8 +176,8 @@ class StepsUnderWay:
         else:
             self.later = step
 
-    def close(self, failed_slots: Collection[int] = ()) -> Step:
-        """The oldest is over; it is returned."""
+    def close(self, failed_slots: Collection[int] = (), *, computed: bool = True) -> Step:
+        """The oldest is over; it is returned. `computed`: what it has computed counts."""
         step, self.oldest, self.later = self.oldest, self.later, NO_STEP
         for chunk in step.batch:
             chunk.sequence.in_flight = False
@@ -191,16 +191,20 @@ class StepsUnderWay:
                 self._tables.free(sequence)
             else:
                 self._tables.trim(sequence)
-        for sequence in self._tables.close(failed_slots):
+        for sequence in self._tables.close(failed_slots, computed=computed):
             self._planner.preempt(sequence)
         return step
 
     def drop(self, failed_slots: Collection[int] = ()) -> Step:
         """All are over, and nothing that they have computed counts: it is computed again. Returns the oldest."""
-        step = self.close(failed_slots)
+        dropped = [self.close(failed_slots, computed=False)]
         if self.oldest is not NO_STEP:
-            self.close()
-        return step
+            dropped.append(self.close(computed=False))
+        if not failed_slots:  # else nothing was computed
+            for sequence in [chunk.sequence for step in dropped for chunk in step.batch]:
+                if sequence.state_slot >= 0:  # its state has gone on
+                    self._planner.preempt(sequence)
+        return dropped[0]
 
     @property
     def ended(self) -> list[Sequence]:

@@ -121,7 +121,16 @@ class Sequence:
         """Blocks of the table that are full and registered: never written again."""
         self.restoring: dict[int, int] = {}
         """Spill slots by position in the table, of the blocks that are still to be restored: until there is
-        none, nothing of the sequence can be computed. `num_computed` and `num_sealed` count them already."""
+        none, nothing of the sequence can be computed. `num_computed` and `num_sealed` count them already. Below 0, as
+        ~part: of those of `snapshot`."""
+        self.state_slot = -1
+        """Where its recurrent state is; below 0: it does not run, or the model keeps none."""
+        self.snapshot: array[int] = array("i")
+        """Blocks of the snapshot of that state that it begins with, until it has been loaded."""
+        self.alike = 0
+        """Blocks that were in the cache when it was admitted: where its text and another one's part."""
+        self.snapshots: list[int] = []
+        """After how many of its blocks there are snapshots that it has made, or has begun with."""
         self.cached_tokens = 0
         """Prompt tokens found in the cache before the sequence was first preempted."""
         self.preempted = False
@@ -144,13 +153,18 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     @property
+    def begins_later(self) -> bool:
+        """Whether something that it begins with is still to be brought to where it is read."""
+        return bool(self.restoring or self.snapshot)
+
+    @property
     def scoring(self) -> bool:
         """Whether rows of its prompt are still to be scored."""
         return self.scores is not None and not self.scores.whole
 
     @property
     def blocks(self) -> int:
-        return len(self.table) + len(self.cold)
+        return len(self.table) + len(self.cold) + len(self.snapshot)
 
     @property
     def remaining(self) -> int:

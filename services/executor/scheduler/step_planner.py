@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.block_tables import Beginning, BlockTables
 from services.executor.scheduler.sequence import Sequence, SequenceState
 from services.executor.scheduler.steps import Chunk
 from shared.messages import LANES
@@ -158,7 +158,7 @@ class StepPlanner:
                 step.takes(sequence)
                 and sequence.state is SequenceState.RUNNING
                 and sequence.remaining == 1
-                and (not sequence.restoring or self._tables.restore(sequence))
+                and (not sequence.begins_later or self._tables.restore(sequence))
                 and self._grow(step, sequence)
             ):
                 step.add(sequence, 1)
@@ -170,6 +170,8 @@ class StepPlanner:
         """
         while not self._tables.cover(sequence, len(sequence.tokens)):
             victim = self.running[-1]
+            if victim.in_flight:
+                return False  # the step brings back what it begins with
             self._preempt_for(step, victim)
             if victim is sequence:
                 return False
@@ -207,7 +209,7 @@ class StepPlanner:
 
         What one of those before it is about to compute as well, it waits for, to share it then.
         """
-        if sequence.restoring and not self._tables.restore(sequence):
+        if sequence.begins_later and not self._tables.restore(sequence):
             return 0
         self._tables.share_more(sequence)
         if self._tables.is_being_computed(sequence, step.before):
@@ -242,20 +244,20 @@ class StepPlanner:
         self.admitted.append(sequence)
         return True
 
-    def _place(self, sequence: Sequence) -> list[int] | None:
+    def _place(self, sequence: Sequence) -> Beginning | None:
         """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""
         if len(self.running) >= self._settings.max_sequences:
             return None
         return self._tables.place(sequence, self.running)
 
-    def _make_way(self, step: _Step, sequence: Sequence) -> list[int] | None:
+    def _make_way(self, step: _Step, sequence: Sequence) -> Beginning | None:
         """Sequences of the batch lane, the last first, give up their places to a more urgent one, unless all
         of theirs would not be enough. Returns its place."""
         lent = self._running_in(batch_lane=True)
         if sequence.is_batch or not lent or not self._tables.could_place(sequence, self.running, lent):
             return None
         found = None
-        while found is None and self.running and self.running[-1].is_batch:
+        while found is None and self.running and self.running[-1].is_batch and not self.running[-1].in_flight:
             self._preempt_for(step, self.running[-1])
             found = self._place(sequence)
         return found

@@ -184,6 +184,11 @@ def in_order(batch: Seq[Chunk]) -> list[Chunk]:
     return sorted(batch, key=lambda chunk: chunk.width > 1)
 
 
+def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int]]:
+    """(sequence, position of its first token, tokens) of a batch without drafts, in the order of the flat batch."""
+    return [(c.sequence, c.sequence.num_computed, c.length) for c in in_order(batch)]
+
+
 def rows_of(sampled: list[Chunk]) -> list[Row]:
     """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts."""
     rows = []

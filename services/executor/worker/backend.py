@@ -89,23 +89,27 @@ def gpu_runner(
     lowered, else the model's own code with its attention. `capture` makes graphs in place of CUDA."""
     from services.executor.gpu.attention import GpuKernels
     from services.executor.gpu.decoder import GpuDecoder
+    from services.executor.gpu.experts import use_expert_kernels
     from services.executor.gpu.steps import GpuSteps
 
     pack_for_gpu(model, store.device)
     batch_invariant = limits is not None and limits.batch_invariant
     try:
         lowered = lowering.lower(model, store.shape.dtype)
-        if any(layer.routing for layer in lowered.layers):
-            raise CannotLower("the GPU decoder computes no experts")
+        if lowered.native_alone:
+            raise CannotLower(f"the GPU decoder computes no {lowered.native_alone}")
     except CannotLower as reason:
         if batch_invariant:
             raise ModelLoadError(
                 f"--batch-invariant is for models that the GPU decoder computes, not this one ({reason}); leave it out."
             ) from None
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
+        use_expert_kernels(model, store.device)
         use_products(model)
+        # The kernels read page layers of one shape; others are PyTorch's to attend to.
+        attention = GpuKernels(store) if store.shape.is_uniform else None
         return ModelRunner(
-            model, widths_of(model), store, collectives, store.device, spill, attention=GpuKernels(store)
+            model, widths_of(model), store, collectives, store.device, spill, attention=attention
         )
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -18,6 +18,7 @@ from msgspec import structs
 from services.executor.collectives.base import Collectives
 from services.executor.core import spans
 from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
+from services.executor.core.layer_state import described
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
@@ -28,9 +29,16 @@ from services.executor.gpu.offload import DeviceSpill
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.kv_cache.capacity import agree_on_slots, plan_store
+from services.executor.kv_cache.capacity import (
+    BlockCounts,
+    SpillCounts,
+    agree_on_slots,
+    blocks_of_a_snapshot,
+    plan_store,
+)
 from services.executor.kv_cache.offload import SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import read_card, read_pooling
@@ -41,7 +49,7 @@ from services.executor.worker.backend import has_triton
 from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
-from services.executor.worker.weights import Share, load_share
+from services.executor.worker.weights import Share, context_of, load_share
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 from shared.service.logs import adopt_loggers
@@ -248,17 +256,64 @@ class RingMember:
 
         share = load_share(settings, spec, directory, device, collectives, report)
         laps.over("weights")
-        facts, layout = share.facts, share.layout
-        if settings.context_length > facts.context_length:
-            raise ConfigurationError(
-                f"--context-length {settings.context_length} is more than the model was made for; "
-                f"choose {facts.context_length} or less."
-            )
-        context = settings.context_length or facts.context_length
+        context = context_of(settings, share.facts.context_length)
+        storage = _Storage.make(settings, share, context, device, collectives)
+        laps.over("kv_cache")
+        limits = step_limits(settings, context) if device.type == "cuda" else None
+        runner = share.runner(storage.store, storage.spill, limits)
+        if runner.is_native:
+            spans.count_native(runner.spent)
+        runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))
+        handover = HandoverBoard.beside(spec.board, spec.world_size)
+        if handover is not None:
+            place = (spec.rank, settings.ring_host, settings.handover_port)
+            size = storage.shape.bytes_per_spilled_block
+            runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *place))
+        laps.over("warm_up")
+        collectives.barrier()
+        laps.over("others")
+        log.info("rank_loaded", cached=share.is_cached, kv_bytes=storage.store.nbytes, **laps.seconds)
+        engine_spec = EngineSpec(
+            settings.block_size,
+            storage.blocks.hot,
+            context,
+            runner.vocab_size,
+            pooling=read_pooling(directory),
+            embedding_size=share.facts.hidden_size,
+            kv_format=storage.shape.format if handover is not None else "",
+            overlaps=runner.can_launch(1),
+            imports=share.imports,
+            numerics=f"{runner.kernels} {storage.shape.format}",
+            kernels=runner.kernels,
+            exact=runner.is_exact,
+            layers=described(share.facts.states),
+            **storage.facts,
+        )
+        return cls(runner, collectives, engine_spec, share)
+
+
+class _Storage(NamedTuple):
+    """A rank's KV store, with what it spills to."""
+
+    shape: StoreShape
+    blocks: BlockCounts
+    slots: SpillCounts
+    store: KvStore
+    spill: SpillStore | DeviceSpill
+
+    @classmethod
+    def make(
+        cls,
+        settings: ExecutorSettings,
+        share: Share,
+        context: int,
+        device: torch.device,
+        collectives: Collectives,
+    ) -> "_Storage":
+        """`context`: tokens of one sequence, which must fit. Raises `ConfigurationError`."""
         shape, blocks = plan_store(
             settings,
-            facts.layers,
-            layout,
+            share.facts.states,
             share.dtype,
             share.reads_compressed,
             context,
@@ -269,43 +324,23 @@ class RingMember:
         slots = agree_on_slots(shape, settings, device, collectives)
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
-        store = KvStore(shape, blocks.hot, device, blocks.cold)
-        laps.over("kv_cache")
-        limits = step_limits(settings, context) if device.type == "cuda" else None
-        runner = share.runner(store, spill, limits)
-        if runner.is_native:
-            spans.count_native(runner.spent)
-        runner.warm_up(rehearsal(settings, layout, store, limits))
-        handover = HandoverBoard.beside(spec.board, spec.world_size)
-        if handover is not None:
-            place = (spec.rank, settings.ring_host, settings.handover_port)
-            fields = handover.rank(spec.rank)
-            runner.connect(RankEndpoint(store, shape.bytes_per_spilled_block, fields, *place))
-        laps.over("warm_up")
-        collectives.barrier()
-        laps.over("others")
-        log.info("rank_loaded", cached=share.is_cached, kv_bytes=store.nbytes, **laps.seconds)
-        engine_spec = EngineSpec(
-            settings.block_size,
-            blocks.hot,
-            context,
-            runner.vocab_size,
-            num_cold=blocks.cold,
-            num_host=slots.host,
-            num_disk=slots.disk,
-            copies_per_step=slots.copies_per_step,
-            pooling=read_pooling(directory),
-            embedding_size=facts.hidden_size,
-            kv_format=shape.format if handover is not None else "",
-            kv_block_bytes=shape.bytes_per_spilled_block,
-            kv_bytes=store.nbytes,
-            overlaps=runner.can_launch(1),
-            imports=share.imports,
-            numerics=f"{runner.kernels} {shape.format}",
-            kernels=runner.kernels,
-            exact=runner.is_exact,
-        )
-        return cls(runner, collectives, engine_spec, share)
+        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.slots)
+        store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
+        return cls(shape, blocks, slots, store, spill)
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Fields of an `EngineSpec`."""
+        return {
+            "num_cold": self.blocks.cold,
+            "num_host": self.slots.host,
+            "num_disk": self.slots.disk,
+            "copies_per_step": self.slots.copies_per_step,
+            "kv_block_bytes": self.shape.bytes_per_spilled_block,
+            "kv_bytes": self.store.nbytes,
+            "num_states": self.blocks.slots,
+            "state_blocks": self.store.blocks_per_snapshot,
+        }
 
 
 def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":

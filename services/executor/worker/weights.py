@@ -4,6 +4,7 @@ A share that is read needs neither transformers nor the checkpoint: what builds 
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,10 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings, cores_of, thread_count
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.packed_file import ModelFacts, PackedFile
 from services.executor.cpu.weight_cache import Found, WeightCache
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_cache.capacity import StepWidths, smallest, widths_of
+from services.executor.kv_cache.capacity import StepWidths, check_room, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import FAMILIES, CannotLower
@@ -23,6 +24,7 @@ from services.executor.native.library import choose_level, why_not
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
+from shared.errors import ConfigurationError
 from shared.process import give_back
 from shared.service.logs import adopt_loggers
 
@@ -75,11 +77,32 @@ def load_share(
         file = cache.find()
         # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
         if smallest((int(file is not None),), device, collectives)[0] and file is not None:
+            _check_cached(settings, file, device)
             if found := cache.read(file, threads, report):
                 return _CachedShare(settings, spec, collectives, found)
         elif file is not None:
             file.close()
     return _BuiltShare(settings, spec, directory, device, collectives, report, cache)
+
+
+def context_of(settings: ExecutorSettings, longest: int) -> int:
+    """Most tokens of one sequence, of a model that was made for `longest`. Raises `ConfigurationError`."""
+    if settings.context_length > longest:
+        raise ConfigurationError(
+            f"--context-length {settings.context_length} is more than the model was made for; "
+            f"choose {longest} or less."
+        )
+    return settings.context_length or longest
+
+
+def _check_cached(settings: ExecutorSettings, file: PackedFile, device: torch.device) -> None:
+    facts = file.facts
+    context = context_of(settings, facts.context_length)
+    try:
+        check_room(settings, facts.states, torch.bfloat16, context, device, file.size)
+    except ConfigurationError:
+        file.close()
+        raise
 
 
 def _cache_of(
@@ -141,15 +164,22 @@ class _BuiltShare(Share):
         cache: WeightCache | None,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
+        from services.executor.model.catalogue import check_supported
+        from services.executor.model.layer_states import layer_states
         from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
 
         adopt_loggers()  # of transformers
         config = load_config(directory)
+        check_supported(config)
         self.layout = ShardLayout.from_config(config, spec.world_size, spec.rank)
         self.dtype = choose_dtype(settings, device, config)
         codec = weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
         keep_codes = settings.weight_dtype == "auto" and self.dtype is torch.bfloat16
+        self.widths = widths_of(config, spec.world_size)
+        states = layer_states(config, self.layout)
+        context = context_of(settings, context_length(config))
+        enough = partial(check_room, settings, states, self.dtype, context, device, widths=self.widths)
         self._model: Any = load_model(
             directory,
             self.dtype,
@@ -160,6 +190,7 @@ class _BuiltShare(Share):
             codec,
             keep_codes=keep_codes,
             defer_codes=keep_codes,
+            before_reading=enough,
         )
         self._device, self._collectives = device, collectives
         self.reads_compressed = backend.reads_compressed(
@@ -172,9 +203,8 @@ class _BuiltShare(Share):
         if settings.dtype == "auto" and not self.reads_compressed and not has_fast_bf16(device):
             self._model.float()  # PyTorch computes it after all
             self.dtype = torch.float32
-        self.widths = widths_of(config, spec.world_size)
         self.facts = ModelFacts(
-            layers=config.num_hidden_layers,
+            states=states,
             hidden_size=config.hidden_size,
             context_length=context_length(config),
             heads=HeadCounts.from_config(config),

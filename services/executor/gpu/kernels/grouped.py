@@ -100,16 +100,21 @@ class PackedRows:
         """Whether the outputs of `other` may follow in the same tensors: whole tiles, of one format."""
         return self.outputs % BLOCK_N == 0 and self.layout() == other.layout() and self._same_order(other)
 
-    @staticmethod
-    def joined(weights: Sequence["PackedRows"]) -> "PackedRows":
+    @classmethod
+    def joined(cls, weights: Sequence["PackedRows"]) -> "PackedRows":
         """Their outputs end to end; each `can_precede` the next."""
+        return replace(cls.stacked(weights), outputs=sum(weight.outputs for weight in weights))
+
+    @staticmethod
+    def stacked(weights: Sequence["PackedRows"]) -> "PackedRows":
+        """One after the other, of one format; `outputs` are those of one."""
         first = weights[0]
         parts = {
             name: torch.cat([getattr(weight, name) for weight in weights])
             for name in _ROW_PARTS
             if getattr(first, name) is not None
         }
-        return replace(first, outputs=sum(weight.outputs for weight in weights), **parts)  # type: ignore[arg-type]
+        return replace(first, **parts)  # type: ignore[arg-type]
 
     def layout(self) -> tuple[object, ...]:
         """All but the numbers and how many outputs there are."""
@@ -181,28 +186,18 @@ def _whole_numbers(
     return made
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])  # else a step of 16 rows compiles what one of 15 has
-def few_rows_grouped_kernel(
-    x, codes, high, scales, zeros, mins, supers, super_mins, bias, out, parts, arrivals,
-    rows, outputs, columns, blocks, run, super_run, x_stride, splits,
-    BLOCK_T: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+@triton.jit
+def grouped_sums(
+    of_x, codes, high, scales, zeros, mins, supers, super_mins,
+    tile, begin, end, columns, blocks, run, super_run,
+    BLOCK_T: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     ZEROS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(rows, BLOCK_T), tiles, splits). `x` bf16 [rows, columns], rows `x_stride` apart; the weight as
-    `PackedRows` has it; `out` bf16 [rows, outputs]; `parts` and `arrivals` as of `few_rows_kernel`. EVEN: whole
-    blocks of `columns`. WIDE: products in float32, for the interpreter."""
-    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """float32 [TILE, BLOCK_T]: the outputs of `tile` for tokens at `of_x` [1, BLOCK_T], over the blocks from `begin` to
+    `end`; all else as of `few_rows_grouped_kernel`."""
     row, lane = tl.arange(0, TILE), tl.arange(0, LANES)
-    n = tile * TILE + row
-    t = group * BLOCK_T + tl.arange(0, BLOCK_T)
-    share = tl.cdiv(blocks, splits)
-    begin = split * share
-    end = tl.minimum(begin + share, blocks)
     inside = row[:, None] * LANES + lane[None, :]
-    # Rows beyond the last are the last one again: their products are nowhere stored.
-    of_x = x + tl.minimum(t, rows - 1).to(tl.int64)[None, :] * x_stride
     ones = tl.full([TILE, LANES], 1.0, tl.float32 if WIDE else tl.bfloat16)
     of_groups = tl.cdiv(blocks, run) * GROUPS
     of_supers = tl.cdiv(blocks, super_run)
@@ -257,6 +252,33 @@ def few_rows_grouped_kernel(
                     if SUPERS:
                         least *= under
                     sums -= least[:, None] * total
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])  # else a step of 16 rows compiles what one of 15 has
+def few_rows_grouped_kernel(
+    x, codes, high, scales, zeros, mins, supers, super_mins, bias, out, parts, arrivals,
+    rows, outputs, columns, blocks, run, super_run, x_stride, splits,
+    BLOCK_T: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
+    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(rows, BLOCK_T), tiles, splits). `x` bf16 [rows, columns], rows `x_stride` apart; the weight as
+    `PackedRows` has it; `out` bf16 [rows, outputs]; `parts` and `arrivals` as of `few_rows_kernel`. EVEN: whole
+    blocks of `columns`. WIDE: products in float32, for the interpreter."""
+    group, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tile * TILE + tl.arange(0, TILE)
+    t = group * BLOCK_T + tl.arange(0, BLOCK_T)
+    share = tl.cdiv(blocks, splits)
+    begin = split * share
+    end = tl.minimum(begin + share, blocks)
+    # Rows beyond the last are the last one again: their products are nowhere stored.
+    of_x = x + tl.minimum(t, rows - 1).to(tl.int64)[None, :] * x_stride
+    sums = grouped_sums(
+        of_x, codes, high, scales, zeros, mins, supers, super_mins, tile, begin, end, columns, blocks, run, super_run,
+        BLOCK_T, TILE, LANES, BITS, GROUPS, ZEROS, MINS, SUPERS, OFFSET, TABLE, T0, T1, T2, T3, EVEN, WIDE,
+    )  # fmt: skip
     add_splits(
         sums, bias, bias, out, parts, arrivals, t, n, rows, outputs, splits, tile * tl.num_programs(0) + group, split,
         SPLIT, 3, BIAS,
@@ -331,9 +353,9 @@ def multiply_grouped(
     if cut.splits > 1:
         parts = torch.empty((cut.splits, rows, weight.outputs), dtype=torch.float32, device=x.device)
     few_rows_grouped_kernel[(triton.cdiv(rows, cut.block_t), cut.tiles, cut.splits)](
-        x, *_tensors(weight), out if bias is None else bias, out, parts, arrivals,
+        x, *tensors_of(weight), out if bias is None else bias, out, parts, arrivals,
         rows, weight.outputs, weight.columns, weight.blocks, weight.run, weight.super_run, x.stride(0), cut.splits,
-        BLOCK_T=cut.block_t, TILE=BLOCK_N, LANES=weight.lanes, SPLIT=cut.splits > 1, num_stages=STAGES, **_constants(weight),
+        BLOCK_T=cut.block_t, TILE=BLOCK_N, LANES=weight.lanes, SPLIT=cut.splits > 1, num_stages=STAGES, **constants_of(weight),
         EVEN=weight.columns % (PARTS * weight.lanes) == 0, BIAS=bias is not None, WIDE=x.device.type == "cpu",
     )  # fmt: skip
 
@@ -345,19 +367,19 @@ def widened(weight: PackedRows, first: int, out: Tensor, index: Tensor | None = 
         return
     step = BLOCK_N if index is None else GATHERED
     widen_rows_kernel[(triton.cdiv(rows, step), weight.blocks)](
-        weight.codes if index is None else index, *_tensors(weight), out,
+        weight.codes if index is None else index, *tensors_of(weight), out,
         first, rows, weight.columns, weight.blocks, weight.run, weight.super_run,
-        ROWS=step, TILE=BLOCK_N, LANES=weight.lanes, INDEX=index is not None, **_constants(weight),
+        ROWS=step, TILE=BLOCK_N, LANES=weight.lanes, INDEX=index is not None, **constants_of(weight),
     )  # fmt: skip
 
 
-def _tensors(weight: PackedRows) -> list[Tensor]:
+def tensors_of(weight: PackedRows) -> list[Tensor]:
     """In the kernels' order; one that there is not is never read."""
     parts = (weight.high, weight.scales, weight.zeros, weight.mins, weight.supers, weight.super_mins)
     return [weight.codes, *(weight.scales if part is None else part for part in parts)]
 
 
-def _constants(weight: PackedRows) -> dict[str, int | bool]:
+def constants_of(weight: PackedRows) -> dict[str, int | bool]:
     words = [0, 0, 0, 0]
     for at, entry in enumerate(weight.table):
         words[at // 4] |= (entry & 255) << (8 * (at % 4))

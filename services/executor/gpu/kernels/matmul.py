@@ -66,19 +66,31 @@ def few_rows_kernel(
     end = tl.minimum(begin + share, inputs)
     of_codes = codes + n.to(tl.int64)[:, None] * inputs
     of_x = x + t.to(tl.int64)[None, :] * x_stride
-    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        raw = tl.load(of_codes + k[None, :], mask=(n < outputs)[:, None] & (k < end)[None, :], other=0)
-        values = tl.load(of_x + k[:, None], mask=(t < rows)[None, :] & (k < end)[:, None], other=0.0)
-        if WIDE:
-            values = values.to(tl.float32)
-        sums = tl.dot(_widened(raw, CODE, WIDE), values, sums, input_precision="ieee")
-
+    sums = sums_of_rows(
+        of_codes, of_x, n < outputs, t < rows, begin, end, BLOCK_N, BLOCK_T, BLOCK_K, CODE, WIDE
+    )
     add_splits(
         sums, scales, bias, out, parts, arrivals, t, n, rows, outputs, splits, tile * tl.num_programs(0) + group, split,
         SPLIT, CODE, BIAS,
     )  # fmt: skip
+
+
+@triton.jit
+def sums_of_rows(
+    of_codes, of_x, rows_there, tokens_there, begin, end,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, CODE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_N, BLOCK_T]: rows of weights at `of_codes` [BLOCK_N, 1] by tokens at `of_x` [1, BLOCK_T], over the
+    inputs from `begin` to `end`; those that are not there are zeros."""
+    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        raw = tl.load(of_codes + k[None, :], mask=rows_there[:, None] & (k < end)[None, :], other=0)
+        values = tl.load(of_x + k[:, None], mask=tokens_there[None, :] & (k < end)[:, None], other=0.0)
+        if WIDE:
+            values = values.to(tl.float32)
+        sums = tl.dot(_widened(raw, CODE, WIDE), values, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
@@ -232,7 +244,7 @@ def multiply_few(
     if rows == 1:
         return multiply_one(x, codes, scales, bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
-    shared = {"CODE": _code(codes), "BIAS": bias is not None, "WIDE": x.device.type == "cpu"}
+    shared = {"CODE": code_of(codes), "BIAS": bias is not None, "WIDE": x.device.type == "cpu"}
     addend = scales if bias is None else bias
     if rows:
         cut = tiles_of(rows, outputs, inputs, processors)
@@ -240,7 +252,7 @@ def multiply_few(
         if cut.splits > 1:
             parts = torch.empty((cut.splits, rows, outputs), dtype=torch.float32, device=x.device)
         few_rows_kernel[(cut.groups, cut.tiles, cut.splits)](
-            x, _bits(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
+            x, bits_of(codes), scales, addend, out, parts, arrivals, rows, outputs, inputs, x.stride(0), cut.splits,
             BLOCK_T=cut.block_t, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=cut.splits > 1, num_stages=STAGES, **shared,
         )  # fmt: skip
     return out
@@ -258,7 +270,7 @@ def multiply_alike(
     x = x if x.stride(1) == 1 else x.contiguous()
     outputs, inputs = weight.shape
     out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
-    code, values = (PLAIN, weight) if scales is None else (_code(weight), _bits(weight))
+    code, values = (PLAIN, weight) if scales is None else (code_of(weight), bits_of(weight))
     cut = tiles_of(BATCH_INVARIANT_ROWS, outputs, inputs, BATCH_INVARIANT_PROCESSORS)
     for first in range(0, len(x), MOST_ROWS):
         part, into = x[first : first + MOST_ROWS], out[first : first + MOST_ROWS]
@@ -278,7 +290,7 @@ def multiply_one(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor 
     """`multiply_few` of one row; without `scales` by `weight` [out, in] in `x`'s dtype."""
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
-    code, values = (PLAIN, weight) if scales is None else (_code(weight), _bits(weight))
+    code, values = (PLAIN, weight) if scales is None else (code_of(weight), bits_of(weight))
     one_row_kernel[(triton.cdiv(outputs, ONE_ROW_N),)](
         x, values, out if scales is None else scales, out if bias is None else bias, out, outputs, inputs,
         BLOCK_N=ONE_ROW_N, BLOCK_K=ONE_ROW_K // values.element_size(), STAGES=STAGES,
@@ -296,8 +308,8 @@ def encode_rows(x: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     if rows:
         block = triton.next_power_of_2(inputs)
         encode_rows_kernel[(rows,)](
-            x, _bits(codes), scales, inputs, x.stride(0), codec.limit, SMALLEST_SCALE,
-            BLOCK=block, CODE=_code(codes), num_warps=max(1, min(block // 1024, 16)),
+            x, bits_of(codes), scales, inputs, x.stride(0), codec.limit, SMALLEST_SCALE,
+            BLOCK=block, CODE=code_of(codes), num_warps=max(1, min(block // 1024, 16)),
         )  # fmt: skip
     return codes, scales
 
@@ -307,14 +319,14 @@ def decode_rows(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     rows, inputs = codes.shape
     if rows:
         decode_rows_kernel[(rows, triton.cdiv(inputs, DECODED))](
-            _bits(codes), scales, out, inputs, BLOCK=DECODED, CODE=_code(codes)
+            bits_of(codes), scales, out, inputs, BLOCK=DECODED, CODE=code_of(codes)
         )
 
 
-def _code(codes: Tensor) -> int:
+def code_of(codes: Tensor) -> int:
     return E4M3 if codes.dtype == FP8.dtype else INT8
 
 
-def _bits(codes: Tensor) -> Tensor:
+def bits_of(codes: Tensor) -> Tensor:
     """e4m3's codes as the bytes that they are."""
     return codes.view(torch.int8)

@@ -1,4 +1,4 @@
-"""What the command line's `models inspect`, `models convert` and `models pull` (of a GGUF file) run:
+"""What the command line's `models inspect`, `models convert` and `models pull` run:
 `python -m services.executor.model.conversion`.
 
 Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one at the end: `{"result": ...}`, or
@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import FORMATS, convert
-from services.executor.model.conversion.inspection import inspect
+from services.executor.model.conversion.inspection import inspect, verdict_on
 from services.executor.model.loading.checkpoints import convert_gguf
 from shared.errors import RyzansteinError
 from shared.process import VERSION
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("inspect", help="what a file or directory holds")
     one.set_defaults(run=lambda options: inspect(options.path))
     one.add_argument("path", type=Path)
+    one = commands.add_parser("check", help="whether the model of a directory's config.json is served")
+    one.set_defaults(run=lambda options: verdict_on(options.directory))
+    one.add_argument("directory", type=Path)
     one = commands.add_parser("directory", help="a model directory of a GGUF file, unless there is one")
     one.set_defaults(run=_make_directory)
     one.add_argument("file", type=Path)

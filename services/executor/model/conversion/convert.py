@@ -38,6 +38,7 @@ from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import scheme_of
+from services.executor.model.loading.text_models import whole_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import linked_gguf
@@ -88,6 +89,11 @@ def open_model(source: Path) -> Iterator[SourceModel]:
                 yield gguf_model(directory, weights)
             return
         config = load_config(directory)
+        if whole := whole_of(config):
+            raise ModelLoadError(
+                f"The model in {directory} takes more than text ({whole!r}) and is not converted; "
+                "save its text model alone."
+            )
         with WeightFiles(directory, scheme_of(config)) as files:
             yield directory_model(directory, config, files)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.executor.model.conversion.gguf_tokenizer import add_tokenizer
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
+from services.executor.model.loading.checkpoints import LARGEST
 from services.executor.model.loading.gguf_file import GgufFile
 from shared.errors import ModelLoadError
 
@@ -40,8 +41,6 @@ class GgufArchitecture:
     activations: tuple[str, ...] = ("silu",)
     windows: int = 0
     """0: none; 1: in all layers or in none; 2 and more: in all layers but each second, ..."""
-    widest: int = 0
-    """Layers of the largest model, whose queries are scaled by the model's width over its heads, not a head's."""
 
 
 _GELU = ("gelu_pytorch_tanh",)
@@ -56,10 +55,10 @@ _ARCHITECTURES = {
     "phi3": GgufArchitecture("phi3", gguf.MODEL_ARCH.PHI3, windows=1),
     "gemma": GgufArchitecture("gemma", gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, activations=(*_GELU, "gelu")),
     "gemma2": GgufArchitecture(
-        "gemma2", gguf.MODEL_ARCH.GEMMA2, norm_offset=1.0, activations=_GELU, windows=2, widest=46
+        "gemma2", gguf.MODEL_ARCH.GEMMA2, norm_offset=1.0, activations=_GELU, windows=2
     ),
     "gemma3_text": GgufArchitecture(
-        "gemma3", gguf.MODEL_ARCH.GEMMA3, norm_offset=1.0, activations=_GELU, windows=6, widest=62
+        "gemma3", gguf.MODEL_ARCH.GEMMA3, norm_offset=1.0, activations=_GELU, windows=6
     ),
 }
 _EVERY_FOURTH = 4
@@ -114,9 +113,9 @@ def _rotary(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
 
 def _scores(config: Mapping[str, Any], architecture: GgufArchitecture) -> str:
     """Gemma's scale of queries and soft caps; without a place in the file they have to be what readers assume."""
-    if not architecture.widest:
+    if architecture.name not in LARGEST:
         return ""
-    widest = config["num_hidden_layers"] == architecture.widest
+    widest = config["num_hidden_layers"] == LARGEST[architecture.name]
     width = config["hidden_size"] // config["num_attention_heads"] if widest else _head_dim(config)
     if config["query_pre_attn_scalar"] != width:
         return f"a query_pre_attn_scalar other than {width}, and config.json has {config['query_pre_attn_scalar']}"

@@ -97,9 +97,7 @@ def vocabulary(tokenizer: Mapping[str, Any], size: int) -> tuple[list[str], list
         listed.append((token, index, gguf.TokenType.BYTE if of_byte else gguf.TokenType.NORMAL))
     for token in tokenizer.get("added_tokens") or ():
         text, kind = token["content"], gguf.TokenType.CONTROL
-        if not token[
-            "special"
-        ]:  # looked for in texts as they come, which have spaces and not what stands for them
+        if not token["special"]:  # looked for in texts as they come, with spaces and not what stands for them
             text, kind = text.replace(_SPACE, " "), gguf.TokenType.USER_DEFINED
         elif text == model.get("unk_token"):
             kind = gguf.TokenType.UNKNOWN

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from services.executor.model.catalogue import check_supported
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.gguf_weights import ARCHITECTURES
 from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.prediction_heads import PredictionHeads, heads_among
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4
 from services.executor.model.loading.weight_files import WeightFiles
@@ -41,23 +43,58 @@ class ModelFacts(msgspec.Struct, frozen=True):
     parameters: int
     """Values of all tensors of floating or block formats"""
     bits_per_weight: float
+    refused: str = ""
+    """Why the model cannot be served, with the nearest that can; "" where nothing speaks against it."""
+    prediction_heads: PredictionHeads = PredictionHeads()
+    """Of these tensors, those of heads for multi-token prediction: they are left out."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What a configuration alone tells."""
+
+    architecture: str
+    """"": config.json cannot be read as one."""
+    refused: str = ""
+    """As `ModelFacts.refused`."""
+
+
+def verdict_on(directory: Path) -> Verdict:
+    """On the model whose config.json lies in `directory`, where nothing else need be."""
+    try:
+        config = load_config(directory)
+    except ModelLoadError as error:
+        return Verdict("", str(error))
+    return Verdict(str(config.model_type), _refusal(config))
+
+
+def _refusal(config: Any) -> str:
+    try:
+        check_supported(config)
+        scheme_of(config)
+    except ModelLoadError as error:
+        return str(error)
+    return ""
 
 
 def inspect(path: Path) -> ModelFacts:
     """What `path`, a .gguf file or a model directory, holds. Raises `ModelLoadError`."""
+    refused, heads = "", PredictionHeads()
     if path.is_dir() and (links := linked_gguf(path)):
         architecture, tensors = _of_gguf(links[0])
     elif path.is_dir():
         config = load_config(path)
         architecture = str(config.model_type)
         tensors = list(_of_directory(path, config))
+        sizes = {tensor.name: tensor.bytes for tensor in tensors}
+        refused, heads = _refusal(config), heads_among(sizes, config, sizes.__getitem__)
     elif path.suffix == ".gguf" or path.is_file():
         architecture, tensors = _of_gguf(path)
     else:
         raise ModelLoadError(f"{path} does not exist; give a model directory or a .gguf file.")
     size = sum(tensor.bytes for tensor in tensors)
     parameters = sum(_count(tensor.shape) for tensor in tensors)
-    return ModelFacts(architecture, tensors, size, parameters, 8 * size / max(1, parameters))
+    bits = 8 * size / max(1, parameters)
+    return ModelFacts(architecture, tensors, size, parameters, bits, refused, heads)
 
 
 def _of_directory(path: Path, config: Any) -> Iterator[TensorFacts]:
@@ -97,7 +134,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}
+_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 """What transformers calls models of an architecture of GGUF, where it is another name."""
 
 

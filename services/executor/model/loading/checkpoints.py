@@ -194,7 +194,7 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if files[0].header.metadata["general.architecture"] in _OWN:
+    if _kind(files[0].header.metadata) in _OWN:
         config = AutoConfig.for_model(**_own_settings(files))
     else:
         config = AutoConfig.from_pretrained(str(files[0].path.parent), **named)
@@ -220,20 +220,23 @@ def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
     Raises `ModelLoadError`.
     """
     architecture = str(header["general.architecture"])
+    if architecture == "qwen2moe":
+        inner = _positive(header, "qwen2moe.expert_shared_feed_forward_length") or config.intermediate_size
+        return {"shared_expert_intermediate_size": inner}
     if architecture == "phi3":
         original = _positive(header, "phi3.rope.scaling.original_context_length")
         window = {"sliding_window": header.get("phi3.attention.sliding_window") or None}
         return window if original is None else {**window, "original_max_position_embeddings": original}
-    if architecture not in _LARGEST:
+    if architecture not in LARGEST:
         return {}
-    largest = config.num_hidden_layers == _LARGEST[architecture]
+    largest = config.num_hidden_layers == LARGEST[architecture]
     width = config.hidden_size // config.num_attention_heads if largest else config.head_dim
     names = [f"{name}_logit_softcapping" for name in ("attn", "final")]
     caps = {name: _positive(header, f"{architecture}.{name}") for name in names}
     return {"query_pre_attn_scalar": width, **{name: cap for name, cap in caps.items() if cap is not None}}
 
 
-_LARGEST = {"gemma2": 46, "gemma3": 62}
+LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of Gemma's 27B: it scales queries by the width over the heads, smaller ones by the width of a head."""
 
 
@@ -268,6 +271,7 @@ _SETTINGS = {
 """What a file has to say, behind its architecture's name, and config.json's word for it."""
 _OWN: dict[str, dict[str, str]] = {
     "gemma": {},
+    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "granite": {
         "attention.scale": "attention_multiplier",
         "embedding_scale": "embedding_multiplier",
@@ -281,6 +285,12 @@ _OWN: dict[str, dict[str, str]] = {
 convert_hf_to_gguf.py; it gives SmolLM3's layers rotary positions as config.json does by default."""
 
 
+def _kind(header: "Mapping[str, Value]") -> str:
+    """The model's type where its architecture does not tell: Mixtral's is Llama's, with experts."""
+    architecture = str(header.get("general.architecture"))
+    return "mixtral" if architecture == "llama" and header.get("llama.expert_count") else architecture
+
+
 def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
     """Of config.json. Raises `ModelLoadError` where the file does not say what it has to."""
     header = files[0].header.metadata
@@ -290,7 +300,7 @@ def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
         for key, value in header.items()
         if isinstance(value, int | float)
     }
-    wanted = _SETTINGS | _OWN[architecture]
+    wanted = _SETTINGS | _OWN[_kind(header)]
     if missing := [key for key in wanted if key not in said]:
         raise ModelLoadError(
             f"The file {files[0].path} does not say {architecture}.{missing[0]}, without which the model cannot be "
@@ -304,7 +314,7 @@ def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
     heads = said["attention.head_count"]
     tokens = {name: header.get(f"tokenizer.ggml.{word}_token_id") for name, word in _TOKENS.items()}
     return {
-        "model_type": architecture,
+        "model_type": _kind(header),
         **{name: said[key] for key, name in wanted.items()},
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads)),

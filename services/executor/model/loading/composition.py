@@ -33,9 +33,12 @@ class Part:
     at: tuple[int, ...]
     """Where the box begins in the composed tensor."""
     size: tuple[int, ...]
+    matrix: int | None = None
+    """Which along the source's first dimension, that `axes` do not count; None: they count all."""
 
     def view(self, stored: Tensor) -> Tensor:
         """The box of `stored`, the source tensor, of shape `size`. Shares its memory."""
+        stored = stored if self.matrix is None else stored[self.matrix]
         box = stored.permute([axis for axis in self.axes if axis is not None])
         for dim, axis in enumerate(self.axes):
             if axis is None:
@@ -86,8 +89,8 @@ class Composition:
         """Dimensions `a` and `b` exchanged."""
 
         def swapped(part: Part) -> Part:
-            places = (_swapped(values, a, b) for values in (part.origin, part.at, part.size))
-            return Part(part.source, _swapped(part.axes, a, b), *places)
+            origin, at, size = (_swapped(values, a, b) for values in (part.origin, part.at, part.size))
+            return Part(part.source, _swapped(part.axes, a, b), origin, at, size, part.matrix)
 
         return Composition(_swapped(self.shape, a, b), tuple(map(swapped, self.parts)))
 
@@ -115,26 +118,24 @@ class Composition:
                 _inserted(part.origin, dim, 0),
                 _inserted(part.at, dim, 0),
                 _inserted(part.size, dim, 1),
+                part.matrix,
             )
             for part in self.parts
         )
         return Composition(_inserted(self.shape, dim, 1), parts)
 
     def flattened(self) -> "Composition | None":
-        """Of three dimensions, the first two as one: matrices one below the other. None where a part is no matrix."""
-        if any(part.axes != (None, 0, 1) for part in self.parts):
-            return None
-        _, rows, columns = self.shape
-        parts = (
-            Part(
-                part.source,
-                (0, 1),
-                part.origin[1:],
-                (part.at[0] * rows + part.at[1], part.at[2]),
-                part.size[1:],
-            )
-            for part in self.parts
-        )
+        """Of three dimensions, the first two as one: matrices one below the other. None where a part is neither a
+        matrix nor a stack of them."""
+        rows, columns = self.shape[1:]
+        parts: list[Part] = []
+        for part in self.parts:
+            if part.axes not in ((None, 0, 1), (0, 1, 2)) or (part.axes[0] == 0 and part.matrix is not None):
+                return None
+            for index in range(part.size[0]):
+                at = ((part.at[0] + index) * rows + part.at[1], part.at[2])
+                matrix = part.matrix if part.axes[0] is None else part.origin[0] + index
+                parts.append(Part(part.source, (0, 1), part.origin[1:], at, part.size[1:], matrix))
         return Composition((self.shape[0] * rows, columns), tuple(parts))
 
 

@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "mistral": Architecture(pairs=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
+    "qwen2moe": Architecture(),
     "qwen3moe": Architecture(),
     "phi3": Architecture(),
     "granite": Architecture(pairs=True),
@@ -69,7 +70,9 @@ class GgufWeights:
 
     def __init__(self, directory: Path) -> None:
         files = open_parts(linked_gguf(directory)[0])
-        self._tensors = {tensor.name: (file, tensor) for file in files for tensor in file.header.tensors}
+        self._tensors = {
+            tensor.name: (file, _as_matrix(tensor)) for file in files for tensor in file.header.tensors
+        }
         self._files = files
         name = files[0].header.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
@@ -270,6 +273,12 @@ class GgufWeights:
     def _read_bytes(self, read: Read) -> int:
         tensors = [(part, self._tensors[part.source][1]) for part in read.content.parts]
         return sum(tensor.nbytes // _rows_of(tensor) * part.size[0] for part, tensor in tensors)
+
+
+def _as_matrix(tensor: GgufTensor) -> GgufTensor:
+    """The gate of a shared expert has one row, which some programs write as a vector."""
+    vector = len(tensor.shape) == 1 and tensor.name.endswith("ffn_gate_inp_shexp.weight")
+    return replace(tensor, shape=(1, *tensor.shape)) if vector else tensor
 
 
 def _rows_of(tensor: GgufTensor) -> int:

@@ -8,32 +8,50 @@ not in the checkpoint, and a buffer that goes through the meta device (rotary fr
 garbage without a word.
 """
 
-import inspect
 import json
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
-from services.executor.model.catalogue import check_sizes, check_supported, longest_context
+from services.executor.model.catalogue import (
+    TEXT_ALONE,
+    check_sizes,
+    check_supported,
+    check_text_served,
+    longest_context,
+    nearest,
+    refusal_of,
+)
+from services.executor.model.configuration import (
+    check_configuration,
+    check_described,
+    check_layer_types,
+)
 from services.executor.model.loading.gguf_weights import GgufWeights
+from services.executor.model.loading.prediction_heads import heads_among, is_of_heads
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
 from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.text_models import know_causal, takes_more_than_text, text_config
 from services.executor.model.loading.weight_files import WeightFiles
 from services.executor.model.lowering import FAMILIES
+from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
     LinearShard,
     TensorSlice,
@@ -69,7 +87,38 @@ _NOT_NEEDED = re.compile(
 
 
 def load_config(directory: Path) -> Any:
-    """The transformers configuration of the model in `directory`. Raises `ModelLoadError`."""
+    """The transformers configuration of the model in `directory`, or of its text model where it takes more than text
+    and that is served alone. Raises `ModelLoadError`.
+    """
+    _check_directory(directory)
+    described: Any = None
+    try:
+        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(described, dict):
+            raise ValueError("it is no JSON object")
+        check_sizes(described)
+        served = _may_be_served(described.get("model_type"))
+        if served:  # others are refused with a reason of their own
+            check_described(described)
+        config = _read_config(directory, described)
+        text = config.get_text_config()
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        check_layer_types(described, ALLOWED_LAYER_TYPES)
+        raise _unusable(directory, described, error) from error
+    if served:
+        check_configuration(text)
+    if not takes_more_than_text(config):
+        return config
+    check_text_served(config)
+    try:
+        return text_config(config, described)
+    except Exception as error:  # transformers' checks of its values
+        raise _unusable(directory, described, error) from error
+
+
+def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
         raise ModelLoadError(f"The model directory {directory} does not exist; check the path.")
     if not (directory / "config.json").is_file():
@@ -82,22 +131,32 @@ def load_config(directory: Path) -> Any:
             f"The directory {directory} has no config.json, so it is not a model; "
             "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."
         )
-    try:
-        check_sizes(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        raise ModelLoadError(
-            f"The config.json in {directory} is not one that can be served ({reason_of(error)}); "
-            "check the file, or choose a model of an architecture that transformers knows."
-        ) from error
-    if config.get_text_config() is not config:
-        raise ModelLoadError(
-            f"The model in {directory} takes more than text ({config.model_type!r}), which is not served; "
-            "choose a text model."
-        )
-    return config
+
+
+def _may_be_served(model_type: object) -> bool:
+    return isinstance(model_type, str) and (refusal_of(model_type) is None or model_type in TEXT_ALONE)
+
+
+def _read_config(directory: Path, described: dict[str, Any]) -> Any:
+    """xLSTM 7B's names the kernels that its authors computed with, which transformers refuses where their package is
+    not installed. None of them computes here."""
+    if described.get("model_type") == "xlstm":
+        own = {key: value for key, value in described.items() if not key.endswith("_kernel")}
+        return AutoConfig.for_model(**own)
+    return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+
+
+def _unusable(directory: Path, described: Any, error: Exception) -> ModelLoadError:
+    model_type = described.get("model_type") if isinstance(described, dict) else None
+    other = nearest(model_type) if isinstance(model_type, str) else ""
+    is_known = model_type is None or model_type in CONFIG_MAPPING
+    reason = (
+        reason_of(error) if is_known else f"transformers {transformers.__version__} knows no {model_type!r}"
+    )
+    return ModelLoadError(
+        f"The config.json in {directory} is not one that can be served ({reason}); "
+        f"check the file, or choose a model of an architecture that transformers knows{other}."
+    )
 
 
 def context_length(config: Any) -> int:
@@ -116,12 +175,14 @@ def load_model(
     *,
     keep_codes: bool = False,
     defer_codes: bool = False,
+    before_reading: Callable[[int], None] = lambda least: None,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
     With a `codec` the weights of its linear layers are quantised as they are read, with a `RowsCodec` those of head and
     embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked. Codes with
     scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
+    `before_reading` is told how many bytes the weights will take at least, when all is known of them but their values.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -141,11 +202,14 @@ def load_model(
             sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
         parameters = _parameters(model, ties)
-        # Others compute experts by PyTorch, which multiplies by plain weights alone.
-        with_experts = device.type == "cpu" and dtype is torch.bfloat16 and config.model_type in FAMILIES
+        # On CPUs PyTorch computes others' experts, and multiplies by plain weights alone.
+        kernels = device.type == "cuda" or config.model_type in FAMILIES
+        with_experts = dtype is torch.bfloat16 and kernels
         plan = _plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
         _check_leftovers(model, parameters, sources, files, directory)
+        _say_heads(files, config)
         reads = [read for _, read in plan]
+        before_reading(sum(read.least_bytes for read in reads))
         if isinstance(files, GgufWeights):
             tensors = files.read_all(reads, config, device, progress)
         else:
@@ -168,6 +232,8 @@ def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
 def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     """(model with meta parameters and real buffers, tied parameter name -> the name it is tied to)."""
     register_attention()
+    register_latent_attention()
+    know_causal(config)
     import_rest()
     try:
         with init_empty_weights(include_buffers=False):
@@ -183,11 +249,6 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
             f"The architecture {config.model_type!r} cannot be served as a language model "
             f"({reason_of(error)}); choose another model."
         ) from error
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ModelLoadError(
-            f"The architecture {config.model_type!r} cannot compute logits for chosen tokens only "
-            "and is not served; choose another model."
-        )
     first: dict[int, str] = {}
     ties = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -222,7 +283,7 @@ class _Parameter:
         """What quantises it, where all that is quantised is to be by `codec`; None: nothing. Head and embedding are
         left as they are by codecs of one scale for each row."""
         if self.of_experts:
-            return codec if isinstance(codec, RowsCodec) else None
+            return codec
         if not self.may_be_quantized:
             return None
         vocabulary = VocabParallelHead | VocabParallelEmbedding
@@ -313,11 +374,26 @@ def _check_leftovers(
     for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
+        if is_of_heads(name, model.config):
+            continue
         if isinstance(files, WeightFiles) and _is_idle_bias(name, files):
             continue  # quantizers give every linear layer a bias, of zeros where the model has none
         raise ModelLoadError(
             f"The weights in {directory} hold a tensor {name} that the architecture does not use; "
             "config.json belongs to another model, fetch the model again."
+        )
+
+
+def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
+    if not isinstance(files, WeightFiles):
+        return
+    heads = heads_among(files.shapes, config, files.stored_bytes)
+    if heads.tensors:
+        log.info(
+            "prediction_heads_left_out",
+            tensors=heads.tensors,
+            bytes=heads.bytes,
+            reason="multi-token prediction is not served; the answers are the same without it",
         )
 
 
@@ -331,7 +407,6 @@ def _place(parameter: _Parameter, held: Weight) -> None:
     if not isinstance(held, Tensor):
         for module, leaf in parameter.targets:
             if parameter.of_experts:
-                assert isinstance(held, QuantizedRows | DeferredRows), "others have no product with experts"
                 keep_quantized_experts(module, leaf, held)
             else:
                 assert isinstance(module, WeightShard), (
@@ -382,6 +457,8 @@ def pack_linears(model: nn.Module) -> None:
     linears = [linear for linear in modules if isinstance(linear.stored, Tensor)]
     if not any(can_pack(linear.weight.device, linear.weight.dtype) for linear in linears):
         return
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    uses = Counter(
+        id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
     for module in linears:
         module.pack(packed_weight(module.weight), keep_plain=uses[id(module.weight)] > 1)

@@ -7,7 +7,8 @@ The method says how to read; the tensors say which weights are coded. What a che
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,14 +217,28 @@ def _fp8(settings: dict[str, Any]) -> Find:
     block = None if (size := settings.get("weight_block_size")) is None else _block(size)
     if str(settings.get("fmt", "e4m3")) != "e4m3":
         raise _refused(f"fp8 as {settings['fmt']}", "e4m3")
-    scale = "weight_scale" if block is None else "weight_scale_inv"
+    if (experts := settings.get("expert_dtype")) not in (None, "fp8"):
+        raise _refused(f"fp8 with experts in {experts}", "experts in fp8")
+    usual = "weight_scale" if block is None else "weight_scale_inv"
 
-    optional = ("input_scale", "activation_scale")
+    def find(tensors: Tensors) -> Iterator[Found]:
+        make = partial(_fp8_by, usual, block)
+        for found in _weights("weight", tensors, ("weight", usual), _OF_INPUTS, make, float8_e4m3fn):
+            if f"{found.prefix}{_DEEPSEEK_SCALE}" in tensors:
+                own = partial(_fp8_by, _DEEPSEEK_SCALE, block)
+                found = replace(found, needed=("weight", _DEEPSEEK_SCALE), make=own)
+            yield found
 
-    def make(parts: Parts) -> CodedTensor:
-        return Fp8(parts["weight"], parts[scale], block)
+    return find
 
-    return lambda tensors: _weights("weight", tensors, ("weight", scale), optional, make, float8_e4m3fn)
+
+_DEEPSEEK_SCALE = "scale"
+"""What DeepSeek's own checkpoints call what others call `weight_scale_inv`."""
+_OF_INPUTS = ("input_scale", "activation_scale")
+
+
+def _fp8_by(scale: str, block: tuple[int, int] | None, parts: Parts) -> CodedTensor:
+    return Fp8(parts["weight"], parts[scale], block)
 
 
 def _mxfp4(settings: dict[str, Any]) -> Find:

@@ -271,6 +271,8 @@ class Fp8(CodedTensor):
     def __init__(self, weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> None:
         """`block` [outputs, inputs]; None: `scales` are one, or one per output."""
         _expect("weight", weight, (torch.float8_e4m3fn,), (None, None))
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.float()  # powers of two (DeepSeek V4's)
         outputs, inputs = self.shape = (weight.shape[0], weight.shape[1])
         if block is None:
             scales = _by_group(scales, outputs)

@@ -55,6 +55,13 @@ class Read:
     def nbytes(self) -> int:
         return torch.Size(self.content.shape).numel() * self.dtype.itemsize
 
+    @property
+    def least_bytes(self) -> int:
+        """That the tensor takes in memory at least: quantized ones may have two bits for a value."""
+        if self.codec is None and not self.keeps_codes:
+            return self.nbytes
+        return torch.Size(self.content.shape).numel() // 4
+
 
 def read_all(
     reads: Sequence[Read], files: WeightFiles, device: torch.device, progress: Progress
@@ -211,7 +218,12 @@ def _codes(read: Read, coded_tensors: Mapping[str, CodedTensor]) -> QuantizedRow
     rows: list[QuantizedRows] = []
     for part in sorted(read.content.parts, key=lambda part: part.at):
         coded = coded_tensors.get(part.source)
-        if coded is None or part.axes != (0, 1) or part.size[1] != read.content.shape[1]:
+        if (
+            coded is None
+            or part.matrix is not None
+            or part.axes != (0, 1)
+            or part.size[1] != read.content.shape[1]
+        ):
             return None
         spans = [Span(start, start + size) for start, size in zip(part.origin, part.size, strict=True)]
         try:
@@ -243,10 +255,12 @@ def _unpacked(part: Part, files: WeightFiles) -> Tensor:
         return part.view(files.tensor(part.source))
     spans = zip(part.axes, part.origin, part.size, strict=True)
     box = {axis: slice(start, start + size) for axis, start, size in spans if axis is not None}
+    matrix = [] if part.matrix is None else [slice(part.matrix, part.matrix + 1)]
     try:
-        values = coded.values(tuple(box[axis] for axis in range(len(box))))
+        values = coded.values((*matrix, *(box[axis] for axis in range(len(box)))))
     except ValueError as error:
         raise unreadable(part.source, error) from error
+    values = values[0] if matrix else values
     return values.permute([axis for axis in part.axes if axis is not None]).reshape(part.size)
 
 

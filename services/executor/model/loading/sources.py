@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from services.executor.model.loading.composition import Composition, concatenated, stacked
+from services.executor.model.loading.text_models import text_names, whole_of
 from shared.errors import ModelLoadError
 
 _Collected = dict[str, list[Composition]]
@@ -52,7 +53,9 @@ def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Sources:
     `model` is a transformers model as transformers builds it: nothing replaced yet. Raises `ModelLoadError`
     where tensors of a group are missing or do not fit, or where the mapping does more than move boxes.
     """
-    transforms = get_model_conversion_mapping(model)
+    # The table of a whole model says what its checkpoints call parts of the text model within it.
+    of_whole = get_checkpoint_conversion_mapping(whole_of(model.config) or "")
+    transforms = [*(of_whole or ()), *get_model_conversion_mapping(model)]
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -61,10 +64,12 @@ def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Sources:
     parameters: dict[str, Composition] = {}
     groups: dict[str, _Group] = {}
     unused = set()
-    for name in sorted(shapes, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = name, None
+    own_names = text_names(model.config, shapes)
+    for name in sorted(own_names, key=dot_natural_key):
+        own = own_names[name]
+        target, pattern = rename_source_key(own, renamings, converters, prefix, state)
+        if target not in state and own in state:
+            target, pattern = own, None
         if target not in state:
             unused.add(name)
         elif pattern is None:

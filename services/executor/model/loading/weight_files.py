@@ -117,6 +117,7 @@ _DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000

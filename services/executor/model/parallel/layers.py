@@ -16,13 +16,14 @@ Norms of queries and keys:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.sharding import Span, split_dimension
+from services.executor.core.sharding import ShardLayout, Span, split_dimension
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.weight_formats import Packed, Quantized, Weight, packed_product
 from shared.errors import ModelLoadError
@@ -46,6 +47,28 @@ class TensorSlice:
         return sum(span.size for span in self.spans)
 
 
+def shifted(span: Span, by: int) -> Span:
+    return Span(span.start + by, span.stop + by)
+
+
+def halves(span: Span, width: int) -> tuple[Span, ...]:
+    """`span` of each of two projections of `width` that stand one after the other."""
+    return merged([span, shifted(span, width)])
+
+
+def merged(spans: list[Span]) -> tuple[Span, ...]:
+    """The same rows with neighbours joined, so that they are read at once."""
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+StackedWeight = Quantized | QuantizedRows | DeferredRows | Packed
+"""The weights of all of a layer's experts, quantised as one."""
 _SLICES = "slices"
 _ELSEWHERE = "elsewhere"
 _QUANTIZED = "quantized_experts"
@@ -87,34 +110,45 @@ def held_elsewhere(module: nn.Module) -> frozenset[str]:
     return names
 
 
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+"""Of all experts of a layer, as transformers names them."""
+
+
 def holds_experts(module: nn.Module, name: str) -> bool:
     """Whether parameter `name` of `module` has the weights [out, in] of all experts, which may be quantised as one:
-    transformers' own module, which holds some the other way."""
-    return name in ("gate_up_proj", "down_proj") and not getattr(module, "is_transposed", True)
+    transformers' own module, which holds some the other way, or with more than weights."""
+    more = ("is_transposed", "has_bias", "has_post_expert_norm")
+    plain = getattr(module, "is_concatenated", False) and not any(getattr(module, one, True) for one in more)
+    return name in EXPERT_WEIGHTS and plain
 
 
-def keep_quantized_experts(
-    module: nn.Module, name: str, weight: "QuantizedRows | DeferredRows | None"
-) -> None:
+def keep_quantized_experts(module: nn.Module, name: str, weight: "StackedWeight | None") -> None:
     """Holds `weight` [experts * out, in] in place of the plain one; None: neither."""
     plain: nn.Parameter = getattr(module, name)
     setattr(module, name, nn.Parameter(torch.empty(0, dtype=plain.dtype), requires_grad=False))
     module.__dict__.setdefault(_QUANTIZED, {})[name] = weight
 
 
-def expert_weight_of(module: nn.Module, name: str) -> Tensor | QuantizedRows | DeferredRows:
+def expert_weight_of(module: nn.Module, name: str) -> "Tensor | StackedWeight":
     """The weights of all experts as they were loaded: plain [experts, out, in], or quantised [experts * out, in]."""
-    kept: QuantizedRows | DeferredRows | None = module.__dict__.get(_QUANTIZED, {}).get(name)
+    kept: StackedWeight | None = module.__dict__.get(_QUANTIZED, {}).get(name)
     plain: Tensor = getattr(module, name)
     return plain if kept is None else kept
 
 
 def unpack_experts(model: nn.Module) -> None:
-    """Makes plain weights of those of experts that are quantised, for models that PyTorch computes."""
+    """Makes plain weights of those of experts that are quantised, and not packed yet, for models that PyTorch computes;
+    on the device of what is plain."""
+    device = next((kept.device for kept in model.parameters() if kept.numel()), None)
     for module in model.modules():
         for name, kept in module.__dict__.pop(_QUANTIZED, {}).items():
+            if kept is None:
+                continue
             weight = kept.read() if isinstance(kept, DeferredRows) else kept
-            plain = weight.dequantized().to(getattr(module, name).dtype)
+            assert isinstance(weight, Quantized | QuantizedRows), (
+                "nothing unpacks what a device's kernels read"
+            )
+            plain = weight.dequantized().to(device, getattr(module, name).dtype)
             count: int = module.num_experts  # type: ignore[assignment]  # of transformers' own
             experts = plain.view(count, -1, plain.shape[1])
             setattr(module, name, nn.Parameter(experts, requires_grad=False))
@@ -186,23 +220,30 @@ class ColumnParallelLinear(LinearShard):
 
 
 class RowParallelLinear(LinearShard):
-    """`span` of a linear layer's inputs, summed over the ranks. [..., span] -> [..., out].
+    """`span` of a linear layer's inputs, or several end to end, summed over the ranks. [..., span] -> [..., out].
 
     What it is given may be wider: it begins `skip` values before the span. Rank 0 alone holds the bias: added
     on every rank, it would count once per rank.
     """
 
-    def __init__(self, linear: nn.Linear, span: Span, collectives: Collectives, skip: int = 0):
+    def __init__(
+        self, linear: nn.Linear, span: Span | tuple[Span, ...], collectives: Collectives, skip: int = 0
+    ):
         super().__init__()
         self._collectives = collectives
-        self._taken = slice(skip, skip + span.size)
-        hold(self, "weight", linear.weight, TensorSlice(1, (span,), linear.in_features))
+        piece = TensorSlice(1, (span,) if isinstance(span, Span) else span, linear.in_features)
+        self._taken = slice(skip, skip + piece.size)
+        hold(self, "weight", linear.weight, piece)
         self.register_parameter("bias", None)
         bias: Tensor | None = getattr(linear, "bias", None)
         if bias is not None and collectives.rank == 0:
             hold(self, "bias", bias, TensorSlice(0, (Span(0, linear.out_features),), linear.out_features))
         elif bias is not None:
             leave_out(self, "bias")
+
+    @property
+    def skip(self) -> int:
+        return self._taken.start
 
     def forward(self, x: Tensor) -> Tensor:
         return self._collectives.all_reduce(self.multiply(x[..., self._taken]))
@@ -211,10 +252,11 @@ class RowParallelLinear(LinearShard):
 class VocabParallelEmbedding(WeightShard):
     """`span` of the vocabulary's embeddings. int64 [...] -> [..., hidden], whole on every rank.
 
-    An embedding with a buffer `embed_scale` (Gemma's) is multiplied by it.
+    An embedding with an `embed_scale` is multiplied by it: by a buffer (Gemma's) as it is rounded to the weight's
+    dtype, by a number (XGLM's) before the product is rounded.
     """
 
-    embed_scale: Tensor | None
+    embed_scale: Tensor | float | None
 
     def __init__(self, embedding: nn.Embedding, span: Span, collectives: Collectives):
         super().__init__()
@@ -223,7 +265,11 @@ class VocabParallelEmbedding(WeightShard):
         hold(self, "weight", embedding.weight, TensorSlice(0, (span,), embedding.num_embeddings))
 
         self._rows_of: Callable[[Tensor], Tensor] | None = None
-        self.register_buffer("embed_scale", getattr(embedding, "embed_scale", None), persistent=False)
+        scale = getattr(embedding, "embed_scale", None)
+        if isinstance(scale, Tensor):
+            self.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            self.embed_scale = scale
 
     def look_up_by(self, rows_of: Callable[[Tensor], Tensor]) -> None:
         """From now on takes rows by `rows_of`, [T] -> [T, hidden]."""
@@ -231,7 +277,10 @@ class VocabParallelEmbedding(WeightShard):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         rows = self._look_up(token_ids)
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+        scale = self.embed_scale
+        return (
+            rows if scale is None else rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
+        )
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._collectives.world_size == 1:
@@ -326,3 +375,59 @@ def keep_head_norms(norm: nn.Module, name: str, heads: Span, total: int) -> None
                 f"{total} heads, and is not served; choose a model of another architecture."
             )
         hold(norm, leaf, parameter, TensorSlice(0, (heads,), total))
+
+
+class LatentWeight(nn.Module):
+    """`kv_b_proj` of this rank's heads: [heads * (n + v), r]. Plain whatever the checkpoint has: it is multiplied from
+    both sides."""
+
+    weight: nn.Parameter
+
+    def __init__(self, linear: Any, layout: ShardLayout, rotated: int):
+        """`linear`: `kv_b_proj` whole."""
+        super().__init__()
+        self.heads, self.value_width = layout.q_heads.size, layout.value_dim
+        self.rank, self.rotated = linear.in_features, rotated
+        self._plain = layout.head_dim - rotated
+        rows = self._plain + self.value_width
+        if linear.bias is not None or linear.out_features != layout.total.q_heads * rows:
+            raise ModelLoadError(
+                f"A layer makes {linear.out_features} keys and values of a latent where config.json calls for "
+                f"{layout.total.q_heads * rows}, without biases; choose a model of another architecture."
+            )
+        hold(
+            self,
+            "weight",
+            linear.weight,
+            TensorSlice(0, (layout.q_heads.scaled(rows),), linear.out_features),
+        )
+        saved = 2 * self.rank - rows
+        self.expands_from: float = self.rank * rows / saved if saved > 0 else 0.0
+        """Rows of a chunk from which on keys and values are made of the lines."""
+
+    @property
+    def of_keys(self) -> Tensor:
+        """[heads, n, r]"""
+        return self.weight.view(self.heads, -1, self.rank)[:, : self._plain]
+
+    @property
+    def of_values(self) -> Tensor:
+        """[heads, v, r]"""
+        return self.weight.view(self.heads, -1, self.rank)[:, self._plain :]
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """`query` [T, heads, n + d] -> [T, 1, heads, r + d], to be multiplied with lines."""
+        plain, rotated = torch.split_with_sizes(query, (self._plain, self.rotated), dim=-1)
+        within = torch.bmm(plain.transpose(0, 1), self.of_keys).transpose(0, 1)
+        return torch.cat((within, rotated), dim=-1).unsqueeze(1)
+
+    def outputs(self, latents: Tensor) -> Tensor:
+        """Weighted sums of latents [T, 1, heads, r] -> [T, heads, v]."""
+        return torch.bmm(latents[:, 0].transpose(0, 1), self.of_values.mT).transpose(0, 1)
+
+    def expanded(self, lines: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """`lines` [K, r + d] -> keys [heads, K, n + d] and values [heads, K, v] of these heads."""
+        latents, rotated = torch.split_with_sizes(lines, (self.rank, self.rotated), dim=-1)
+        plain = torch.matmul(latents, self.of_keys[heads].mT)
+        keys = torch.cat((plain, rotated.expand(plain.shape[0], -1, -1)), dim=-1)
+        return keys, torch.matmul(latents, self.of_values[heads].mT)

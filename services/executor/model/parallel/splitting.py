@@ -2,34 +2,33 @@
 
 transformers' own tensor-parallel runtime is not used, because it needs heads that divide evenly. Modules
 keep transformers' code and names; their linear layers, norms over heads and experts are replaced by, or
-made, this rank's share, and their head counts become this rank's.
+made, this rank's share (experts: `experts.py`), and their head counts become this rank's.
 
 A rank's share of fused projections, in rows of the weight (outputs of the projection), head size d:
 
     blocks      [q0 q1 q2 q3 | k0 k1 | v0 v1]             rank 0 of 2: q0-q1, k0, v0
     by group    [q0 q1 k0 v0 | q2 q3 k1 v1]               rank 0 of 2: the first group
     halves      [gate | up]                               the same span of each
-
-Of a mixture of experts every rank holds a span of the inner width of each expert. transformers keeps the experts of a
-layer as two parameters of three dimensions. Their layout is named by the module itself:
-
-    gate_up_proj   [experts, 2 * inner, hidden]     is_transposed: [experts, hidden, 2 * inner]
-                    [gate | up] along it            not is_concatenated: gate and up values take turns
-    down_proj      [experts, hidden, inner]         is_transposed: [experts, inner, hidden]
-
-The router is whole on every rank, so all ranks choose the same experts. What they compute is summed once.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from services.executor.collectives.base import Collectives
+from services.executor.core.layer_state import LayerStates, page_of, slot_of
 from services.executor.core.sharding import ShardLayout, Span
-from services.executor.model.attention import WINDOW_ATTRIBUTE
+from services.executor.model.attention import PAGE_ATTRIBUTE, READS_ATTRIBUTE, WINDOW_ATTRIBUTE
+from services.executor.model.chosen_blocks import choose_blocks
+from services.executor.model.indexing import choose_tokens
+from services.executor.model.layer_states import RECURRENT_MODULES, layer_layouts, layer_states
+from services.executor.model.parallel.compressed import attend_compressed
+from services.executor.model.parallel.experts import split_experts, split_stacks
+from services.executor.model.parallel.feed_forward import adapt_feed_forwards
+from services.executor.model.parallel.latent import keep_latent
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
     LinearShard,
@@ -38,20 +37,26 @@ from services.executor.model.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WideNorm,
+    halves,
     held_transposed,
     hold,
     keep_head_norms,
-    leave_out,
+    merged,
     piece_of,
+    shifted,
 )
+from services.executor.model.parallel.mixer_split import MixerSplit, split_mixer
+from services.executor.model.parallel.mixers import MIXERS
 from services.executor.model.parallel.plans import WINDOW_IN_MASK, Plan, Style, as_regex, plan_for
-from services.executor.model.parallel.rewiring import rewire_attention
+from services.executor.model.parallel.pooled_blocks import choose_pooled_blocks
+from services.executor.model.parallel.rewiring import (
+    compute_chosen_logits,
+    rewire_attention,
+    scale_queries_by_position,
+)
+from services.executor.model.recurrent import CurrentStep, keep_in_slots
+from services.executor.model.step_context import Chunks
 from shared.errors import ModelLoadError
-
-
-def halves(span: Span, width: int) -> tuple[Span, ...]:
-    """`span` of each of two projections of `width` that stand one after the other."""
-    return merged([span, shifted(span, width)])
 
 
 def blocks(layout: ShardLayout) -> tuple[Span, ...]:
@@ -79,85 +84,25 @@ def by_group(layout: ShardLayout) -> tuple[Span, ...]:
     return merged(spans)
 
 
-def shifted(span: Span, by: int) -> Span:
-    return Span(span.start + by, span.stop + by)
+def by_fourth(layout: ShardLayout) -> tuple[Span, ...]:
+    """This rank's q, k and v among [q of a fourth of the heads | their v | their k | q of the next fourth | ...].
 
-
-def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """The same rows with neighbours joined, so that they are read at once."""
-    joined: list[Span] = []
-    for span in spans:
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)
-
-
-_PARAMETERS = frozenset(
-    {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
-)
-
-_GROUPED_MULTIPLE = 8
-"""torch's grouped product takes rows of a multiple of 16 bytes; narrower experts are multiplied one by one."""
-
-
-def split_experts(experts: Any, name: str, layout: ShardLayout, collectives: Collectives) -> None:
-    """Makes the module `experts` (called `name`) hold this rank's span, in place.
-
-    Raises `ModelLoadError` when it holds its experts in a way that is not known.
+    Raises `ModelLoadError` where there are no four equal parts.
     """
-    held = {leaf for leaf, _ in experts.named_parameters()}
-    if "down_proj" not in held or not held <= _PARAMETERS or not hasattr(experts, "is_transposed"):
+    heads = layout.total.q_heads
+    fourth, rest = divmod(heads, 4)
+    if rest or heads != layout.total.kv_heads:
         raise ModelLoadError(
-            f"The experts {name} hold {', '.join(sorted(held)) or 'nothing'}, a form that is not served; "
-            "choose a model of another architecture."
+            f"The model's {heads} attention heads do not make four equal parts, as its projection has them; "
+            "its config.json is damaged, fetch the model again."
         )
-    transposed = bool(experts.is_transposed)
-    inner_dim = 1 if transposed else 2
-    inner = experts.down_proj.shape[inner_dim]
-    span = layout.dimension(inner)
-    if span.size % _GROUPED_MULTIPLE:
-        experts.config = copy.copy(experts.config)
-        experts.config._experts_implementation = "eager"  # noqa: SLF001  # no public name
-    if layout.world_size == 1:
-        return
-    _hold_inputs(experts, span, inner, transposed)
-    hold(experts, "down_proj", experts.down_proj, TensorSlice(inner_dim, (span,), inner))
-    if "down_proj_bias" in held and layout.rank > 0:
-        _drop_bias(experts)
-    experts.register_forward_hook(_sum_over_ranks(collectives))
-
-
-def _hold_inputs(experts: Any, span: Span, inner: int, transposed: bool) -> None:
-    """The share of the projections into the experts: gate and up, or up alone."""
-    gated = hasattr(experts, "gate_up_proj")
-    leaf, full = ("gate_up_proj", 2 * inner) if gated else ("up_proj", inner)
-    if not gated:
-        spans: tuple[Span, ...] = (span,)
-    elif experts.is_concatenated:
-        spans = halves(span, inner)
-    else:
-        spans = (span.scaled(2),)
-    hold(experts, leaf, getattr(experts, leaf), TensorSlice(2 if transposed else 1, spans, full))
-    bias = f"{leaf}_bias"
-    if hasattr(experts, bias):
-        hold(experts, bias, getattr(experts, bias), TensorSlice(1, spans, full))
-
-
-def _drop_bias(experts: Any) -> None:
-    """Zeros in place of the outputs' bias, which rank 0 alone adds: on every rank it would count once for each."""
-    bias: Tensor = experts.down_proj_bias
-    del experts.down_proj_bias
-    experts.register_buffer("down_proj_bias", torch.zeros(bias.shape, dtype=bias.dtype), persistent=False)
-    leave_out(experts, "down_proj_bias")
-
-
-def _sum_over_ranks(collectives: Collectives):  # type: ignore[no-untyped-def]
-    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return collectives.all_reduce(output.contiguous())
-
-    return hook
+    spans = []
+    for part in (0, 2, 1):  # q, k, v
+        for first in range(0, heads, fourth):
+            held = Span(max(first, layout.q_heads.start), min(first + fourth, layout.q_heads.stop))
+            if held.start < held.stop:
+                spans.append(shifted(held, 2 * first + part * fourth).scaled(layout.head_dim))
+    return tuple(spans)
 
 
 _HEAD_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
@@ -165,15 +110,32 @@ _LINEAR_KINDS = frozenset({"Linear", "FalconLinear"})
 _CONV1D = "Conv1D"
 """GPT-2's linear layer, whose weight is [in, out]."""
 
-_SCALED_EMBEDDING = "TextScaledWordEmbedding"
-"""Gemma's embedding, which multiplies by its `embed_scale`."""
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_SCALED_EMBEDDING = "ScaledWordEmbedding"
+"""How the embeddings are called that multiply by their `embed_scale`."""
 
-_ATTENTION = frozenset({Style.QUERY, Style.KEY_VALUE, Style.OUTPUT, Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
-_FUSED = frozenset({Style.QKV_BLOCKS, Style.QKV_BY_GROUP})
-_ROWS = frozenset({Style.ROW, Style.OUTPUT})
+_NGRAM_EMBEDDING = ".ngram_embedding"
+"""Qwen 4's, of hashes of a token and those before it: larger than the rest of the model."""
+
+_WIDE_NORMS = frozenset({Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM, Style.INNER_WIDE_NORM})
+_FUSED = {Style.QKV_BLOCKS: blocks, Style.QKV_BY_GROUP: by_group, Style.QVK_BY_FOURTH: by_fourth}
+_PAIRS = frozenset({Style.QUERY_PAIRS, Style.KEY_VALUE_PAIRS, Style.KEYS_VALUES})
+_OF_KEYS = frozenset(
+    {
+        Style.KEY_VALUE,
+        Style.KEYS_VALUES,
+        Style.KEY_VALUE_PAIRS,
+        Style.KEY_VALUE_INPUT,
+        Style.KEY_VALUE_ADAPTER,
+    }
+)
+_ATTENTION = frozenset({Style.QUERY, Style.GATED_QUERY, Style.KEY_VALUE, Style.OUTPUT, *_PAIRS, *_FUSED})
+_ROWS = frozenset({Style.ROW, Style.ROW_OF_WHOLE, Style.OUTPUT, Style.KEY_VALUE_INPUT})
+_OF_ALL_HEADS = frozenset({"dense_bias", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"})
+"""Parameters of attention that are the same for each head, or come behind their sum."""
 _Q_HEADS = ("num_heads", "num_attention_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-_Q_WIDTHS = ("split_size", "embed_dim")
+_Q_WIDTHS = ("split_size", "embed_dim", "hidden_size")
 _KV_WIDTHS = ("kv_dim",)
 
 
@@ -185,58 +147,128 @@ def apply_plan(model: nn.Module, config: Any, layout: ShardLayout, collectives: 
     """
     tied = _tied_head(model)
     base: nn.Module = model.base_model  # type: ignore[assignment]
-    splitter = _Splitter(base, layout, collectives)
+    layouts, repeated = layer_layouts(config, layout), _repeated(base)
+    adapt_feed_forwards(model, config, collectives)
+    splitter = _Splitter(base, layout, layouts, collectives)
     attentions: dict[str, bool] = {}
     """Attention module -> whether its projections are fused."""
-    for name, style in _planned(base, plan_for(config)):
+    plan, states = plan_for(config), layer_states(config, layout)
+    mixers = _mixers(base, config, states)
+    for name, style in _planned(base, plan, mixers):
         if style in _ATTENTION:
             parent = name.rpartition(".")[0]
             attentions[parent] = attentions.get(parent, False) or style in _FUSED
         splitter.split(name, style)
     modules = {name: base.get_submodule(name) for name in attentions}
-    _check_layers(modules, config)
     for name, attention in modules.items():
-        _localise_attention(attention, layout, attentions[name])
-        _check_whole(attention, name, layout)
-        if config.model_type in WINDOW_IN_MASK:
-            setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
+        if getattr(attention, "layer_idx", None) in (None, -1):
+            attention.layer_idx = _layer_of(name)  # type: ignore[assignment]
+    _check_layers(modules, config, states)
+    _split_mixers(model, mixers, config, layout, states, collectives)
+    for name, attention in modules.items():
+        layer: int = attention.layer_idx  # type: ignore[assignment]
+        _localise_attention(attention, layouts[layer], attentions[name])
+        _check_whole(attention, name, layouts[layer], plan)
+        _attend_to_pages(attention, config, states, layer, layouts[layer])
     rewire_attention(model, config, modules, layout)
+    for name, first in repeated.items():
+        _replace(base, name, base.get_submodule(first))
     _split_vocabulary(model, layout, collectives, tied)
+    compute_chosen_logits(model)
 
 
-def _planned(base: nn.Module, plan: Plan) -> Iterator[tuple[str, Style]]:
-    """(name, style) of each module, and of each parameter of its own right, that the plan names."""
+def _attend_to_pages(
+    attention: Any, config: Any, states: LayerStates, layer: int, layout: ShardLayout
+) -> None:
+    """Tells `attention` which page layers are its own, and what of them it reaches."""
+    page = page_of(states, layer)
+    setattr(attention, PAGE_ATTRIBUTE, page)
+    if states[layer].reads is not None:
+        setattr(attention, READS_ATTRIBUTE, True)
+    if states[layer].kind == "chunked":
+        setattr(attention, WINDOW_ATTRIBUTE, Chunks(config.attention_chunk_size))
+    if config.model_type in WINDOW_IN_MASK:
+        setattr(attention, WINDOW_ATTRIBUTE, config.sliding_window)
+    if getattr(attention, "attn_temperature_tuning", False):
+        scale_queries_by_position(attention)
+    if config.model_type == "qwen4_exp_text":
+        choose_pooled_blocks(attention, slot_of(states, layer), page + 1)
+    elif getattr(attention, "indexer", None) is not None:
+        if states[layer].pages[0].parts == 2:
+            choose_blocks(attention, layout, page + 1)
+            of_heads = layout.kv_heads.scaled(attention.indexer.head_dim)
+            attention.indexer.q_proj = ColumnParallelLinear(attention.indexer.q_proj, of_heads)
+        else:
+            choose_tokens(attention, config.model_type, page + 1)
+
+
+def _layer_of(name: str) -> int:
+    found = _LAYER.search(name)
+    assert found is not None, "layers are numbered"
+    return int(found[1])
+
+
+def _repeated(base: nn.Module) -> dict[str, str]:
+    """Modules that have the parameters of another before them, and that one's name: Zamba calls one block of attention
+    and feed-forward in several layers. A rank holds and packs them once."""
+    first: dict[tuple[int, ...], str] = {}
+    repeated = {}
+    for name, module in base.named_modules():
+        own = tuple(id(parameter) for parameter in module.parameters(recurse=False))
+        if own and first.setdefault(own, name) != name:
+            repeated[name] = first[own]
+    return repeated
+
+
+def _planned(base: nn.Module, plan: Plan, mixers: Iterable[str]) -> Iterator[tuple[str, Style]]:
+    """(name, style) of each module, and of each parameter of its own right, that the plan names. `mixers` have splits
+    of their own, and may call their parts as attention does."""
     patterns = [(as_regex(key), style) for key, style in plan.items() if style is not Style.WHOLE]
     names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
     for name in names:
         style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
-        if style is not None:
+        if style is not None and not any(name.startswith(f"{mixer}.") for mixer in mixers):
             yield name, style
 
 
 class _Splitter:
     """Makes one module at a time this rank's share."""
 
-    def __init__(self, base: nn.Module, layout: ShardLayout, collectives: Collectives):
+    def __init__(
+        self,
+        base: nn.Module,
+        layout: ShardLayout,
+        layouts: tuple[ShardLayout, ...],
+        collectives: Collectives,
+    ):
+        """`layouts`: of each layer's attention."""
         self._base = base
         self._layout = layout
+        self._layouts = layouts
         self._collectives = collectives
 
     def split(self, name: str, style: Style) -> None:
+        if _LAYER.search(name):
+            self._layout = self._layouts[_layer_of(name)]
         parent, leaf = _parent(self._base, name)
         module = getattr(parent, leaf)
         layout = self._layout
         if style is Style.EXPERTS:
             if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
                 split_experts(module, name, layout, self._collectives)
-        elif style is Style.QUERY_HEAD_SCALARS:
-            hold(parent, leaf, module, TensorSlice(0, (layout.q_heads,), layout.total.q_heads))
+        elif style is Style.EXPERT_STACKS:
+            split_stacks(module, layout, self._collectives)
+        elif style in (Style.QUERY_HEAD_SCALARS, Style.KEY_HEAD_SCALARS):
+            heads, total = self._heads(style is Style.QUERY_HEAD_SCALARS)
+            hold(parent, leaf, module, TensorSlice(0, (heads,), total))
         elif style in (Style.QUERY_HEAD_NORM, Style.KEY_HEAD_NORM):
             heads, total = self._heads(style is Style.QUERY_HEAD_NORM)
             keep_head_norms(module, name, heads, total)
-        elif style in (Style.QUERY_WIDE_NORM, Style.KEY_WIDE_NORM):
+        elif style in _WIDE_NORMS:
             if layout.world_size > 1:
-                setattr(parent, leaf, self._wide_norm(module, name, style is Style.QUERY_WIDE_NORM))
+                setattr(parent, leaf, self._wide_norm(module, name, style))
+        elif style is Style.LATENT:
+            setattr(parent, leaf, keep_latent(parent, layout))
         else:
             setattr(parent, leaf, self._linear(module, name, style))
 
@@ -247,10 +279,14 @@ class _Splitter:
             return layout.q_heads, layout.total.q_heads
         return layout.kv_heads, layout.total.kv_heads
 
-    def _wide_norm(self, norm: nn.Module, name: str, queries: bool) -> nn.Module:
+    def _wide_norm(self, norm: nn.Module, name: str, style: Style) -> nn.Module:
+        width = int(norm.weight.shape[0])  # type: ignore[index]
+        if style is Style.INNER_WIDE_NORM:
+            inner = self._layout.dimension(width)
+            return WideNorm(norm, inner, inner, self._collectives)
+        queries = style is Style.QUERY_WIDE_NORM
         heads, total = self._heads(queries)
-        width = norm.weight.shape[0]  # type: ignore[index]
-        _check_width(name, int(width), total * self._layout.head_dim)
+        _check_width(name, width, total * self._layout.head_dim)
         span = heads.scaled(self._layout.head_dim)
         counted = self._layout.output_heads if queries else self._layout.counted_kv_heads
         return WideNorm(norm, span, counted.scaled(self._layout.head_dim), self._collectives)
@@ -271,28 +307,47 @@ class _Splitter:
         return shard
 
     def _share(self, linear: nn.Linear, name: str, style: Style) -> LinearShard:
+        if style is Style.WHOLE_LINEAR:
+            return ColumnParallelLinear(linear, Span(0, linear.out_features))
         if style not in _ROWS:
             return ColumnParallelLinear(linear, *self._spans(name, style, linear.out_features))
         span, skip = self._spans(name, style, linear.in_features)[0], 0
         if style is Style.OUTPUT:
-            skip = span.start - self._layout.q_heads.scaled(self._layout.head_dim).start
+            skip = span.start - self._layout.q_heads.scaled(self._layout.value_dim).start
+        elif style is Style.ROW_OF_WHOLE:
+            skip = span.start
+        elif style is Style.KEY_VALUE_INPUT:
+            skip = span.start - self._layout.kv_heads.scaled(self._layout.value_dim).start
         return RowParallelLinear(linear, span, self._collectives, skip)
 
     def _spans(self, name: str, style: Style, width: int) -> tuple[Span, ...]:
         """What this rank holds of a dimension of `width`."""
         layout, total = self._layout, self._layout.total
-        if style in (Style.COLUMN, Style.ROW):
+        if style in (Style.COLUMN, Style.ROW, Style.ROW_OF_WHOLE):
             return (layout.dimension(width),)
         if style is Style.GATE_UP:
             return halves(layout.dimension(width // 2), width // 2)
         if style in _FUSED:
             _check_width(name, width, (total.q_heads + 2 * total.kv_heads) * layout.head_dim)
-            return blocks(layout) if style is Style.QKV_BLOCKS else by_group(layout)
-        heads, count = self._heads(style is not Style.KEY_VALUE)
+            return _FUSED[style](layout)
+        heads, count = self._heads(style not in _OF_KEYS)
+        if style in _PAIRS:
+            half = layout.head_dim // (1 if style is Style.KEYS_VALUES else 2)
+            _check_width(name, width, 2 * count * half)
+            return halves(heads.scaled(half), width // 2)
         if style is Style.OUTPUT:
             heads = layout.output_heads
-        _check_width(name, width, count * layout.head_dim)
-        return (heads.scaled(layout.head_dim),)
+        elif style is Style.KEY_VALUE_INPUT:
+            heads = layout.counted_kv_heads
+        size = layout.head_dim
+        if style is Style.GATED_QUERY:
+            size += layout.value_dim
+        elif style is Style.OUTPUT or (style is Style.KEY_VALUE and width == count * layout.value_dim):
+            size = layout.value_dim
+        elif style is Style.QUERY and width in (count, count * layout.value_dim):
+            size = width // count  # a gate for each head, or for each value
+        _check_width(name, width, count * size)
+        return (heads.scaled(size),)
 
 
 def _check_width(name: str, width: int, expected: int) -> None:
@@ -330,27 +385,89 @@ def _localise(owner: Any, names: tuple[str, ...], whole: int, local: int) -> Non
             setattr(owner, name, local)
 
 
-def _check_whole(attention: nn.Module, name: str, layout: ShardLayout) -> None:
-    """Refuses an attention in which a parameter that no rank splits spans several heads."""
+def _check_whole(attention: nn.Module, name: str, layout: ShardLayout, plan: Plan) -> None:
+    """Refuses an attention in which a parameter that no rank splits, and no line of the plan calls whole, spans
+    several heads."""
     if layout.world_size == 1:
         return
+    called_whole = [as_regex(key) for key, style in plan.items() if style is Style.WHOLE]
     for parameter_name, parameter in attention.named_parameters():
         path, _, leaf = parameter_name.rpartition(".")
         owner = attention.get_submodule(path)
-        if piece_of(owner, leaf) is None and tuple(parameter.shape) not in ((layout.head_dim,), (1,), ()):
+        named = any(pattern.fullmatch(f"{name}.{path}") for pattern in called_whole)
+        whole = named or leaf in _OF_ALL_HEADS or tuple(parameter.shape) in ((layout.head_dim,), (1,), ())
+        if piece_of(owner, leaf) is None and not whole:
             raise ModelLoadError(
                 f"The parameter {name}.{parameter_name} spans several heads and cannot be split over ranks; "
                 "serve this model with --tp 1."
             )
 
 
-def _check_layers(attentions: Mapping[str, nn.Module], config: Any) -> None:
+def _check_layers(attentions: Mapping[str, nn.Module], config: Any, states: LayerStates) -> None:
     layers = sorted(getattr(attention, "layer_idx", -1) for attention in attentions.values())
-    if layers != list(range(config.num_hidden_layers)):
+    expected = [
+        layer
+        for layer, state in enumerate(states)
+        if state.kind != "compressed" and (state.pages or state.reads is not None)
+    ]
+    if layers != expected:
         raise ModelLoadError(
             f"The architecture {config.model_type!r} has {len(attentions)} attention layers that can be served "
-            f"out of {config.num_hidden_layers} layers; choose a model with plain attention in every layer."
+            f"where its configuration makes {len(expected)} of {config.num_hidden_layers} layers; choose a model of "
+            "another architecture."
         )
+
+
+class _Mixer(NamedTuple):
+    """A module that keeps recurrent state."""
+
+    module: nn.Module
+    part: str
+    """What its layer calls it."""
+    layer: int
+    place: int
+    """Of its layer among those with a slot."""
+    prefix: str
+    """What the names of its tensors begin with."""
+
+
+def _mixers(base: nn.Module, config: Any, states: LayerStates) -> dict[str, _Mixer]:
+    """The modules that keep recurrent state, by their names, in the order of their layers."""
+    kept = [layer for layer, state in enumerate(states) if state.slot]
+    if not kept:
+        return {}
+    modules, layers = dict(base.named_modules()), "blocks" if hasattr(base, "blocks") else "layers"
+    found = {}
+    for place, layer in enumerate(kept):
+        tensors = [tensor.name for tensor in states[layer].slot]
+        for part in RECURRENT_MODULES[config.model_type]:
+            if (name := f"{layers}.{layer}.{part}") in modules:
+                own = any(tensor.startswith(f"{part}.") for tensor in tensors)
+                found[name] = _Mixer(modules[name], part, layer, place, f"{part}." if own else "")
+    return found
+
+
+def _split_mixers(
+    model: Any,
+    mixers: Mapping[str, _Mixer],
+    config: Any,
+    layout: ShardLayout,
+    states: LayerStates,
+    collectives: Collectives,
+) -> None:
+    """Splits the modules that keep recurrent state, and has them find it in the store's slots."""
+    if not mixers:
+        return
+    splits, current = MIXERS[config.model_type](config, layout), CurrentStep(model)
+    for mixer in mixers.values():
+        split = splits if isinstance(splits, MixerSplit) else splits[mixer.part]
+        split_mixer(mixer.module, split, collectives)
+        if states[mixer.layer].kind == "compressed":
+            attend_compressed(mixer.module, layout, mixer.place, page_of(states, mixer.layer))
+        else:
+            keep_in_slots(mixer.module, mixer.place, current, mixer.prefix)
+    if hasattr(model.base_model, "layers_are_rescaled"):
+        model.base_model.layers_are_rescaled = True  # RWKV's modules scale what they make, not their weights
 
 
 def _tied_head(model: Any) -> bool:
@@ -375,6 +492,14 @@ def _split_vocabulary(model: Any, layout: ShardLayout, collectives: Collectives,
         if tied:
             head.weight = split.weight
     _replace(model, head_name, head)
+    for name, other in [*model.named_modules()]:
+        of_layer = type(other).__name__.endswith(_SCALED_EMBEDDING) or name.endswith(_NGRAM_EMBEDDING)
+        if isinstance(other, nn.Embedding) and of_layer:
+            _replace(
+                model,
+                name,
+                VocabParallelEmbedding(other, layout.dimension(other.num_embeddings), collectives),
+            )
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

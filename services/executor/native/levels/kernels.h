@@ -16,31 +16,53 @@
 #define rz_best_of RZ_OF_LEVEL(rz_best_of)
 #define rz_cache_of RZ_OF_LEVEL(rz_cache_of)
 #define rz_compress_plane RZ_OF_LEVEL(rz_compress_plane)
+#define rz_choose_experts RZ_OF_LEVEL(rz_choose_experts)
 #define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
 #define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
 #define rz_decoder_largest RZ_OF_LEVEL(rz_decoder_largest)
 #define rz_decoder_multiply RZ_OF_LEVEL(rz_decoder_multiply)
 #define rz_decoder_new RZ_OF_LEVEL(rz_decoder_new)
+#define rz_decoder_recur RZ_OF_LEVEL(rz_decoder_recur)
 #define rz_decoder_spent RZ_OF_LEVEL(rz_decoder_spent)
+#define rz_embed_rows RZ_OF_LEVEL(rz_embed_rows)
 #define rz_encode RZ_OF_LEVEL(rz_encode)
 #define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
 #define rz_float_codes_row RZ_OF_LEVEL(rz_float_codes_row)
+#define rz_first_of_tail RZ_OF_LEVEL(rz_first_of_tail)
+#define rz_free_tail RZ_OF_LEVEL(rz_free_tail)
+#define rz_keep_rows RZ_OF_LEVEL(rz_keep_rows)
 #define rz_largest RZ_OF_LEVEL(rz_largest)
+#define rz_latent_attended RZ_OF_LEVEL(rz_latent_attended)
+#define rz_latent_projected RZ_OF_LEVEL(rz_latent_projected)
+#define rz_latent_queries RZ_OF_LEVEL(rz_latent_queries)
 #define rz_look_ahead RZ_OF_LEVEL(rz_look_ahead)
+#define rz_make_tail RZ_OF_LEVEL(rz_make_tail)
 #define rz_merge RZ_OF_LEVEL(rz_merge)
 #define rz_multiply RZ_OF_LEVEL(rz_multiply)
 #define rz_multiply_experts RZ_OF_LEVEL(rz_multiply_experts)
+#define rz_multiply_heads RZ_OF_LEVEL(rz_multiply_heads)
+#define rz_norm_rows RZ_OF_LEVEL(rz_norm_rows)
+#define rz_norm_sampled RZ_OF_LEVEL(rz_norm_sampled)
 #define rz_now RZ_OF_LEVEL(rz_now)
+#define rz_open_latents RZ_OF_LEVEL(rz_open_latents)
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
+#define rz_place_latents RZ_OF_LEVEL(rz_place_latents)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
+#define rz_plan_recurrent RZ_OF_LEVEL(rz_plan_recurrent)
 #define rz_quantize RZ_OF_LEVEL(rz_quantize)
 #define rz_quantized_bytes RZ_OF_LEVEL(rz_quantized_bytes)
 #define rz_quantized_pack RZ_OF_LEVEL(rz_quantized_pack)
 #define rz_quantized_panel RZ_OF_LEVEL(rz_quantized_panel)
 #define rz_quantized_panel_bytes RZ_OF_LEVEL(rz_quantized_panel_bytes)
 #define rz_quantized_row RZ_OF_LEVEL(rz_quantized_row)
+#define rz_recur_rows RZ_OF_LEVEL(rz_recur_rows)
+#define rz_recurrent_channels RZ_OF_LEVEL(rz_recurrent_channels)
+#define rz_recurrent_inner RZ_OF_LEVEL(rz_recurrent_inner)
+#define rz_recurrent_projected RZ_OF_LEVEL(rz_recurrent_projected)
+#define rz_reserve_attention RZ_OF_LEVEL(rz_reserve_attention)
+#define rz_rotate RZ_OF_LEVEL(rz_rotate)
 #define rz_round_row RZ_OF_LEVEL(rz_round_row)
 #define rz_rounded_bytes RZ_OF_LEVEL(rz_rounded_bytes)
 #define rz_rounded_in RZ_OF_LEVEL(rz_rounded_in)
@@ -52,9 +74,13 @@
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_weigh_shared RZ_OF_LEVEL(rz_weigh_shared)
 #define rz_workspace_free RZ_OF_LEVEL(rz_workspace_free)
+#define rz_workspace_free_attention RZ_OF_LEVEL(rz_workspace_free_attention)
+#define rz_workspace_measure RZ_OF_LEVEL(rz_workspace_measure)
 #define rz_workspace_new RZ_OF_LEVEL(rz_workspace_new)
 #define rz_workspace_reserve RZ_OF_LEVEL(rz_workspace_reserve)
+#define rz_workspace_reserve_attention RZ_OF_LEVEL(rz_workspace_reserve_attention)
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
+#define rz_workspace_reserve_recurrent RZ_OF_LEVEL(rz_workspace_reserve_recurrent)
 #define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
 
 #include "../activations.c"
@@ -66,8 +92,12 @@
 #include "../float_codes.c"
 #include "../gemm.c"
 #include "../largest.c"
+#include "../latent.c"
 #include "../products.c"
 #include "../quantize.c"
 #include "../quantized.c"
 #include "../quantized_pack.c"
+#include "../recurrent.c"
+#include "../residual.c"
+#include "../tail.c"
 #include "../workspace.c"

@@ -15,13 +15,15 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.engine import EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.layer_state import page_layers
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.offload import SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
+from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
@@ -38,6 +40,8 @@ from shared.messages import GenerationRequest, TokenLogprobs
 CPU = torch.device("cpu")
 SLOTS = 40
 """Spill slots in host memory."""
+STATES = 6
+"""Slots of recurrent state, where the model keeps any: of three sequences and some snapshots."""
 
 
 class Said(NamedTuple):
@@ -84,12 +88,12 @@ class Ranks:
         def runner(collectives: Collectives) -> ModelRunner:
             layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
             model = load_model(directory, torch.bfloat16, layout, collectives, CPU, lambda done, total: None)
-            shape = StoreShape(
-                config.num_hidden_layers, block_size, layout.kv_heads.size, layout.head_dim, torch.bfloat16,
-                tuple(codecs),
-            )  # fmt: skip
+            states = layer_states(config, layout)
+            slot = tuple(state.slot for state in states if state.slot)
+            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot)
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
-            store = KvStore(shape, hot, CPU, cold)
+            store = KvStore(shape, hot, CPU, cold, STATES if slot else 0)
+            self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
             made = make_runner(model, store, layout, collectives, CPU, 2, spill)
             assert made.is_native
             return made
@@ -153,12 +157,14 @@ class ExactRing:
         self.compared = self.failed = 0
         spec = EngineSpec(
             ranks.block_size, ranks.hot, ranks.context, ranks.vocabulary, num_cold=cuts.num_cold,
-            num_host=SLOTS if cuts.spills else 0, copies_per_step=4,
+            num_host=SLOTS if cuts.spills else 0, copies_per_step=4, num_states=ranks.states,
+            state_blocks=ranks.state_blocks,
         )  # fmt: skip
         settings = BatchSettings(
             cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts
         )
-        drafter = _KnowingDrafter(spec, settings, self._rng, said) if cuts.drafts and said else None
+        drafts = cuts.drafts and said and not ranks.states  # a rejected draft would need the state before it
+        drafter = _KnowingDrafter(spec, settings, self._rng, said) if drafts and said else None
         self.batcher = ContinuousBatcher(spec, settings, "m", drafter)
         self._launches = Launches(self._execute)
         self._rows: list[Row] = []

@@ -1,8 +1,12 @@
 """The native kernels against transformers: nearer to the float32 truth than PyTorch in bf16 is."""
 
+import ctypes
+import mmap
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +14,21 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.progress import Progress
+from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import as_int32, to_bytes
+from services.executor.cpu.decoder import NativeDecoder
 from services.executor.gpu.linear import use_products
-from services.executor.kv_cache.capacity import StoreShape
+from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.lowering import FAMILIES
 from services.executor.model.quantizing import CODECS
@@ -30,9 +37,9 @@ from services.executor.sampling.candidates import largest_of
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import NO_POOLS, ModelRunner, widths_of
 from shared.errors import RingLost
-from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, mixed_script
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, NUM_SLOTS, Script, mixed_script
 from tests.unit.executor.model.test_compressed import seal
-from tests.unit.executor.model.tiny import make_model
+from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
@@ -52,11 +59,15 @@ def runner_of(
     config = load_config(directory)
     ring = collectives or SingleRank()
     layout = ShardLayout.from_config(config, ring.world_size, ring.rank)
-    dtype, layers = torch.bfloat16, config.num_hidden_layers
+    dtype = torch.bfloat16
     kind = CODECS[weights] if weights else None
     model = load_model(directory, dtype, layout, ring, CPU, lambda done, total: None, kind, keep_codes=True)
-    shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
-    store = KvStore(shape, num_blocks, CPU, num_blocks if codec else 0)
+    settings = ExecutorSettings(block_size=BLOCK_SIZE)
+    shape = store_shape(
+        settings, "bf16" if codec is None else codec.name, layer_states(config, layout), dtype
+    )
+    num_slots = NUM_SLOTS if shape.slot else 0
+    store = KvStore(shape, num_blocks, CPU, num_blocks if shape.moves_full_blocks else 0, num_slots)
     if native:
         return make_runner(model, store, layout, ring, CPU, threads, cpus=cpus)
     use_products(model)
@@ -65,7 +76,7 @@ def runner_of(
 
 def truth(directory: Path, sequences: list[list[int]]) -> list[Tensor]:
     """float32 logits of the bf16 weights."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(load_config(directory)).from_pretrained(
         str(directory), attn_implementation="eager", dtype=torch.bfloat16
     )
     model = model.float()
@@ -102,8 +113,16 @@ def test_nearer_to_the_truth_than_pytorch(tmp_path: Path, model_type: str) -> No
     assert ours.max() < 2 * theirs.max()
 
 
-@pytest.mark.parametrize("heads", [40, 48])
-def test_as_many_heads_on_one_as_a_tile_has_room_for(tmp_path: Path, heads: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_experts_with_norms_of_their_own(tmp_path: Path, world_size: int) -> None:
+    directory = make_model(tmp_path, "gemma4_text", head_dim=32, **GEMMA4_EXPERTS)
+    expected = truth(directory, mixed_script()[0].sequences)
+    ours = ring_errors(directory, world_size, expected)
+    assert ours.mean() < errors(runner_of(directory, native=False), expected).mean()
+
+
+@pytest.mark.parametrize("heads", [40, 48, 49, 100])
+def test_many_heads_on_one_share_a_tile_or_have_several(tmp_path: Path, heads: int) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": 1, "hidden_size": 2 * heads}
     directory = make_model(tmp_path, "llama", head_dim=32, **changes)
     expected = truth(directory, mixed_script()[0].sequences)
@@ -141,7 +160,17 @@ def test_long_contexts_are_split_over_threads(tmp_path: Path, threads: int) -> N
         *(("llama", None, ""), ("llama", INT8, ""), ("mistral", None, ""), ("mistral", INT8, "")),
         *(
             ("qwen2_moe", None, ""),
+            ("qwen3_5_text", None, ""),
+            ("qwen3_5_text", INT8, "q4_k"),
+            ("granitemoehybrid", INT8, ""),
             ("dots1", None, "q4_k"),
+            ("gpt_oss", INT8, ""),
+            ("minimax_m2", None, ""),
+            ("gemma4_text", INT8, ""),
+            ("gemma4_text", None, "q4_k"),
+            ("gemma4_unified_text", None, ""),
+            ("deepseek_v2", INT8, "q4_k"),
+            ("deepseek_v3", None, ""),
             ("llama", INT8, "q4_k"),
             ("mistral", INT8, "q6_k"),
         ),
@@ -183,6 +212,31 @@ def test_a_row_does_not_depend_on_its_neighbours(
     chunk = last_four([{1: 1, 2: 1, 0: 4}], threads=2)
     assert torch.equal(alone, among)
     assert torch.equal(alone, chunk)
+
+
+@pytest.mark.parametrize("codec", [None, INT8], ids=str)
+def test_layers_that_store_nothing_compute_what_is_sampled_alone(tmp_path: Path, codec: Codec | None) -> None:
+    """The last rows of prompts come to the same bits, whether the others go through those layers or not."""
+    directory = make_model(tmp_path, "gemma4_text", head_dim=32, max_position_embeddings=2048)
+
+    def logits_of(*, every_token: bool) -> dict[tuple[int, int], Tensor]:
+        runner, progress = runner_of(directory, native=True, num_blocks=900, codec=codec), Progress.unread()
+        script = Script([900, 30, 5], num_blocks=900, compresses=codec is not None)
+        found = {}
+        for tokens in ({2: 4}, {0: 600}, {2: 1, 0: 299, 1: 29}, {0: 1, 1: 1}):
+            plan, sampled = script.step(tokens, every_token=every_token)
+            logits = runner.forward(plan, progress)
+            assert isinstance(logits, Tensor)
+            found |= dict(zip(sampled, logits, strict=True))
+        plan, _ = Script([7], num_blocks=900).step({0: 7}, sample=False)
+        runner.forward(plan, progress)
+        assert progress.count == 5 * 6
+        return found
+
+    every, last = logits_of(every_token=True), logits_of(every_token=False)
+    assert set(last) == {(2, 3), (0, 599), (2, 4), (0, 898), (1, 28), (0, 899), (1, 29)}
+    for row, logits in last.items():
+        assert torch.equal(logits, every[row])
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 49, 4099])
@@ -284,6 +338,36 @@ def test_plans_that_name_what_does_not_exist_change_nothing(
     runner.forward(plan)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state_slots": []},
+        {"state_slots": [-1]},
+        {"state_slots": [NUM_SLOTS]},
+        {"state_slots": [0, 1]},
+        {"state_snapshots": [2, 1]},
+        {"state_snapshots": [0, NUM_SLOTS]},
+    ],
+    ids=str,
+)
+def test_plans_that_name_slots_that_do_not_exist_change_nothing(
+    tmp_path: Path, wrong: dict[str, list[int]]
+) -> None:
+    runner = runner_of(make_model(tmp_path, "qwen3_5_text", head_dim=32), native=True)
+    plan, _ = Script([2]).step({0: 2})
+    states = runner._store.states
+    assert states is not None
+    fields = {name: to_bytes(values) for name, values in wrong.items()}
+    with pytest.raises(IndexError, match="do not exist"):
+        runner.forward(structs.replace(plan, **fields))
+    assert not any(states.content(slot).any() for slot in range(NUM_SLOTS))
+    runner.forward(structs.replace(plan, state_snapshots=to_bytes([1, 3, 0, 4])))
+    (slot,) = as_int32(plan.state_slots)
+    assert torch.equal(states.content(3), states.content(slot))
+    assert states.content(4).any()
+    assert not torch.equal(states.content(4), states.content(slot))
+
+
 def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     runner = runner_of(make_model(tmp_path, "llama", head_dim=32), native=True)
     progress = Progress.unread()
@@ -363,11 +447,26 @@ def test_attends_over_compressed_blocks(tmp_path: Path, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "gemma2", "phi3", "qwen2_moe", "glm4_moe", "qwen3_5_text", "qwen3_next"),
+        *("gpt_oss", "minimax_m2", "flex_olmo", "gemma4_text", "gemma4_unified_text"),
+        *("deepseek_v2", "axk1"),
+        "granitemoehybrid",
+    ],
+)
 def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_size: int) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32)
     expected = truth(directory, mixed_script()[0].sequences)
     theirs = errors(runner_of(directory, native=False), expected)
+    ours = ring_errors(directory, world_size, expected)
+    assert ours.mean() < theirs.mean()
+    assert ours.max() < 2 * theirs.max()
+
+
+def ring_errors(directory: Path, world_size: int, expected: list[Tensor]) -> Tensor:
+    """Of the leader of a ring that sums in shared memory."""
     area = make_area(world_size, 2)
 
     def work(rank: int) -> Tensor:
@@ -379,8 +478,7 @@ def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_
     with ThreadPoolExecutor(world_size) as pool:
         ours = list(pool.map(work, range(world_size)))
     assert [part.numel() > 0 for part in ours] == [rank == 0 for rank in range(world_size)]
-    assert ours[0].mean() < theirs.mean()
-    assert ours[0].max() < 2 * theirs.max()
+    return ours[0]
 
 
 @pytest.mark.parametrize(
@@ -390,12 +488,28 @@ def test_rings_that_sum_in_shared_memory(tmp_path: Path, model_type: str, world_
         {"hidden_act": "relu"},
         {"rope_parameters": DYNAMIC},
         {"intermediate_size": 100},
-        {"num_attention_heads": 49, "num_key_value_heads": 1, "hidden_size": 98},
     ],
-    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width", "many heads on one"],
+    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width"],
 )
 def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
     runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
+    assert not runner.is_native
+    runner.warm_up()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_lora_rank": 40},
+        {"kv_lora_rank": 576},
+        {"qk_nope_head_dim": 24},
+        {"v_head_dim": 40},
+        {"q_lora_rank": 24},
+    ],
+    ids=str,
+)
+def test_latents_that_do_not_fit_run_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
+    runner = runner_of(make_model(tmp_path, "youtu", head_dim=32, **changes), native=True)
     assert not runner.is_native
     runner.warm_up()
 
@@ -408,3 +522,85 @@ def test_experts_that_do_not_fit_run_through_pytorch_quantized_or_not(
     runner = runner_of(directory, native=True, weights="q8_0")
     assert not runner.is_native
     runner.warm_up()
+
+
+@pytest.mark.parametrize("weights", ["", "q4_k"])
+def test_experts_that_a_checkpoint_stacks_are_those_that_it_has_one_by_one(
+    tmp_path: Path, weights: str
+) -> None:
+    directory = make_model(tmp_path / "apart", "qwen3_moe", head_dim=32)
+    stacked = Path(shutil.copytree(directory, tmp_path / "stacked"))
+    tensors = load_file(stacked / "model.safetensors")
+    for name in [name for name in tensors if ".experts.0." in name and "up_proj" not in name]:
+        gate_or_down = stack(tensors, name)
+        if "gate_proj" in name:
+            both = (gate_or_down, stack(tensors, name.replace("gate_proj", "up_proj")))
+            tensors[name.replace("0.gate_proj.weight", "gate_up_proj")] = torch.cat(both, 1)
+        else:
+            tensors[name.replace("0.down_proj.weight", "down_proj")] = gate_or_down
+    save_file(tensors, stacked / "model.safetensors", metadata={"format": "pt"})
+    plan, _ = Script([9, 4]).step({0: 9, 1: 4})
+    first, second = (
+        runner_of(directory, native=True, weights=weights).forward(plan) for directory in (directory, stacked)
+    )
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert torch.equal(first, second)
+    assert runner_of(stacked, native=True, weights=weights).is_native
+
+
+@pytest.mark.parametrize("weights", ["", "q4_k", "fp8"])
+def test_a_step_reads_the_weights_of_chosen_experts_alone(tmp_path: Path, weights: str) -> None:
+    """Nothing can read the others: their pages are protected."""
+    directory = make_model(tmp_path, "qwen3_moe", head_dim=32, num_experts=32)
+    tensors = load_file(directory / "model.safetensors")
+    for name in tensors:
+        if name.endswith("mlp.gate.weight"):
+            tensors[name].zero_()  # all scores tie: the first two experts
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    runner = runner_of(directory, native=True, weights=weights)
+    plan, _ = Script([9]).step({0: 1})
+    expected = runner.forward(plan)
+    assert isinstance(expected, Tensor)
+    with unreadable([pages_of(packed[2:]) for packed in packed_experts(runner)]):
+        found = runner.forward(plan)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, expected)
+
+
+def packed_experts(runner: ModelRunner) -> list[Tensor]:
+    """uint8 [experts, bytes of one] of each layer's two products."""
+    assert isinstance(runner._decoder, NativeDecoder)
+    mixtures = [layer.experts for layer in runner._decoder.packed.layers if layer.experts]
+    return [
+        part.packed.view(mixture.count, -1)
+        for mixture in mixtures
+        for part in (mixture.gate_up, mixture.down)
+    ]
+
+
+def pages_of(packed: Tensor) -> tuple[int, int]:
+    """(address, bytes) of the whole pages of `packed`, at least one."""
+    first = -(-packed.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (packed.data_ptr() + packed.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    assert first < end
+    return first, end - first
+
+
+@contextmanager
+def unreadable(pages: list[tuple[int, int]]) -> Iterator[None]:
+    """Whoever reads `pages` ends the process."""
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    try:
+        assert not any(mprotect(*run, 0) for run in pages)
+        yield
+    finally:
+        for run in pages:
+            mprotect(*run, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def stack(tensors: dict[str, Tensor], first: str) -> Tensor:
+    """All experts' tensors, of which `first` is that of expert 0."""
+    names = [first.replace(".experts.0.", f".experts.{expert}.") for expert in range(1000)]
+    return torch.stack([tensors.pop(name) for name in names if name in tensors])

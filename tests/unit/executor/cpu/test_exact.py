@@ -32,6 +32,26 @@ class Case(NamedTuple):
 
 
 SMALL = {"head_dim": 32}
+RECURRENT = {
+    **SMALL,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+"""Whose snapshots take a block or two."""
+STATE_SPACE = {
+    **SMALL,
+    "hidden_size": 32,
+    "num_local_experts": 0,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_expand": 1,
+    "mamba_n_heads": 2,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+}
 CASES = {
     "int8": Case(SMALL, "llama", [INT8] * 3, 4, 1, (9, 23, 40), 24),
     "fp8": Case(SMALL, "llama", [FP8] * 3, 4, 1, (9, 23, 40), 24),
@@ -46,6 +66,16 @@ CASES = {
         24,
     ),
     "windows": Case({**SMALL, "sliding_window": 10}, "mistral", [INT8] * 3, 4, 1, (9, 23, 40), 24),
+    "latent": Case(SMALL, "deepseek_v3", [INT8] * 3, 4, 1, (9, 23, 40), 24),
+    "latent on two ranks": Case(SMALL, "deepseek_v2", [INT8, None, FP8], 16, 2, (40, 70), 24),
+    "recurrent": Case(RECURRENT, "qwen3_5_text", [INT8], 16, 1, (40, 70), 24),
+    "recurrent on two ranks": Case(
+        {**RECURRENT, "linear_num_key_heads": 2}, "qwen3_5_text", [FP8], 16, 2, (40, 70), 24
+    ),
+    "state space": Case(STATE_SPACE, "granitemoehybrid", [INT8], 16, 1, (40, 70), 24),
+    "state space on two ranks": Case(STATE_SPACE, "granitemoehybrid", [INT8], 16, 2, (40, 70), 24),
+    "keys of other layers": Case(SMALL, "gemma4_text", [INT8] * 4, 4, 1, (9, 23, 40), 24),
+    "keys of other layers on two ranks": Case(SMALL, "gemma4_text", [INT8] * 4, 4, 2, (9, 23, 40), 24),
     "two ranks": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 2, (9, 23, 40), 24),
     "three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 23, 40), 24),
     "long": Case(
@@ -68,7 +98,10 @@ class Ring:
     said: dict[str, list[Said]]
 
 
-TAKE_LONG = ("three ranks", "two ranks", "long")
+TAKE_LONG = (
+    *("three ranks", "two ranks", "recurrent on two ranks", "latent on two ranks"),
+    *("keys of other layers on two ranks", "long"),
+)
 """Seven seconds and more. `make test` has the codecs, windows and families on one rank."""
 
 
@@ -141,7 +174,8 @@ def test_a_request_that_finds_its_prompt_in_the_cache_says_what_it_said_before(r
         ring.ranks, Cuts(400, 512, 2, 15, lookahead=False, spills=False, session_ttl=60.0, seed=1), ring.said
     )
     count = len(ring.requests)
-    again.run(_attempt(ring, which % count, 0, which // count) for which in range(2 * count))
+    for number in range(2):
+        again.run(_attempt(ring, which, 0, number) for which in range(count))
     assert again.compared >= 2 * count * ring.case.outputs
     assert again.batcher.cached_tokens > 0
 

@@ -30,6 +30,8 @@ RECORDED = "e2aca3a63a92da1d545d4ce3a21bfb97fa8d45eea51190261d3896c11e9ac38e"
 """Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit."""
 TOLERANCE = 1e-6
 """Of a sum, as a share of the largest of its line: sums of products of bf16, in another order."""
+ROUNDED = 4e-3
+"""The same behind tens of thousands of sums that are rounded to bf16, some of which fall the other way."""
 
 
 X86, ARM = platform.machine() == "x86_64", platform.machine() == "aarch64"
@@ -97,7 +99,8 @@ def test_every_level_computes_the_same(name: str) -> None:
         else:
             values, expected = np.array(ours[1:], float), np.array(theirs[1:], float)
             largest = np.abs(expected[np.isfinite(expected)]).max()
-            np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE * largest)
+            tolerance = ROUNDED if ours[0] == "latents" else TOLERANCE
+            np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance * largest)
 
 
 def test_avx512_bf16_computes_what_it_always_has() -> None:

@@ -31,7 +31,16 @@ class Compiled:
 
 
 def test_structures_of_other_sizes_are_refused() -> None:
-    kinds = (library.Linear, library.Layer, library.Model, library.Step, library.Codes, library.Experts)
+    kinds = (
+        library.Linear,
+        library.Layer,
+        library.Model,
+        library.Step,
+        library.Codes,
+        library.Experts,
+        library.Recurrent,
+        library.Latent,
+    )
     ours = [ctypes.sizeof(kind) for kind in kinds]
     assert library._has_our_structures(Compiled(ours))
     for index in range(len(ours)):

@@ -29,7 +29,7 @@ class Kernels:
     def __init__(self, level: str, pool: ThreadPoolExecutor) -> None:
         self.library = kernels_at(level)
         self.pool = pool
-        self._decoder = self.library.rz_decoder_new(ctypes.byref(Model(head_dim=32)), 2, None)
+        self._decoder = self.library.rz_decoder_new(ctypes.byref(Model()), 2, None)
 
     def pack(self, *pieces: Piece) -> PackedLinear:
         return PackedLinear.of(self.library, list(pieces), self.pool, 2)

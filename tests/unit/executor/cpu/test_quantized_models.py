@@ -25,7 +25,7 @@ def model_of(directory: Path, model_type: str) -> Path:
 
 
 @pytest.mark.parametrize("weights", CODECS)
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "gemma4_text", "qwen3_moe"])
 def test_as_near_to_the_truth_as_with_unpacked_weights(tmp_path: Path, model_type: str, weights: str) -> None:
     directory = model_of(tmp_path, model_type)
     native = runner_of(directory, native=True, weights=weights)
@@ -43,12 +43,21 @@ def test_every_family_is_served(tmp_path: Path, model_type: str) -> None:
     directory = model_of(tmp_path, model_type)
     native = runner_of(directory, native=True, weights="q8_0")
     expected = truth(directory, mixed_script()[0].sequences)
-    assert errors(native, expected).mean() < 0.15 * torch.stack([row.std() for row in expected]).mean()
+    # PyTorch with the same weights: up to 0.17.
+    assert errors(native, expected).mean() < 0.2 * torch.stack([row.std() for row in expected]).mean()
 
 
 @pytest.mark.parametrize(
     ("model_type", "weights"),
-    [("llama", "int8"), ("llama", "q4_k"), ("llama", "int4"), ("llama", "fp8"), ("qwen2_moe", "q8_0")],
+    [
+        ("llama", "int8"),
+        ("llama", "q4_k"),
+        ("llama", "int4"),
+        ("llama", "fp8"),
+        ("qwen2_moe", "q8_0"),
+        ("gemma4_text", "q4_k"),
+        ("deepseek_v3", "q8_0"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_quantized_weights(tmp_path: Path, ranks: int, model_type: str, weights: str) -> None:

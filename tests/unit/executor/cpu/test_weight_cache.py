@@ -17,13 +17,13 @@ from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu import packed_file, weight_cache
 from services.executor.cpu.packed_file import ModelFacts
 from services.executor.cpu.weight_cache import Found, WeightCache
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.layer_states import layer_states
 from services.executor.native.library import why_not
 from services.executor.worker.backend import packed_runner
 from services.executor.worker.runner import ModelRunner, widths_of
 from tests.unit.executor.cpu.test_decoder import runner_of
-from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
+from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS, mixed_script
 from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -39,8 +39,9 @@ def built(directory: Path, weights: str = "") -> tuple[ModelFacts, ModelRunner]:
     runner = runner_of(directory, native=True, weights=weights)
     config = runner._model.config
     heads = HeadCounts.from_config(config)
+    layout = ShardLayout.of(heads, 1, 0)
     widths = widths_of(runner._model)
-    return ModelFacts(config.num_hidden_layers, config.hidden_size, 64, heads, widths), runner
+    return ModelFacts(layer_states(config, layout), config.hidden_size, 64, heads, widths), runner
 
 
 def cache_of(tmp_path: Path, model: Path, limit: int = LIMIT, rank: int = 0) -> WeightCache:
@@ -72,6 +73,9 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
     [
         *((name, "") for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3", "granite")),
         *(("llama", "q4_k"), ("qwen2", "int4"), ("dots1", "q4_k")),
+        *(("qwen3_next", ""), ("qwen3_5_text", "q4_k"), ("deepseek_v3", ""), ("deepseek_v2", "q4_k")),
+        *(("gemma4_text", ""), ("gemma4_text", "q4_k")),
+        ("granitemoehybrid", ""),
     ],
 )
 def test_what_is_read_computes_what_was_built(
@@ -95,15 +99,8 @@ def test_what_is_read_computes_what_was_built(
     assert told[-1][0] == told[-1][1] > 4096
 
     layout = ShardLayout.of(facts.heads, 1, 0)
-    shape = StoreShape(
-        facts.layers,
-        BLOCK_SIZE,
-        layout.kv_heads.size,
-        layout.head_dim,
-        torch.bfloat16,
-        (None,) * facts.layers,
-    )
-    store = KvStore(shape, NUM_BLOCKS, CPU)
+    shape = runner._store.shape
+    store = KvStore(shape, NUM_BLOCKS, CPU, num_slots=NUM_SLOTS if shape.slot else 0)
     again = packed_runner(found.model, facts.widths, store, layout, SingleRank(), threads=2)
     for ours, theirs in zip(logits(again), logits(runner), strict=True):
         assert torch.equal(ours, theirs)

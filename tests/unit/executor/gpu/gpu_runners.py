@@ -12,9 +12,9 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.graphs import Rerun
 from services.executor.gpu.steps import StepLimits
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.backend import gpu_runner
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -41,6 +41,7 @@ HEADS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "gemma": {"num_attention_heads": 4},
+    "mellum": {"num_hidden_layers": 3},
 }
 """Of other numbers than `SMALL`."""
 STEPS = ({0: 6, 1: 3}, {1: 1, 0: 3, 2: 2})
@@ -75,7 +76,9 @@ def runner_of(
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, device, lambda done, total: None)
     layers = config.num_hidden_layers
-    shape = StoreShape(layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers)
+    shape = StoreShape.uniform(
+        layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers
+    )
     store = KvStore(shape, NUM_BLOCKS, device, NUM_BLOCKS if codec else 0)
     if gpu:
         capture = Rerun() if device == CPU else None

@@ -53,7 +53,12 @@ def test_sums_are_taken_in_the_ranks_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers"), [("llama", 1), pytest.param("gemma3_text", 2, marks=pytest.mark.slow)]
+    ("model_type", "layers"),
+    [
+        ("llama", 1),
+        pytest.param("qwen3_moe", 1, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_have_the_same_bits_however_steps_are_cut(tmp_path: Path, model_type: str, layers: int) -> None:
     """Alone and beside others, token by token through graphs and in chunks; gemma3 has windows."""

@@ -32,16 +32,22 @@ from tests.unit.executor.gpu.gpu_runners import (
     small_model,
     small_script,
 )
+from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.test_compressed import seal
-from tests.unit.executor.model.tiny import reference_logits
+from tests.unit.executor.model.tiny import build, reference_logits
 
-MIXTURES = {"dots1", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"}
-"""Families whose experts PyTorch computes on GPUs."""
-DENSE = sorted(FAMILIES.keys() - MIXTURES)
-SHARDED = ("gemma2", "llama", "phi3")
+NATIVE = {
+    *("axk1", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "gpt_oss"),
+    *("hunyuan_v1_moe", "minicpm3", "minimax_m2", "mistral4", "olmoe", "youtu"),
+    *("gemma4_text", "gemma4_unified_text"),
+    *("granitemoehybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+"""Families that CPUs alone have a decoder for."""
+LOWERED = sorted(FAMILIES.keys() - NATIVE)
+SHARDED = ("gemma2", "llama", "phi3", "qwen2_moe")
 """Families that every run of the tests computes on two ranks too: with caps, with a KV head that both have, with one
-tensor for queries, keys and values. The others' ranks share all of their code with these."""
+tensor for queries, keys and values, with experts. The others' ranks share all of their code with these."""
 
 
 def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dict[int, int]]) -> float:
@@ -63,9 +69,9 @@ def worst_error(runner: ModelRunner, expected: list[Tensor], steps: Sequence[dic
 @pytest.mark.parametrize(
     ("model_type", "world_size"),
     [
-        *((family, 1) for family in DENSE),
+        *((family, 1) for family in LOWERED),
         *((family, 2) for family in SHARDED),
-        *(pytest.param(family, 2, marks=pytest.mark.slow) for family in DENSE if family not in SHARDED),
+        *(pytest.param(family, 2, marks=pytest.mark.slow) for family in LOWERED if family not in SHARDED),
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world_size: int) -> None:
@@ -83,11 +89,21 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model_type: str, world
     assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
-def test_experts_are_computed_by_pytorch(tmp_path: Path) -> None:
-    directory = small_model(tmp_path, "qwen3_moe")
-    runner = runner_of(directory, SingleRank())
-    assert runner._decoder is None
-    assert worst_error(runner, reference_logits(directory, small_script().sequences), STEPS) < 1e-4
+@pytest.mark.parametrize(("name", "world_size"), [("olmoe", 1), ("ernie4_5_moe", 2)])
+def test_experts_of_models_that_pytorch_computes(tmp_path: Path, name: str, world_size: int) -> None:
+    """By the kernels, which keep no weights twice."""
+    build(name, settings_of(name)).save_pretrained(str(tmp_path))
+    expected = reference_logits(tmp_path, small_script().sequences)
+
+    def error(collectives: Collectives) -> float:
+        runner = runner_of(tmp_path, collectives)
+        assert runner._decoder is None
+        experts = [module for module in runner._model.modules() if hasattr(module, "is_transposed")]
+        assert experts
+        assert not any(parameter.numel() for module in experts for parameter in module.parameters())
+        return worst_error(runner, expected, RING_STEPS)
+
+    assert max(on_gpu_ring(world_size, error)) < 1e-4
 
 
 @pytest.mark.parametrize("codec", [INT8, pytest.param(FP8, marks=pytest.mark.slow)], ids=["int8", "fp8"])
@@ -197,7 +213,7 @@ class _NoAnswers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "granite"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "granite", "qwen2_moe"])
 def test_computing_waits_for_nothing(tmp_path: Path, model_type: str) -> None:
     directory = small_model(tmp_path, model_type)
 
@@ -220,10 +236,14 @@ def test_every_layer_is_a_sign_of_progress(tmp_path: Path) -> None:
     assert not runner.is_native
 
 
-def test_weights_are_not_kept_twice(tmp_path: Path) -> None:
-    runner = runner_of(small_model(tmp_path, "llama"), SingleRank())
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])
+def test_weights_are_not_kept_twice(tmp_path: Path, model_type: str) -> None:
+    runner = runner_of(small_model(tmp_path, model_type), SingleRank())
     kept = {name: parameter.numel() for name, parameter in runner._model.named_parameters()}
-    assert {name for name, size in kept.items() if size} == {name for name in kept if "norm" in name}
+    small = ("norm", "mlp.gate.weight", "shared_expert_gate")
+    assert {name for name, size in kept.items() if size} == {
+        name for name in kept if any(part in name for part in small)
+    }
 
 
 def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:

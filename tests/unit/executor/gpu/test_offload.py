@@ -22,10 +22,10 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.gpu import offload
 from services.executor.gpu.offload import DeviceSpill, PinnedSlots
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.offload import BlockCopier, SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from shared.errors import ConfigurationError
 from tests.pretend_gpu.device import pretend_gpu
 from tests.pretend_gpu.streams import Host, Misuse
@@ -52,7 +52,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def store_of(codecs: tuple[Codec | None, ...], device: torch.device) -> KvStore:
     """Random blocks, on any device the same."""
-    shape = StoreShape(len(codecs), 4, 2, 16, torch.float32, codecs)
+    shape = StoreShape.uniform(len(codecs), 4, 2, 16, torch.float32, codecs)
     store = KvStore(shape, BLOCKS, device, BLOCKS if any(codecs) else 0)
     values = torch.Generator().manual_seed(3)
     for layer in range(len(codecs)):

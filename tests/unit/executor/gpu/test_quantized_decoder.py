@@ -13,9 +13,9 @@ from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.linear import use_products
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import CODECS
@@ -33,6 +33,15 @@ ONE_LAYER = {"intermediate_size": 128, "num_hidden_layers": 1}
 
 def plain(directory: Path) -> Path:
     return small_model(directory, "llama", **ONE_LAYER)
+
+
+def mixture(directory: Path) -> Path:
+    return small_model(directory, "qwen2_moe", num_hidden_layers=1, mlp_only_layers=[])
+
+
+def mixture_that_pytorch_computes(directory: Path) -> Path:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return small_model(directory, "qwen3_moe", num_hidden_layers=1, rope_parameters=rope)
 
 
 def gguf(directory: Path) -> Path:
@@ -62,6 +71,10 @@ def act_order(directory: Path) -> Path:
         (plain, INT8, 1),
         (plain, FP8, 2),
         (plain, CODECS["int4"], 2),
+        (mixture, INT8, 2),
+        (mixture, CODECS["q4_k"], 1),
+        (mixture_that_pytorch_computes, FP8, 1),
+        (mixture_that_pytorch_computes, CODECS["int4"], 1),
         (gguf, None, 1),
         (act_order, None, 2),
         pytest.param(plain, INT8, 2, marks=pytest.mark.slow),
@@ -91,10 +104,12 @@ def test_logits_are_those_of_the_modules(
             keep_codes=True,
             defer_codes=gpu,
         )
-        store = KvStore(StoreShape(1, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU)
+        store = KvStore(
+            StoreShape.uniform(1, BLOCK_SIZE, layout.kv_heads.size, 32, torch.bfloat16), NUM_BLOCKS, CPU
+        )
         if gpu:
             runner = gpu_runner(model, store, layout, collectives)
-            assert isinstance(runner._decoder, GpuDecoder)
+            assert isinstance(runner._decoder, GpuDecoder) is (make is not mixture_that_pytorch_computes)
         else:
             use_products(model)
             runner = ModelRunner(model, widths_of(model), store, collectives, CPU)

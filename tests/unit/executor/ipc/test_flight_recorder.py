@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -199,3 +200,16 @@ def test_what_native_collectives_write_to_is_kept_for_as_long_as_they_write() ->
         memory.clear()
     ring.close()
     memory.clear()
+
+
+def test_what_a_plan_does_with_snapshots_is_kept() -> None:
+    log = FlightRecorder(Path("/nowhere/recorder"), 1).plans
+    plan = msgspec.structs.replace(
+        plan_of(3, [(1, 9)]),
+        state_snapshots=to_bytes([(0, 4)]),
+        state_saves=to_bytes([5, 20, 21, 6, 22, 23]),
+        state_loads=to_bytes([1, 24, 25]),
+    )
+    log.add(plan, ["a"], BLOCK, state_blocks=2)
+    [record] = log.read()
+    assert (record.snapshots, record.snapshot_saves, record.snapshot_loads) == (1, 2, 1)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.executor.kv_cache.allocator import BlockAllocator, OutOfBlocks
 from services.executor.kv_cache.block_pool import BlockPool
 from services.executor.kv_cache.offload_tiers import SpillTiers
-from services.executor.kv_cache.prefix_index import BlockChain, root_digest
+from services.executor.kv_cache.prefix_index import BlockChain, root_digest, state_keys
 
 ROOT = root_digest("model")
 BLOCK = 4
@@ -58,6 +58,54 @@ def test_the_same_tokens_after_another_beginning_do_not_match() -> None:
     allocator = BlockAllocator(8, BLOCK)
     fill(allocator, [1, 1, 1, 1, 2, 2, 2, 2])
     assert allocator.match(chain_of([2, 2, 2, 2]), 9) == []
+
+
+def keep_state(allocator: BlockAllocator, chain: BlockChain, block: int, parts: int = 2) -> list[int]:
+    """The blocks of a snapshot behind the `block`-th of `chain`, cached."""
+    keys = state_keys(chain.digest(block), parts)
+    blocks = [allocator.seal(allocator.allocate_kept(1)[0], key) for key in keys]
+    allocator.release(blocks, wanted=True)
+    return blocks
+
+
+def test_a_beginning_ends_at_the_last_snapshot_that_is_whole() -> None:
+    allocator = BlockAllocator(12, BLOCK)
+    chain = chain_of(list(range(20)))
+    table = fill(allocator, list(range(20)))
+    assert allocator.match_state(chain, 4, 2) == ([], [], 4)
+    first, last = keep_state(allocator, chain, 1), keep_state(allocator, chain, 3)
+    assert allocator.match_state(chain, 4, 2) == (table[:4], last, 4)
+    assert allocator.match_state(chain, 3, 2) == (table[:2], first, 3)
+    other = chain_of([*range(12), 99, 98, 97, 96])
+    assert allocator.match_state(other, 4, 2) == (table[:2], first, 3)
+    keep_state(allocator, chain, 2, parts=1)
+    assert allocator.match_state(chain, 3, 2) == (table[:2], first, 3), "a part is missing"
+    assert allocator.find_state(chain.digest(2), 1)
+    assert allocator.find_state(chain.digest(2), 2) == []
+    allocator.check([table])
+
+
+def test_spilled_parts_of_a_snapshot_are_found_where_there_is_room_for_them() -> None:
+    allocator = BlockAllocator(6, BLOCK, tiers=SpillTiers(8, 0))
+    chain = chain_of(list(range(8)))
+    table = fill(allocator, list(range(8)))
+    snapshot = keep_state(allocator, chain, 1)
+    taken = allocator.allocate(3)  # two empty ones, and a part of the snapshot
+    found, parts, _ = allocator.match_state(chain, 2, 2)
+    assert (found, parts) == ([], []), "one block can be had, and two parts need one each"
+    allocator.release(taken)
+    found, parts, _ = allocator.match_state(chain, 2, 2)
+    assert found == table
+    assert sorted(part < 0 for part in parts) == [False, True]
+    assert allocator.find_state(chain.digest(1), 2) == []
+    blocks = allocator.take([*found, *parts])
+    assert {*snapshot} & {*blocks[2:]}
+    for part, block in zip(parts, blocks[2:], strict=True):
+        if part < 0:
+            allocator.restore(~part, block)
+    assert len(allocator.take_copies().restores) == 1
+    allocator.release([*blocks, *table])
+    allocator.check([])
 
 
 def test_shared_blocks_stay_until_the_last_release() -> None:

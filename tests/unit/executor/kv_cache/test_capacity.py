@@ -1,12 +1,22 @@
 """Every rank of a ring makes a store of as many blocks, compressed alike."""
 
+import re
+
 import pytest
 import torch
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.layer_state import LayerState, LayerStates, Pages, StateTensor, attention
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.kv_cache.capacity import BlockCounts, StoreShape, hot_reserve, plan_store
+from services.executor.kv_cache import capacity
+from services.executor.kv_cache.capacity import (
+    BlockCounts,
+    StoreShape,
+    check_room,
+    hot_reserve,
+    plan_store,
+)
 from services.executor.kv_cache.codecs import FP8, INT8
 from shared.config import load_settings
 from shared.errors import ConfigurationError
@@ -20,7 +30,8 @@ def plan(
     settings: ExecutorSettings, collectives: Collectives, context: int = 1024, native: bool = False
 ) -> tuple[StoreShape, BlockCounts]:
     layout = ShardLayout.of(HEADS, collectives.world_size, collectives.rank)
-    return plan_store(settings, 4, layout, torch.bfloat16, native, context, CPU, collectives)
+    states = (attention(layout.kv_heads.size, layout.head_dim),) * 4
+    return plan_store(settings, states, torch.bfloat16, native, context, CPU, collectives)
 
 
 def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]:
@@ -32,7 +43,10 @@ def agree(settings: ExecutorSettings, native: bool = False) -> list[BlockCounts]
 
 def test_uncompressed_all_blocks_are_hot() -> None:
     # Either share: 4 layers, 2 heads, 16 tokens of 64 values, keys and values, two bytes each.
-    assert agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2)) == [(1000, 0)] * 2
+    assert (
+        agree(load_settings(ExecutorSettings, kv_memory=1000 * 4 * 2 * 16 * 64 * 2 * 2))
+        == [BlockCounts(1000, 0)] * 2
+    )
 
 
 def test_compressed_the_budget_goes_to_cold_blocks() -> None:
@@ -53,7 +67,7 @@ def test_auto_compresses_where_the_native_kernels_compute() -> None:
 
 def test_auto_does_without_where_some_rank_has_too_little_memory() -> None:
     settings = load_settings(ExecutorSettings, kv_memory=70 * 4 * 2 * 16 * 64 * 2 * 2)
-    assert agree(settings, native=True) == [(70, 0)] * 2
+    assert agree(settings, native=True) == [BlockCounts(70, 0)] * 2
 
 
 def test_layers_are_compressed_as_the_settings_say() -> None:
@@ -65,3 +79,97 @@ def test_layers_are_compressed_as_the_settings_say() -> None:
         ConfigurationError, match="names layer 4, which the model does not have; choose 0 to 3"
     ):
         plan(wrong, SingleRank())
+
+
+LATENT = (LayerState("latent", (Pages(1, 1, 576),)),) * 4
+RECURRENT = LayerState("recurrent", slot=(StateTensor("recurrent", (64, 128, 128)),))
+MIXED = (RECURRENT, attention(2, 64), RECURRENT)
+
+
+def check(states: LayerStates, weights: int = 0, **settings: object) -> None:
+    asked = load_settings(ExecutorSettings, **settings)
+    check_room(asked, states, torch.bfloat16, 1024, CPU, weights)
+
+
+@pytest.mark.parametrize(
+    ("states", "one_sequence"),
+    [
+        ((attention(2, 64),) * 4, 4 * 1024 * 2 * 2 * 64 * 2),
+        (LATENT, 4 * 1024 * 576 * 2),
+    ],
+    ids=["full", "latent"],
+)
+def test_blocks_that_do_not_hold_a_sequence_are_refused_before_weights_are_read(
+    states: LayerStates, one_sequence: int
+) -> None:
+    check(states, kv_memory=one_sequence)
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"holds 1008 tokens, fewer than one sequence of 1024 .* set RYZANSTEIN_KV_MEMORY .* "
+        rf"to {one_sequence} bytes or more, "
+        r"or RYZANSTEIN_CONTEXT_LENGTH .* to 1008",
+    ):
+        check(states, kv_memory=one_sequence - 1)
+
+
+def test_slots_that_do_not_hold_a_sequence_are_refused_before_weights_are_read() -> None:
+    slot = 2 * 64 * 128 * 128 * 4
+    with pytest.raises(
+        ConfigurationError, match=rf"hold that of 1 sequences where 2 are .* to {4 * slot} bytes"
+    ):
+        check(MIXED, kv_memory=4 * slot - 1)
+
+
+@pytest.mark.parametrize("states", [MIXED, (RECURRENT,)], ids=["beside attention", "alone"])
+@pytest.mark.parametrize("kv_memory", [1 << 20, 40 << 20])
+def test_what_the_error_asks_for_is_enough(states: LayerStates, kv_memory: int) -> None:
+    """Slots leave room for the blocks of one sequence, however many sequences might run."""
+    sizes = {"kv_dtype": "bf16", "max_sequences": 512, "max_batch_tokens": 1 << 16}
+    with pytest.raises(ConfigurationError) as refused:
+        check(states, kv_memory=kv_memory, **sizes)
+    found = re.search(r"set RYZANSTEIN_KV_MEMORY .* to (\d+) bytes", str(refused.value))
+    assert found is not None
+    check(states, kv_memory=int(found[1]), **sizes)
+    with pytest.raises(ConfigurationError):
+        check(states, kv_memory=int(found[1]) - 1, **sizes)
+
+
+def test_what_some_dtype_of_blocks_can_hold_is_not_refused() -> None:
+    """int8 needs half the bytes of bf16, and blocks for what a step fills besides."""
+    few = {"max_sequences": 1, "max_batch_tokens": 16}
+    states = (attention(2, 64),) * 4
+    fewer = 3 * 4 * 1024 * 2 * 2 * 64 * 2 // 4
+    check(states, kv_memory=fewer, **few)
+    with pytest.raises(ConfigurationError, match="RYZANSTEIN_KV_MEMORY"):
+        check(states, kv_memory=fewer, kv_dtype="bf16", **few)
+
+
+def test_weights_that_are_not_there_yet_leave_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "free_host_memory", lambda: 1 << 30)
+    states = (attention(2, 64),) * 4
+    check(states, weights=(1 << 30) - (1 << 24))
+    with pytest.raises(ConfigurationError, match="holds 0 tokens"):
+        check(states, weights=1 << 30)
+
+
+def test_weights_that_leave_a_gpu_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, gpu = 1 << 30, torch.device("cuda", 0)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: (23 * gib, 24 * gib))
+    for states in (LATENT, MIXED, (attention(2, 64),) * 4):
+        settings = load_settings(ExecutorSettings)
+        check_room(settings, states, torch.bfloat16, 1024, gpu, 16 * gib)
+        with pytest.raises(
+            ConfigurationError, match=r"Of the 24\.0 GiB of the GPU 1\.0 are free with the weights .* --tp"
+        ):
+            check_room(settings, states, torch.bfloat16, 1024, gpu, 22 * gib)
+
+
+def test_auto_leaves_blocks_that_pytorch_reads_on_a_gpu_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels read keys and values of one shape: not a latent, nor an indexer's keys."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: (20 << 30, 24 << 30))
+    monkeypatch.setattr(capacity, "smallest", lambda mine, device, ranks: list(mine))
+    settings = load_settings(ExecutorSettings)
+    for states, compresses in (((attention(2, 64),) * 4, True), (LATENT, False)):
+        shape, _ = plan_store(settings, states, torch.bfloat16, True, 1024, gpu, SingleRank())
+        assert shape.compresses is compresses

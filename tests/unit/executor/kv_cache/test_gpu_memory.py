@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.layer_state import LayerStates, attention
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.kv_cache import capacity
@@ -93,6 +94,10 @@ def test_graphs_find_the_room_that_they_may_take(graphs: dict[str, Any], expecte
     assert needs - without == expected
 
 
+def plain(layout: ShardLayout, layers: int) -> LayerStates:
+    return (attention(layout.kv_heads.size, layout.head_dim),) * layers
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("heads", [2, 256])
 def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
@@ -105,19 +110,26 @@ def test_a_tiny_model_on_a_large_gpu_gets_as_many_blocks_as_can_be_counted(
     config = SimpleNamespace(hidden_size=64, num_attention_heads=heads, num_key_value_heads=heads, head_dim=2)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
     shape, blocks = capacity.plan_store(
-        settings, 1, layout, torch.bfloat16, compressed, 2048, gpu, SingleRank()
+        settings, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank()
     )
     assert shape.compresses == compressed
     most = min(1 << 21, ((1 << 31) - 1) // (2 * heads * 16))
     assert (blocks.cold if compressed else blocks.hot) == most
     asked = load_settings(ExecutorSettings, kv_memory=64 * GIB)
-    _, more = capacity.plan_store(asked, 1, layout, torch.bfloat16, compressed, 2048, gpu, SingleRank())
+    _, more = capacity.plan_store(
+        asked, plain(layout, 1), torch.bfloat16, compressed, 2048, gpu, SingleRank()
+    )
     assert sum(more) > sum(blocks), "what is asked for is given"
 
 
 def test_a_mixture_counts_the_experts_that_a_token_meets() -> None:
     mixture = SimpleNamespace(hidden_size=2048, moe_intermediate_size=1024, num_experts_per_tok=8)
     assert widths_of(mixture, 2).intermediate == 4096
+    mixtral = SimpleNamespace(hidden_size=4096, intermediate_size=14336, num_experts_per_tok=2)
+    assert widths_of(mixtral, 2).intermediate == 14336
+    of_one = widths_of(mixtral, 2)._replace(experts=0)
+    both = [step_bytes(widths, 512, 1, torch.bfloat16) for widths in (widths_of(mixtral, 2), of_one)]
+    assert both[0] - both[1] == int(1.5 * 512 * 2 * 2 * 4096)
 
 
 def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +148,7 @@ def test_the_ring_takes_the_smallest_rank_and_each_gpu_is_its_own(monkeypatch: p
         layout, device = ShardLayout.from_config(config, 2, rank), torch.device("cuda", rank)
         widths = widths_of(config, 2)
         return capacity.plan_store(
-            settings, 2, layout, torch.bfloat16, False, 8192, device, collectives, widths
+            settings, plain(layout, 2), torch.bfloat16, False, 8192, device, collectives, widths
         )
 
     (shape, blocks), (_, same) = on_ring(2, plan)
@@ -149,8 +161,9 @@ def test_a_gpu_that_holds_no_sequence_says_what_to_change(monkeypatch: pytest.Mo
     config = SimpleNamespace(**vars(LLAMA_8B), num_hidden_layers=32)
     layout, settings = ShardLayout.from_config(config, 1, 0), load_settings(ExecutorSettings)
     with pytest.raises(
-        ConfigurationError, match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* --context-length.*nvidia-smi"
+        ConfigurationError,
+        match=r"Of the 16\.0 GiB of the GPU 1\.0 are free .* RYZANSTEIN_CONTEXT_LENGTH.*nvidia-smi",
     ):
         capacity.plan_store(
-            settings, 32, layout, torch.bfloat16, False, 8192, torch.device("cuda", 0), SingleRank()
+            settings, plain(layout, 32), torch.bfloat16, False, 8192, torch.device("cuda", 0), SingleRank()
         )

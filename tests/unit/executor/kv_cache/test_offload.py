@@ -123,8 +123,7 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 # --- a plan's copies -----------------------------------------------------------------------------
 
-SHAPE = StoreShape(num_layers=2, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
-EMPTY = StepPlan(1, 0, b"", b"", b"", b"", b"", b"", b"")
+SHAPE = StoreShape.uniform(num_layers=2, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def plan(

@@ -14,8 +14,11 @@ from services.executor.kv_cache.prefix_index import (
     PrefixIndex,
     block_digest,
     is_root,
+    is_state,
     root_digest,
     salted_root,
+    state_key,
+    state_keys,
 )
 
 
@@ -104,3 +107,18 @@ def test_a_digest_names_one_block() -> None:
     assert len(index) == 0
     assert index.find(key) is None
     assert index.put(2, key)
+
+
+def test_a_snapshot_follows_the_block_that_it_is_behind() -> None:
+    chain = BlockChain(array("i", range(8)), 4, root_digest("m"))
+    keys = [key for block in range(2) for key in state_keys(chain.digest(block), 3)]
+    assert len({key.digest for key in keys}) == 6
+    index = PrefixIndex()
+    for block, key in enumerate([chain.key(0), chain.key(1), *keys]):
+        index.put(block, key)
+    assert index.snapshots == 2
+    assert index.chains([7], root_digest("m")) == [0, 1, 7]
+    assert all(is_state(key.tokens) for key in keys)
+    assert is_state(state_key(b"", 12345).tokens)
+    wrong = (b"", b"state:", b"state:x", b"state:-1", b"state:1234567890", b"State:1", chain.key(0).tokens)
+    assert not any(is_state(tokens) for tokens in wrong)

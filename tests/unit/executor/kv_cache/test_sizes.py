@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.executor.kv_cache.capacity import (
+    BlockCounts,
     StoreShape,
     control_group_room,
     default_budget,
@@ -15,8 +16,8 @@ from services.executor.kv_cache.capacity import (
 from services.executor.kv_cache.codecs import FP8, INT8
 from shared.errors import ConfigurationError
 
-PLAIN = StoreShape(2, 4, 3, 8, torch.bfloat16)
-MIXED = StoreShape(2, 4, 3, 8, torch.bfloat16, (INT8, None))
+PLAIN = StoreShape.uniform(2, 4, 3, 8, torch.bfloat16)
+MIXED = StoreShape.uniform(2, 4, 3, 8, torch.bfloat16, (INT8, None))
 LAYER = 2 * 3 * 4 * 8
 """Values of a block in one layer."""
 
@@ -25,7 +26,10 @@ def test_budget_in_blocks() -> None:
     assert plan_num_blocks(100, 16, 64, budget_bytes=1999) == 19
     assert plan_num_blocks(100, 16, 65, budget_bytes=100_000, cap=3) == 15
     assert plan_num_blocks(100, 16, 65, budget_bytes=700, cap=3) == 7
-    with pytest.raises(ConfigurationError, match="raise the budget to 500 bytes"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"holds 64 tokens.* RYZANSTEIN_KV_MEMORY .* to 500 bytes or more, or RYZANSTEIN_CONTEXT_LENGTH .* 64",
+    ):
         plan_num_blocks(100, 16, 65, budget_bytes=499)
 
 
@@ -36,21 +40,21 @@ def test_default_budget_is_a_share_of_what_is_free() -> None:
 def test_bytes_of_blocks() -> None:
     assert PLAIN.bytes_per_block == PLAIN.bytes_per_cold_block == MIXED.bytes_per_block == 2 * LAYER * 2
     assert MIXED.bytes_per_cold_block == (LAYER + 6 * 4) + LAYER * 2
-    usual = StoreShape(30, 16, 3, 64, torch.bfloat16, (FP8,) * 30)
+    usual = StoreShape.uniform(30, 16, 3, 64, torch.bfloat16, (FP8,) * 30)
     assert usual.bytes_per_cold_block / usual.bytes_per_block < 0.503
 
 
 def test_a_codec_for_each_layer() -> None:
     with pytest.raises(ValueError, match="1 codecs were given for 2 layers"):
-        StoreShape(2, 4, 3, 8, torch.bfloat16, (INT8,))
+        StoreShape.uniform(2, 4, 3, 8, torch.bfloat16, (INT8,))
 
 
 def test_hot_blocks_for_the_batch_and_cold_ones_for_the_rest() -> None:
-    assert plan_blocks(PLAIN, 8, 100 * PLAIN.bytes_per_block, reserve=10) == (100, 0)
+    assert plan_blocks(PLAIN, 8, 100 * PLAIN.bytes_per_block, reserve=10) == BlockCounts(100, 0)
     hot, cold = 10 * MIXED.bytes_per_block, MIXED.bytes_per_cold_block
-    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10) == (10, 50)
-    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10, cap=4) == (10, 8)
-    with pytest.raises(ConfigurationError, match=f"raise the budget to {hot + 2 * cold} bytes"):
+    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10) == BlockCounts(10, 50)
+    assert plan_blocks(MIXED, 8, hot + 50 * cold, reserve=10, cap=4) == BlockCounts(10, 8)
+    with pytest.raises(ConfigurationError, match=rf"set RYZANSTEIN_KV_MEMORY .* to {hot + 2 * cold} bytes"):
         plan_blocks(MIXED, 8, hot + 2 * cold - 1, reserve=10)
 
 

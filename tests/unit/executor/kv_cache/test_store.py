@@ -4,13 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import _COMPRESS_BYTES, KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 
 CPU = torch.device("cpu")
 CODECS = (INT8, None, FP8)
-SHAPE = StoreShape(3, 4, 2, 8, torch.bfloat16, CODECS)
+SHAPE = StoreShape.uniform(3, 4, 2, 8, torch.bfloat16, CODECS)
 HOT, COLD = 6, 5
 VALUES = (2, SHAPE.kv_heads, SHAPE.block_size, SHAPE.head_dim)
 """A block of one layer."""
@@ -35,7 +35,7 @@ def decoded(codec: Codec | None, block: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_written_is_gathered(dtype: torch.dtype) -> None:
-    store = KvStore(StoreShape(2, 4, 3, 8, dtype), 6, CPU)
+    store = KvStore(StoreShape.uniform(2, 4, 3, 8, dtype), 6, CPU)
     key, value = torch.randn(2, 7, 3, 8).to(dtype)
     slots = torch.tensor([20, 21, 22, 23, 4, 5, 6])
     store.write(1, slots, key, value)
@@ -84,7 +84,7 @@ def test_tensors_for_kernels() -> None:
 def test_any_mix_of_hot_and_cold_blocks_is_gathered(
     pairs: list[tuple[int, int]], tables: list[list[int]], dtype: torch.dtype
 ) -> None:
-    store = filled(StoreShape(3, 4, 2, 8, dtype, CODECS))
+    store = filled(StoreShape.uniform(3, 4, 2, 8, dtype, CODECS))
     store.compress(np.array([(hot, HOT + cold) for hot, cold in pairs], dtype=np.int32).reshape(-1, 2))
     ids = torch.tensor(tables)
     for layer, codec in enumerate(CODECS):
@@ -99,8 +99,8 @@ def test_any_mix_of_hot_and_cold_blocks_is_gathered(
 
 
 def test_many_blocks_are_compressed_in_parts() -> None:
-    shape = StoreShape(64, 16, 16, 64, torch.bfloat16, (INT8,) * 64)
-    per_block = shape.num_layers * shape.values_per_block * 4
+    shape = StoreShape.uniform(64, 16, 16, 64, torch.bfloat16, (INT8,) * 64)
+    per_block = shape.values_per_block * 4
     store = KvStore(shape, 3, CPU, 3)
     assert per_block * 3 > _COMPRESS_BYTES, "the blocks go into one part"
     store.hot(63).copy_(torch.randn(store.hot(63).shape))
@@ -165,7 +165,7 @@ def test_a_block_comes_back_bit_by_bit(block: int) -> None:
 
 
 def test_saved_bytes_of_odd_sizes_come_back() -> None:
-    store = KvStore(StoreShape(1, 1, 1, 3, torch.bfloat16, (INT8,)), 1, CPU, 2)
+    store = KvStore(StoreShape.uniform(1, 1, 1, 3, torch.bfloat16, (INT8,)), 1, CPU, 2)
     store.write(0, torch.tensor([0]), torch.full((1, 1, 3), 2.0).bfloat16(), torch.ones(1, 1, 3).bfloat16())
     store.compress([[0, 1]])
     store.load(2, store.save(1))

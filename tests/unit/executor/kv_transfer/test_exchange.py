@@ -146,6 +146,19 @@ def test_sessions_of_each_salt_find_their_own_cache_where_it_was_given() -> None
     assert stranger.tokens == talked[0].tokens[: len(stranger.tokens)]
 
 
+def test_snapshots_of_recurrent_state_go_along() -> None:
+    state = {"num_states": 3, "state_blocks": 2}
+    source, target = (Ring(blocks=24, ttl=TTL, num_cold=200, **state) for _ in range(2))
+    talked = [Conversation(number, random.Random(number)) for number in range(5)]
+    talk(source, talked)
+    said = [len(conversation.tokens) for conversation in talked]
+    Way(source, target).give_all()
+    for conversation, tokens in zip(talked, said, strict=True):
+        prompt_end, regular = (tokens - ANSWER - 1) // BLOCK * BLOCK, (tokens - 1) // (4 * BLOCK) * 4 * BLOCK
+        assert conversation.turn(target) == max(prompt_end, regular)
+    assert target.engine.state_loads >= len(talked)
+
+
 def test_what_the_peer_has_is_not_wanted_again() -> None:
     source, target, talked = both()
     way = Way(source, target)
@@ -266,9 +279,10 @@ class Chaos:
         self._random = random.Random(self._number(0, 2**16))
         cold, disk = data.draw(st.sampled_from([0, 30, 90])), data.draw(st.sampled_from([0, 40]))
         small = data.draw(st.booleans())
-        self.source = Ring(blocks=30 if cold else 60, ttl=TTL, num_cold=cold, num_disk=disk)
+        state = data.draw(st.sampled_from([{}, {"num_states": 4, "state_blocks": 2}]))
+        self.source = Ring(blocks=30 if cold else 60, ttl=TTL, num_cold=cold, num_disk=disk, **state)
         room = {"blocks": 20 if cold or small else 60, "num_cold": min(cold, 30) if small else cold}
-        self.target = Ring(ttl=TTL, num_disk=disk, **room)
+        self.target = Ring(ttl=TTL, num_disk=disk, **room, **state)
         self.talked = [Conversation(number, self._random) for number in range(6)]
         talk(self.source, self.talked, 1)
         self.way = Way(self.source, self.target)

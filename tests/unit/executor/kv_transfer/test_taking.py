@@ -87,6 +87,7 @@ async def test_one_ring_at_a_time(peer: Peer) -> None:
         (offer(form="other"), "another format"),
         (offer(blocks=[OfferedBlock(ROOT[1:], TOKENS, 0)]), "blocks that are none"),
         (offer(blocks=[OfferedBlock(ROOT, TOKENS[1:], 0)]), "blocks that are none"),
+        (offer(blocks=[OfferedBlock(ROOT, b"state:x", 0)]), "blocks that are none"),
         (offer(blocks=[OfferedBlock(ROOT, TOKENS, 1)]), "blocks that are none"),
         (offer(blocks=[OfferedBlock(ROOT, TOKENS, -1)]), "blocks that are none"),
         (BlocksSent("a", 1), "offered nothing"),

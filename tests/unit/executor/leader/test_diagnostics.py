@@ -66,3 +66,26 @@ def test_a_broken_invariant_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ring.schedule(1.0)
     ring.sequences_under_way()[0].table.append(3)
     assert describe(ring, 0.0, by_loop=False).allocator.invariants.startswith("broken: tables hold")
+
+
+def test_slots_and_snapshots_are_told_with_their_sequences() -> None:
+    spec = msgspec.structs.replace(SPEC, num_states=3, state_blocks=2, layers="2 recurrent, 1 full")
+    ring = ContinuousBatcher(spec, BatchSettings(max_batch_tokens=16, max_sequences=2))
+    for name in ("a", "b", "c"):
+        ring.add(request(name))
+    slots = set()
+    while ring.has_work:
+        scheduled = ring.schedule(1.0)
+        assert scheduled is not None
+        told = describe(ring, 5.0, by_loop=True)
+        running = {one.generation_id: one.slot for one in told.queues if one.state == "running"}
+        assert all(slot >= 0 for slot in running.values())
+        assert len(set(running.values())) == len(running) <= 2
+        assert all(one.slot == -1 for one in told.queues if one.state == "waiting")
+        slots |= set(running.values())
+        ring.update([SampledToken(5)] * len(scheduled[1]))
+    assert slots == {0, 1}
+    after = describe(ring, 0.0, by_loop=True).allocator
+    assert (after.state_slots, after.state_slots_used, after.snapshot_blocks) == (3, 0, 2)
+    assert after.snapshots
+    assert after.layers == "2 recurrent, 1 full"

@@ -1,10 +1,12 @@
-"""The model's card says what the operator has chosen."""
+"""The model's card says what the operator has chosen, and what does not go with the model is refused."""
 
 import pytest
 from pydantic import ValidationError
 
+from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
-from services.executor.leader.leader import with_parsers
+from services.executor.leader.leader import max_drafts, with_parsers
+from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 
 CARD = ModelCard("m", 100, 256, [0], "", 0)
@@ -19,3 +21,12 @@ def test_the_card_has_the_parsers_of_the_settings() -> None:
 def test_an_unknown_parser_is_refused_at_the_start() -> None:
     with pytest.raises(ValidationError, match="hermes"):
         ExecutorSettings(tool_parser="hermetic")  # type: ignore[arg-type]
+
+
+def test_a_model_with_recurrent_state_carries_no_drafts() -> None:
+    plain, recurrent = EngineSpec(16, 8, 100, 256), EngineSpec(16, 8, 100, 256, num_states=4, state_blocks=2)
+    assert max_drafts(ExecutorSettings(speculation="7"), plain) == 7
+    for setting in ("auto", "off", "0"):
+        assert max_drafts(ExecutorSettings(speculation=setting), recurrent) == 0
+    with pytest.raises(ConfigurationError, match="--speculation is 7, and the model keeps recurrent state"):
+        max_drafts(ExecutorSettings(speculation="7"), recurrent)

@@ -13,12 +13,13 @@ ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
-OWN = {name: name for name in ("gemma", "granite", "smollm3", "seed_oss")}
+OWN = {name: name for name in ("gemma", "granite", "smollm3", "seed_oss")} | {"mixtral": "llama"}
 """Those that transformers does not read."""
 ALL = ARCHITECTURES | OWN
 """Model type -> as GGUF calls it."""
@@ -58,10 +59,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
+    if config.model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        writer.add_expert_count(getattr(config, "num_experts", 0) or config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -99,11 +103,9 @@ def add_tensors(writer: gguf.GGUFWriter, model: Any, config: Any, kind: str, ext
             tensor = tensor.view(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
         if architecture.startswith("gemma") and stored.endswith("norm.weight"):
             tensor = tensor + 1
-        if tensor.dim() == 1:
-            writer.add_tensor(stored, tensor.numpy())
-            continue
-        if ".ffn_gate_inp." in stored:
-            writer.add_tensor(stored, tensor.numpy())
+        if tensor.dim() == 1 or ".ffn_gate_inp" in stored:
+            vector = ".ffn_gate_inp_shexp" in stored  # as llama-quantize writes one row
+            writer.add_tensor(stored, tensor.flatten().numpy() if vector else tensor.numpy())
             continue
         chosen = next((other for end, other in extra.items() if f"{end}.weight" in stored), kind)
         type_ = gguf.GGMLQuantizationType[chosen]

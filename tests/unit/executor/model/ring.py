@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.settings import BlockDType, ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.kv_cache.capacity import StoreShape
+from services.executor.kv_cache.capacity import store_shape
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.worker.runner import ModelRunner, widths_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
+NUM_SLOTS = 16
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
 
@@ -84,13 +87,23 @@ def on_ring(world_size: int, work: Callable[[Collectives], Result]) -> list[Resu
     return [future.result() for future in futures]
 
 
-def make_runner(directory: Path, collectives: Collectives, dtype: torch.dtype = torch.float32) -> ModelRunner:
+def make_runner(
+    directory: Path,
+    collectives: Collectives,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: BlockDType = "bf16",
+    num_cold: int = 0,
+) -> ModelRunner:
     """A rank's model and store, ready to run."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
-    shape = StoreShape(config.num_hidden_layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype)
-    return ModelRunner(model, widths_of(model), KvStore(shape, NUM_BLOCKS, CPU), collectives, CPU)
+    settings = ExecutorSettings(block_size=BLOCK_SIZE)
+    shape = store_shape(settings, kv_dtype, layer_states(config, layout), dtype)
+    for_snapshot = shape.blocks_per_snapshot if shape.slot else 0
+    hot, cold = (NUM_BLOCKS, num_cold + for_snapshot) if num_cold else (NUM_BLOCKS + for_snapshot, 0)
+    store = KvStore(shape, hot, CPU, cold, NUM_SLOTS if shape.slot else 0)
+    return ModelRunner(model, widths_of(model), store, collectives, CPU)
 
 
 class Script:
@@ -112,6 +125,16 @@ class Script:
         self._tables = [blocks[start : start + count] for start, count in zip(starts, needed, strict=True)]
         self._done = [0] * len(lengths)
         self._first_cold = num_blocks if compresses else 0
+        self.state_slots = [NUM_SLOTS - 1 - sequence for sequence in range(len(lengths))]
+
+    @property
+    def blocks(self) -> set[int]:
+        """All that its sequences write to."""
+        return {block for table in self._tables for block in table}
+
+    def go_back(self, sequence: int, position: int) -> None:
+        """Has `sequence` go on from `position`, which it has passed."""
+        self._done[sequence] = position
 
     def step(
         self, tokens: dict[int, int], sample: bool = True, every_token: bool = False
@@ -151,6 +174,7 @@ class Script:
             block_tables=to_bytes(tables),
             sample_rows=to_bytes(rows),
             compressions=to_bytes(pairs),
+            state_slots=to_bytes([self.state_slots[sequence] for sequence in order]),
         )
         return plan, sampled
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.attention import paged_attention
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
@@ -72,7 +72,9 @@ def test_attention_over_compressed_blocks(codec: Codec, window: int | None, worl
     for rank in range(world_size):
         heads = slice(rank * local, (rank + 1) * local)
         q_heads = slice(rank * local * GROUP, (rank + 1) * local * GROUP)
-        store = KvStore(StoreShape(1, BLOCK_SIZE, local, WIDTH, torch.float32, (codec,)), NUM_BLOCKS, CPU, 16)
+        store = KvStore(
+            StoreShape.uniform(1, BLOCK_SIZE, local, WIDTH, torch.float32, (codec,)), NUM_BLOCKS, CPU, 16
+        )
         script = Script(LENGTHS)
 
         def run(
@@ -123,7 +125,10 @@ def test_a_token_reads_its_own_block_as_written_and_those_before_it_compressed(
     known = [torch.randn(2, length, HEADS, WIDTH) for length in LENGTHS]
     queries = [torch.randn(length, HEADS * GROUP, WIDTH) for length in LENGTHS]
     store = KvStore(
-        StoreShape(2, BLOCK_SIZE, HEADS, WIDTH, torch.float32, (None, codec)), NUM_BLOCKS, CPU, NUM_BLOCKS
+        StoreShape.uniform(2, BLOCK_SIZE, HEADS, WIDTH, torch.float32, (None, codec)),
+        NUM_BLOCKS,
+        CPU,
+        NUM_BLOCKS,
     )
     script = Script(LENGTHS, compresses=True)
     for step in ({0: 14, 2: 9}, {0: 1, 1: 11}, {0: 13, 1: 4}, {0: 1, 1: 1}, {0: 8, 1: 2}):
@@ -152,7 +157,7 @@ def worst_error(directory: Path, collectives: Collectives, codec: Codec | None, 
     model = load_model(directory, torch.float32, layout, collectives, CPU, lambda done, total: None)
     layers = config.num_hidden_layers
     heads, width = layout.kv_heads.size, layout.head_dim
-    shape = StoreShape(layers, BLOCK_SIZE, heads, width, torch.float32, (codec,) * layers)
+    shape = StoreShape.uniform(layers, BLOCK_SIZE, heads, width, torch.float32, (codec,) * layers)
     store = KvStore(shape, NUM_BLOCKS, CPU, NUM_BLOCKS)
     runner = ModelRunner(model, widths_of(model), store, collectives, CPU)
     script = Script(LENGTHS)

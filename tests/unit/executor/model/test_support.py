@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.model.catalogue import REFUSED, SERVED, check_supported, refusal_of
+from services.executor.model.catalogue import LISTED_ELSEWHERE, REFUSED, SERVED, check_supported, refusal_of
 from services.executor.model.loading.loader import context_length, load_config, load_model
-from services.executor.model.parallel.plans import PLANS, Style, plan_for
+from services.executor.model.parallel.plans import PLANS, Style, as_regex, plan_for
+from services.executor.model.parallel.rewiring import rewire_attention
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
@@ -67,19 +70,31 @@ def test_configurations_that_would_compute_something_else(
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("deepseek_v3", "latent attention"),
-        ("rwkv", "running state"),
-        ("qwen3_next", "linear_attention"),
+        ("xlnet", "two streams of the text"),
         ("t5", "has an encoder"),
         ("bert", "both directions"),
-        ("gemma3n_text", "shares keys and values"),
-        ("mpt", "not paged"),
-        ("bitnet", "not among those proven"),
+        ("hrm_text", "its prompt in both directions"),
+        ("llava", "not among those proven"),
     ],
 )
 def test_architectures_that_are_not_served(model_type: str, reason: str) -> None:
     with pytest.raises(ModelLoadError, match=reason):
         check_supported(CONFIG_MAPPING[model_type]())
+
+
+def test_layers_of_several_types_are_named() -> None:
+    with pytest.raises(ModelLoadError, match="several types, and its config"):
+        check_supported(CONFIG_MAPPING["lfm2_moe"]())
+
+
+def test_a_setting_that_transformers_does_not_compute() -> None:
+    with pytest.raises(ModelLoadError, match="logit_scale"):
+        check_supported(CONFIG_MAPPING["mpt"](logit_scale=0.5))
+
+
+def test_weights_of_several_projections_in_one() -> None:
+    with pytest.raises(ModelLoadError, match="projections in one weight"):
+        check_supported(CONFIG_MAPPING["xlstm"](weight_mode="fused"))
 
 
 def test_each_refused_architecture_exists_and_is_refused() -> None:
@@ -88,6 +103,11 @@ def test_each_refused_architecture_exists_and_is_refused() -> None:
             assert model_type in CONFIG_MAPPING
             assert refusal_of(model_type) == refusal.because
     assert all(refusal_of(model_type) is None for model_type in SERVED)
+
+
+def test_every_causal_type_is_served_or_refused_with_its_reason_once() -> None:
+    refused = [model_type for refusal in REFUSED for model_type in refusal.model_types]
+    assert sorted([*(set(SERVED) - LISTED_ELSEWHERE), *refused]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def test_every_plan_of_our_own_names_what_its_model_has() -> None:
@@ -100,7 +120,7 @@ def test_every_plan_of_our_own_names_what_its_model_has() -> None:
                 full for full, _ in model.named_parameters()
             }
         for pattern in plan:
-            assert any(full.endswith(f".{pattern}") for full in held), f"{model_type}: {pattern}"
+            assert any(as_regex(pattern).fullmatch(full) for full in held), f"{model_type}: {pattern}"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +182,7 @@ def test_layers_and_experts_of_another_make_are_refused(
     build("olmo2", {**settings_of("olmo2"), **NINE_HEADS}).save_pretrained(str(tmp_path))
     refused(tmp_path, "which is not one row for each of 9 heads")
     plan = {"mlp.up_proj": Style.COLUMN}
-    refused(llama, "0 attention layers that can be served out of 3")
+    refused(llama, "0 attention layers that can be served where its configuration makes 3 of 3")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +209,39 @@ def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -
         assert settings["max_position_embeddings"] > LONGROPE["original_max_position_embeddings"]
         CONFIG_MAPPING[model_type](**settings).save_pretrained(str(tmp_path))
         assert context_length(load_config(tmp_path)) == LONGROPE["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("rotary_dim", [3, 40, -2])
+def test_rotations_of_no_part_of_a_head_are_refused(tmp_path: Path, rotary_dim: int) -> None:
+    config = CONFIG_MAPPING["codegen"](**{**settings_of("codegen"), "rotary_dim": rotary_dim})
+    attention = SimpleNamespace(qkv_proj=None)
+    layout = ShardLayout.from_config(config, 1, 0)
+    with pytest.raises(
+        ModelLoadError, match=f"rotary_dim {rotary_dim}, which is no even part of a head of 8"
+    ):
+        rewire_attention(torch.nn.Module(), config, {"0": attention}, layout)  # type: ignore[dict-item]
+
+
+def test_doge_is_served_where_all_keys_are_attended_to() -> None:
+    doge = CONFIG_MAPPING["doge"]
+    assert context_length(doge(max_position_embeddings=100, keep_window_size=70)) == 70
+    assert context_length(doge(max_position_embeddings=60, keep_window_size=70)) == 60
+    with pytest.raises(ModelLoadError, match=r"experts by other tokens too \(is_moe\)"):
+        check_supported(doge(is_moe=True))
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "recurrent_gemma", "rwkv", "xlstm"])
+def test_context_length_of_models_that_do_not_limit_it(model_type: str) -> None:
+    assert context_length(CONFIG_MAPPING[model_type]()) == 131072
+
+
+def test_kernels_that_a_configuration_names(tmp_path: Path) -> None:
+    kernels = {"chunkwise_kernel": "chunkwise--triton_xl_chunk", "step_kernel": "triton"}
+    described = {"model_type": "xlstm", "num_heads": 4, "hidden_size": 64, **kernels}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = load_config(tmp_path)
+    check_supported(config)
+    assert (config.num_heads, config.hidden_size) == (4, 64)
 
 
 def test_context_length_of_models_without_position_embeddings() -> None:

@@ -6,6 +6,9 @@ marks of the whole context. The next token of a sequence is a function of its se
 and everything that its block table leads to. So a wrong slot, a shared block that was overwritten, a
 stale cache hit, or a copy that was made too late or to a wrong place changes the text or fails at once.
 So does a block that is read in another form than its reader's position tells (docs/adr/0024).
+
+Where the model keeps recurrent state each slot of that has (tokens taken in, the mark of these): a token goes in only
+behind its own beginning, and a step moves its sequences' states on, be it that it fails then.
 """
 
 from hashlib import blake2b
@@ -19,7 +22,9 @@ from shared.messages import GenerationRequest
 VOCAB = 50
 
 Slot = tuple[int, int, int]
-"""(token, position, mark)"""
+"""(token, position, mark); in a block of a snapshot (~part, tokens, mark)"""
+State = tuple[int, int]
+"""(tokens, mark) of a recurrent state"""
 
 
 def next_token(content: list[int], seed: int, position: int) -> int:
@@ -40,6 +45,11 @@ def pairs(payload: bytes) -> list[tuple[int, int]]:
     return list(zip(values[::2], values[1::2], strict=True))
 
 
+def lists(payload: bytes, length: int) -> list[list[int]]:
+    """Lists of `length` numbers each."""
+    return as_int32(payload).reshape(-1, length).tolist()
+
+
 class FakeEngine:
     """Executes plans, and asserts that they are well formed."""
 
@@ -57,6 +67,9 @@ class FakeEngine:
         self.largest = 0
         self.saves = self.compressions = self.restores = 0
         """Copies in all."""
+        self.parts = 1 + spec.state_blocks
+        self.states: list[State | None] = [None] * spec.num_states
+        self.snapshots = self.state_saves = self.state_loads = 0
 
     def execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
         self._copy(plan)
@@ -80,13 +93,15 @@ class FakeEngine:
 
     def _copy(self, plan: StepPlan) -> None:
         saves, adoptions, restores = pairs(plan.saves), pairs(plan.adoptions), pairs(plan.restores)
-        self._check_targets(saves, pairs(plan.compressions) + adoptions, restores)
+        kept = [(slot, at) for slot, *blocks in lists(plan.state_saves, self.parts) for at in blocks]
+        self._check_targets(saves, pairs(plan.compressions) + adoptions + kept, restores)
         for block, slot in saves:
             assert None not in self.blocks[block], "a block is saved that is not full"
             self.spilled[slot] = list(self.blocks[block])
             self.unreadable.discard(slot)
         for block in {block for block, _ in saves}:
             self._wipe(block)
+        self._save_states(plan)
         for slot, block in adoptions:
             self.blocks[block] = list(self.landing.pop(slot))
         for slot, block in restores:
@@ -98,6 +113,24 @@ class FakeEngine:
                 if slot in failed:
                     self._wipe(block)
             raise RestoreFailed(failed)
+        self._load_states(plan)
+
+    def _save_states(self, plan: StepPlan) -> None:
+        for slot, *blocks in lists(plan.state_saves, self.parts):
+            state = self.states[slot]
+            assert state is not None, "a state is saved that is none"
+            for part, block in enumerate(blocks):
+                self.blocks[block] = [(~part, *state)] * self.block_size
+            self.states[slot] = None
+            self.state_saves += 1
+
+    def _load_states(self, plan: StepPlan) -> None:
+        for slot, *blocks in lists(plan.state_loads, self.parts):
+            parts = [self.at(block, 0) for block in blocks]
+            assert [part for part, _, _ in parts] == [~part for part in range(len(blocks))]
+            (state,) = {part[1:] for part in parts}
+            self.states[slot] = state
+            self.state_loads += 1
 
     def _compress(self, plan: StepPlan) -> None:
         """In the step, behind its writes."""
@@ -133,6 +166,7 @@ class FakeEngine:
         assert not flat
         self._check_writers(chunks)
         self._compress(plan)
+        self._move_on(plan, chunks)
         row = 0
         for chunk in chunks:
             content = chunk.read(self)
@@ -143,6 +177,27 @@ class FakeEngine:
         assert not waiting
         assert len(results) == len(rows)
         return results
+
+    def _move_on(self, plan: StepPlan, chunks: "list[Chunk]") -> None:
+        """The recurrent states, each by its sequence's tokens."""
+        slots = as_int32(plan.state_slots).tolist()
+        assert len(slots) == len(set(slots)) == (len(chunks) if self.spec.num_states else 0)
+        tokens, wanted, row = as_int32(plan.token_ids).tolist(), dict(pairs(plan.state_snapshots)), 0
+        assert not set(wanted.values()) & set(slots), "a snapshot goes to a slot in use"
+        assert len(set(wanted.values())) == len(wanted), "two snapshots go to one slot"
+        for slot, chunk in zip(slots, chunks, strict=False):
+            state = self.states[slot] if chunk.begin else (0, 0)
+            for position in range(chunk.begin, chunk.context):
+                before = chunk.written(self, position - 1)[2] if position else 0
+                assert state == (position, before), "a state is not that of the tokens before"
+                state = position + 1, hash((before, tokens[row]))
+                if (copy := wanted.pop(row, None)) is not None:
+                    assert (position + 1) % self.block_size == 0
+                    self.states[copy] = state
+                    self.snapshots += 1
+                row += 1
+            self.states[slot] = state
+        assert not wanted, "a snapshot of a row that is not there"
 
     def sample(self, content: list[int], state: SamplingState) -> SampledToken:
         """The token after `content`."""

@@ -81,10 +81,13 @@ class BatcherMachine(RuleBasedStateMachine):
         rng: random.Random,
     ) -> None:
         hot = blocks if cold else max(blocks, 5)
-        self.spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
-        self.settings = BatchSettings(budget, sequences, max_waiting=8, session_ttl=ttl, max_drafts=drafts)
+        spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
+        self.begin(spec, BatchSettings(budget, sequences, 8, ttl, drafts), lookahead, rng)
+
+    def begin(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
+        self.spec, self.settings = spec, settings
         # Drafts are right or wrong as it happens: the text must be the same.
-        self.drafter = FakeDrafter(self.spec, self.settings, rng) if drafts else None
+        self.drafter = FakeDrafter(self.spec, self.settings, rng) if settings.max_drafts else None
         self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
         self.launches = Launches(self.engine.execute)
@@ -318,6 +321,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher.check()
         load = self.batcher.load()
         assert load.free_blocks == load.total_blocks
+        assert self.batcher._tables.states.used == 0
         assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
 
 
@@ -327,10 +331,66 @@ def _with(request: GenerationRequest, **changes: object) -> GenerationRequest:
     )
 
 
+class RecurrentBatcherMachine(BatcherMachine):
+    """Of a model that keeps recurrent state: few slots, and room for some snapshots."""
+
+    @initialize(
+        slots=st.integers(1, 6),
+        parts=st.integers(1, 3),
+        hot=st.integers(4, 12),
+        cold=st.integers(4, 40),
+        host=st.sampled_from([0, 6, 30]),
+        disk=st.sampled_from([0, 20]),
+        copies=st.integers(1, 6),
+        budget=st.integers(4, 40),
+        sequences=st.integers(1, 4),
+        context=st.integers(30, 120),
+        ttl=st.sampled_from([0.0, 100.0]),
+        lookahead=st.booleans(),
+    )
+    def build(  # type: ignore[override]
+        self,
+        slots: int,
+        parts: int,
+        hot: int,
+        cold: int,
+        host: int,
+        disk: int,
+        copies: int,
+        budget: int,
+        sequences: int,
+        context: int,
+        ttl: float,
+        lookahead: bool,
+    ) -> None:
+        spec = EngineSpec(
+            BLOCK, hot, context, VOCAB, cold, host, disk, copies, num_states=slots, state_blocks=parts
+        )
+        self.begin(spec, BatchSettings(budget, sequences, 8, ttl), lookahead, random.Random(1))
+
+    @rule(request=requests, start=st.integers(0, 2), length=st.integers(17, 60), steps=st.integers(0, 8))
+    def ask_alike(self, request: GenerationRequest, start: int, length: int, steps: int) -> None:
+        """A long prompt that begins as others do, and another one like it some steps later."""
+        prompt = [(start + i // 3) % VOCAB for i in range(length)]
+        for turn in range(2):
+            name = f"alike-{len(self.newest)}"
+            self.add(_with(request, generation_id=name, prompt=[*prompt, turn], attempt=0), 0)
+            self.steps(steps)
+
+
 class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=40, stateful_step_count=60)
 
 
 @pytest.mark.slow
 class TestBatcherMachineForLonger(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=300, stateful_step_count=60)
+
+
+class TestRecurrentBatcherMachine(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.slow
+class TestRecurrentBatcherMachineForLonger(RecurrentBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)

@@ -7,7 +7,7 @@ import pytest
 from services.executor.core.engine import EngineSpec
 from services.executor.kv_cache.prefix_index import BlockChain
 from services.executor.scheduler.admission import BatchSettings
-from services.executor.scheduler.block_tables import BlockTables
+from services.executor.scheduler.block_tables import Beginning, BlockTables
 from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Chunk, build_plan
 from shared.errors import InternalError
@@ -214,7 +214,7 @@ def _tables(num_cold: int, *tokens: int) -> tuple[BlockTables, list[Sequence]]:
     tables = BlockTables(EngineSpec(BLOCK, 4, 100, VOCAB, num_cold=num_cold), BatchSettings())
     sequences = [Sequence(ask(str(n), [n] * count), n, BLOCK, b"") for n, count in enumerate(tokens)]
     for sequence in sequences:
-        tables.admit(sequence, [])
+        tables.admit(sequence, Beginning([]))
     return tables, sequences
 
 

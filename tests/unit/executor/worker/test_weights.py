@@ -12,20 +12,23 @@ from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
+from services.executor.cpu.packed_file import PackedFile
 from services.executor.ipc.rank_pipe import RankSpec
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.offload import SpillStore
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
+from services.executor.model.loading import loader
 from services.executor.native import library
 from services.executor.worker import weights
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, choose_dtype, load_share
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from tests.unit.executor.model.architectures import ARCHITECTURES
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
-from tests.unit.executor.model.tiny import make_model, reference_logits
+from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits
 
 natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 SPEC = RankSpec(rank=0, world_size=1, group="g", instance="i", epoch=1, board="", settings={})
@@ -52,13 +55,13 @@ def model_of(directory: Path, **changes: object) -> Path:
 
 
 def share_of(directory: Path, **settings: object) -> Share:
-    asked = load_settings(ExecutorSettings, weight_cache_bytes=0, threads=2, **settings)
+    asked = load_settings(ExecutorSettings, **{"weight_cache_bytes": 0, "threads": 2, **settings})
     return load_share(asked, SPEC, directory, CPU, SingleRank(), lambda done, total: None)
 
 
 def runner_of(share: Share) -> ModelRunner:
-    shape = StoreShape(
-        share.facts.layers, BLOCK_SIZE, share.layout.kv_heads.size, share.layout.head_dim, share.dtype
+    shape = StoreShape.uniform(
+        len(share.facts.states), BLOCK_SIZE, share.layout.kv_heads.size, share.layout.head_dim, share.dtype
     )
     return share.runner(
         KvStore(shape, NUM_BLOCKS, CPU), SpillStore(0, 0, shape.bytes_per_spilled_block), None
@@ -95,7 +98,7 @@ def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: N
 
 
 @natively
-@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", True), ("olmoe", False)])
+@pytest.mark.parametrize(("model_type", "packed"), [("llama", True), ("qwen3_moe", True), ("arcee", False)])
 def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
     tmp_path: Path, model_type: str, packed: bool
 ) -> None:
@@ -130,8 +133,8 @@ def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: 
     ("stored", "model_type", "device", "expected"),
     [
         ("float32", "llama", "cpu", torch.float32),
-        (torch.bfloat16, "gpt_oss", "cpu", torch.float32),
-        (torch.bfloat16, "gpt_oss", "cuda", torch.bfloat16),
+        (torch.bfloat16, "gpt2", "cpu", torch.float32),
+        (torch.bfloat16, "gpt2", "cuda", torch.bfloat16),
         (torch.float32, "llama", "cuda", torch.float32),
     ],
 )
@@ -146,3 +149,49 @@ def test_auto(
 def test_a_level_that_this_cpu_lacks_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"choose one of: {', '.join(library.levels())}"):
         share_of(tmp_path / "no model", cpu_level="sse9")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "error"),
+    [
+        (
+            "llama",
+            r"holds 0 tokens, fewer than one sequence of 128 takes; set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
+        ),
+        (
+            "deepseek_v3",
+            r"holds 0 tokens, fewer than one sequence of 128 takes; set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
+        ),
+        (
+            "qwen3_5_text",
+            r"hold that of 0 sequences where 2 are needed.* set RYZANSTEIN_KV_MEMORY .* to \d+ bytes",
+        ),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, error: str
+) -> None:
+    make_model(tmp_path, model_type, **({} if model_type in VARIANTS else ARCHITECTURES[model_type]))
+    monkeypatch.setattr(loader, "read_all", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigurationError, match=error):
+        share_of(tmp_path, kv_memory=100)
+
+
+@natively
+def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = model_of(tmp_path / "model", head_dim=32)
+    kept = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": tmp_path / "kept"}
+    share = share_of(directory, **kept)
+    assert not share.is_cached
+    packed = runner_of(share).packed
+    assert packed is not None
+    asked = load_settings(ExecutorSettings, threads=2, **kept)
+    cache = weights._cache_of(asked, SPEC, directory, CPU, SingleRank(), 2)
+    assert cache is not None
+    cache.keep(share.facts, packed)
+    assert share_of(directory, **kept).is_cached
+    monkeypatch.setattr(PackedFile, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigurationError, match="holds 0 tokens"):
+        share_of(directory, kv_memory=100, **kept)

@@ -348,6 +348,21 @@ static void forward_tokens(rz_decoder *decoder, int first, int count, float *log
     must(fused == value && fused_index == index, "the largest logit while it is computed");
 }
 
+/* Of a model: logits are those of its last token, however the tokens before it are cut. */
+static void check_steps(const char *name, const rz_model *model)
+{
+    rz_decoder *decoder = rz_decoder_new(model, 2, NULL);
+    float whole[VOCABULARY], alone[VOCABULARY], pieces[VOCABULARY];
+    forward_tokens(decoder, 0, TOKENS, whole);
+    show_floats(name, whole, VOCABULARY);
+    forward_tokens(decoder, TOKENS - 1, 1, alone);
+    must(!memcmp(whole, alone, sizeof whole), "a token, of its chunk");
+    for (int first = 0; first < TOKENS; first += 37)
+        forward_tokens(decoder, first, first + 37 < TOKENS ? 37 : TOKENS - first, pieces);
+    must(!memcmp(whole, pieces, sizeof whole), "a token, of how its prompt was cut");
+    rz_decoder_free(decoder);
+}
+
 static void check_decoder(int codec, int activation, float cap)
 {
     const long plane = (long)KV_BLOCKS * 2 * KV_HEADS, inner = (long)TOKENS_OF_BLOCK * DIM;
@@ -358,12 +373,13 @@ static void check_decoder(int codec, int activation, float cap)
             .after_attention_norm = cap ? floats_of(HIDDEN, 1, 0.1f) : NULL, .query_norm = floats_of(DIM, 1, 0.1f),
             .key_norm = floats_of(DIM, 1, 0.1f), .qkv = linear_of((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, 1),
             .output = linear_of(HIDDEN, HEADS * DIM, 0), .gate_up = linear_of(2 * INNER, HIDDEN, 0),
-            .down = linear_of(HIDDEN, INNER, 1), .rotary = 0, .window = i ? 40 : 0, .hot = room((size_t)(plane * inner) * 2),
+            .down = linear_of(HIDDEN, INNER, 1), .rotary = 0, .window = i ? 40 : 0, .scale = 1, .hot = room((size_t)(plane * inner) * 2),
             .codes = room((size_t)(plane * inner) * 2), .scales = room((size_t)plane * sizeof(float)), .num_hot = KV_BLOCKS,
             .codec = codec };
     rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
-    rz_model model = { .layers = LAYERS, .hidden = HIDDEN, .intermediate = INNER, .q_heads = HEADS, .kv_heads = KV_HEADS,
-                       .head_dim = DIM, .block_size = TOKENS_OF_BLOCK, .activation = activation, .rotary_dim = DIM,
+    rz_model model = { .layers = LAYERS, .hidden = HIDDEN, .intermediate = INNER, .num_heads = 1,
+                       .heads = { { .q_heads = HEADS, .kv_heads = KV_HEADS, .lines = 2, .key_dim = DIM, .value_dim = DIM } },
+                       .block_size = TOKENS_OF_BLOCK, .activation = activation, .rotary_dim = { DIM },
                        .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
                        .attention_scale = 0.2f, .attention_cap = cap, .embedding_scale = 1, .residual_scale = 0.5f,
                        .logit_scale = 1, .logit_cap = cap, .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f),
@@ -373,16 +389,48 @@ static void check_decoder(int codec, int activation, float cap)
         frequencies[i] = 1.0f / (float)(1 + i);
     model.frequencies[0] = frequencies;
     model.rotary_scale[0] = 1;
-    rz_decoder *decoder = rz_decoder_new(&model, 2, NULL);
-    float whole[VOCABULARY], alone[VOCABULARY], pieces[VOCABULARY];
-    forward_tokens(decoder, 0, TOKENS, whole);
-    show_floats("logits", whole, VOCABULARY);
-    forward_tokens(decoder, TOKENS - 1, 1, alone);
-    must(!memcmp(whole, alone, sizeof whole), "a token, of its chunk");
-    for (int first = 0; first < TOKENS; first += 37)
-        forward_tokens(decoder, first, first + 37 < TOKENS ? 37 : TOKENS - first, pieces);
-    must(!memcmp(whole, pieces, sizeof whole), "a token, of how its prompt was cut");
-    rz_decoder_free(decoder);
+    check_steps("logits", &model);
+}
+
+/* Two layers that keep lines of 64 + 32 values, with and without query latents, the one rotated in halves, the other in
+ * pairs that become halves. */
+static void check_latents(int codec)
+{
+    enum { MANY = 50, PLAIN = 32, ROTATED = 32, RANK = 64, VALUES = 32, QUERIES = 96, LINE = RANK + ROTATED };
+    const long inner = (long)TOKENS_OF_BLOCK * LINE;
+    rz_layer layers[2];
+    rz_latent latents[2];
+    for (int i = 0; i < 2; i++) {
+        const int queries = i ? MANY * (PLAIN + ROTATED) : QUERIES;
+        latents[i] = (rz_latent){
+            .keys = linear_of(MANY * RANK, PLAIN, 0), .values = linear_of(MANY * VALUES, RANK, 0),
+            .norm = floats_of(RANK, 1, 0.1f), .plain = PLAIN, .rotated = ROTATED, .rank = RANK, .value_dim = VALUES,
+            .pairs = i, .position_span = 40, .position_growth = 0.2f, .query_eps = 1e-6f, .eps = 1e-6f };
+        if (!i) {
+            latents[i].query_b = linear_of(MANY * (PLAIN + ROTATED), QUERIES, 0);
+            latents[i].query_norm = floats_of(QUERIES, 1, 0.1f);
+            latents[i].query_rank = QUERIES;
+        }
+        layers[i] = (rz_layer){
+            .attention_norm = floats_of(HIDDEN, 1, 0.1f), .feed_forward_norm = floats_of(HIDDEN, 1, 0.1f),
+            .qkv = linear_of(queries + LINE, HIDDEN, 1), .output = linear_of(HIDDEN, MANY * VALUES, 0),
+            .gate_up = linear_of(2 * INNER, HIDDEN, 0), .down = linear_of(HIDDEN, INNER, 1), .latent = &latents[i],
+            .hot = room((size_t)(KV_BLOCKS * inner) * 2), .codes = room((size_t)(KV_BLOCKS * inner) * 2),
+            .scales = room(KV_BLOCKS * sizeof(float)), .num_hot = KV_BLOCKS, .codec = codec };
+    }
+    rz_linear head = linear_of(VOCABULARY, HIDDEN, 0);
+    rz_model model = { .layers = 2, .hidden = HIDDEN, .intermediate = INNER, .num_heads = 1,
+                       .heads = { { .q_heads = MANY, .kv_heads = 1, .lines = 1, .key_dim = LINE, .value_dim = RANK } },
+                       .block_size = TOKENS_OF_BLOCK, .activation = RZ_SILU, .rotary_dim = { ROTATED },
+                       .num_hot = KV_BLOCKS, .num_cold = KV_BLOCKS, .rows_in_embedding = VOCABULARY, .ranks = 1, .eps = 1e-5f,
+                       .attention_scale = 0.2f, .embedding_scale = 1, .residual_scale = 0.5f, .logit_scale = 1,
+                       .layer = layers, .final_norm = floats_of(HIDDEN, 1, 0.1f), .embedding = head, .head = head };
+    float *frequencies = floats_of(ROTATED / 2, 0, 0);
+    for (int i = 0; i < ROTATED / 2; i++)
+        frequencies[i] = 1.0f / (float)(1 + i);
+    model.frequencies[0] = frequencies;
+    model.rotary_scale[0] = 1;
+    check_steps("latents", &model);
 }
 
 int main(void)
@@ -396,6 +444,8 @@ int main(void)
     check_decoder(RZ_CODEC_INT8, RZ_SILU, 0);
     check_decoder(RZ_CODEC_FP8, RZ_GELU_TANH, 0);
     check_decoder(RZ_CODEC_NONE, RZ_GELU_TANH, 20);
+    check_latents(RZ_CODEC_NONE);
+    check_latents(RZ_CODEC_INT8);
     for (int bits = 2; bits <= 8; bits += bits < 6 ? 1 : 2) {
         check_quantized(bits, 32, RZ_NO_MINIMUMS, 0);
         check_quantized(bits, bits == 6 ? 16 : 128, RZ_MINIMUMS, 0);

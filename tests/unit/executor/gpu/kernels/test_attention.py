@@ -21,9 +21,9 @@ from services.executor.gpu.kernels.tiles import (
     tile_shape,
     tiles_of,
 )
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.step_context import ScoreRule
 
 DEVICE = torch.device("cpu" if interprets() else "cuda")
@@ -114,7 +114,7 @@ def test_a_store_with_more_lines_than_kernels_count_is_refused() -> None:
 @pytest.mark.parametrize("codec", [INT8, FP8], ids=["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Codec) -> None:
-    shape = StoreShape(3, 16, 2, 20, dtype, (codec, None, codec))
+    shape = StoreShape.uniform(3, 16, 2, 20, dtype, (codec, None, codec))
     ours, theirs = KvStore(shape, 6, DEVICE, 5), KvStore(shape, 6, DEVICE, 5)
     content = torch.randn(ours.hot_layers().shape, generator=torch.Generator().manual_seed(1))
     content[:, 1] *= 1e-3
@@ -139,7 +139,7 @@ def test_blocks_are_compressed_as_pytorch_does_it(dtype: torch.dtype, codec: Cod
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_keys_and_values_are_written_to_their_slots(dtype: torch.dtype) -> None:
-    shape = StoreShape(2, 16, 3, 20, torch.bfloat16, (INT8,) * 2)
+    shape = StoreShape.uniform(2, 16, 3, 20, torch.bfloat16, (INT8,) * 2)
     ours, theirs = KvStore(shape, 6, DEVICE, 2), KvStore(shape, 6, DEVICE, 2)
     fused = torch.randn((7, 9, 20), generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(DEVICE)
     slots = torch.tensor([5, 90, -1, 0, 33, 95, -1], device=DEVICE)

@@ -73,6 +73,18 @@ def test_products_multiply_while_weights_come() -> None:
 
 
 @pytest.mark.slow
+def test_experts_multiply_while_weights_come() -> None:
+    found = compiled("experts")
+    assert all(one["stack"] == 0 for one in found.values()), found
+    products = [one for name, one in found.items() if name.startswith(("expert_rows", "expert_groups"))]
+    assert min(one["counts"]["wgmma"] for one in products) > 0
+    assert min(one["counts"]["async"] for one in products) > 0
+    # Two programs of the largest tiles fit.
+    assert max(one["registers"] for one in products) * 128 * 2 <= REGISTERS
+    assert max(one["shared"] for one in products) * 2 <= MOST_SHARED
+
+
+@pytest.mark.slow
 def test_what_samples_leaves_its_processor_room() -> None:
     found = compiled("sampling")
     assert {name.split()[0] for name in found} == {

@@ -61,3 +61,15 @@ def test_boxes_make_the_tensor_that_torch_makes(
     content, tensor, stored = made
     assert content.shape == tuple(tensor.shape)
     assert torch.equal(built(content, stored), tensor)
+    if tensor.dim() == 3 and (flat := content.flattened()) is not None:
+        assert torch.equal(built(flat, stored), tensor.flatten(0, 1))
+
+
+def test_experts_one_by_one_and_stacked_are_matrices_one_below_the_other() -> None:
+    stored = {name: torch.arange(24).view(2, 3, 4) + 100 * index for index, name in enumerate("ab")}
+    whole = [Composition.whole(name, (2, 3, 4)) for name in stored]
+    for content in (concatenated(whole, 1), concatenated(whole, 0).selected(2, [Span(1, 3)])):
+        flat = content.flattened()
+        assert flat is not None
+        assert torch.equal(built(flat, stored), built(content, stored).flatten(0, 1))
+    assert whole[0].transposed(1, 2).flattened() is None

@@ -1,6 +1,7 @@
 import json
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_weights_the_model_has_no_place_for(copy: Path) -> None:
 def test_context_length(copy: Path) -> None:
     assert context_length(load_config(copy)) == 128
     with pytest.raises(ModelLoadError, match="max_position_embeddings"):
-        context_length(object())
+        context_length(SimpleNamespace(model_type="llama"))
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"])

@@ -312,3 +312,47 @@ def test_scales_that_are_no_numbers_are_refused_with_the_name_of_the_weight(tmp_
         ModelLoadError, match=r"model.layers.1.self_attn.o_proj.weight cannot be read \(.*NaN or infinite"
     ):
         load(path.parent)
+
+
+def test_the_fp8_of_deepseek_v4_is_read(tmp_path: Path) -> None:
+    """Under its own names, with powers of two for scales."""
+    model = build("deepseek_v4", settings_of("deepseek_v4"))
+    plain, coded = tmp_path / "plain", tmp_path / "coded"
+    for directory in (plain, coded):
+        model.save_pretrained(str(directory))
+    made, values = np.random.default_rng(0), load_file(plain / "model.safetensors")
+    stored = dict(values)
+    linear = (
+        ".w1.weight",
+        ".w2.weight",
+        ".w3.weight",
+        ".wq_b.weight",
+        ".wkv.weight",
+        ".wo_a.weight",
+        ".wo_b.weight",
+    )
+    for name in values:
+        if name.endswith(linear) and "compressor" not in name:
+            outputs, inputs = values[name].shape
+            codes = fp8(made, outputs, inputs, block=16).tensors["weight"]
+            shape = (-(-outputs // 16), -(-inputs // 16))
+            scales = torch.from_numpy(made.integers(122, 125, shape).astype(np.uint8)).view(
+                torch.float8_e8m0fnu
+            )
+            wide = scales.float().repeat_interleave(16, 0)[:outputs].repeat_interleave(16, 1)[:, :inputs]
+            values[name] = codes.float() * wide
+            stored |= {name: codes, name.removesuffix("weight") + "scale": scales}
+    save_file(values, plain / "model.safetensors")
+    save_file(stored, coded / "model.safetensors")
+    path = coded / "config.json"
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"}
+    config = {**json.loads(path.read_text()), "quantization_config": settings}
+    path.write_text(json.dumps(config))
+    expected, found = (make_runner(directory, SingleRank()) for directory in (plain, coded))
+    for plan, _ in mixed_script()[1]:
+        wanted, logits = expected.forward(plan), found.forward(plan)
+        if wanted is not None and logits is not None:
+            assert torch.equal(wanted, logits)
+    path.write_text(json.dumps({**config, "expert_dtype": "fp4"}))
+    with pytest.raises(ModelLoadError, match="experts in fp4"):
+        make_runner(coded, SingleRank())

@@ -1,10 +1,13 @@
 """Rows of fused projections, against what the names of the rows say."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.sharding import HeadCounts, ShardLayout, Span
-from services.executor.model.parallel.splitting import blocks, by_group, halves, merged
+from services.executor.model.parallel.layers import halves, merged
+from services.executor.model.parallel.splitting import blocks, by_fourth, by_group
+from shared.errors import ModelLoadError
 
 HEAD_DIM = 2
 
@@ -57,6 +60,24 @@ def test_by_group(ring: list[ShardLayout]) -> None:
             expected += heads("q", Span(first, first + layout.q_per_kv))
             expected += [("k", kv_head), ("v", kv_head)]
         assert rows(names, by_group(layout)) == expected
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_by_fourth(fourth: int, world_size: int) -> None:
+    total = HeadCounts(4 * fourth, 4 * fourth, HEAD_DIM)
+    names = []
+    for first in range(0, 4 * fourth, fourth):
+        names += [name for kind in "qvk" for name in heads(kind, Span(first, first + fourth))]
+    for rank in range(world_size):
+        layout = ShardLayout.of(total, world_size, rank)
+        expected = [name for kind in "qkv" for name in heads(kind, layout.q_heads)]
+        assert rows(names, by_fourth(layout)) == expected
+
+
+@pytest.mark.parametrize("counts", [(6, 6), (8, 4)])
+def test_heads_that_make_no_fourths_are_refused(counts: tuple[int, int]) -> None:
+    with pytest.raises(ModelLoadError, match=rf"{counts[0]} attention heads do not make four equal parts"):
+        by_fourth(ShardLayout.of(HeadCounts(*counts, HEAD_DIM), 1, 0))
 
 
 @given(rings())

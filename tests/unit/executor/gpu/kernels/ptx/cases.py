@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.on_gpu.launched import meta
 from benchmarks.random_model import random_rows
-from services.executor.gpu.kernels import attention_launch, codes, elementwise, matmul, sampling
+from services.executor.gpu.kernels import attention_launch, codes, elementwise, experts, matmul, sampling
 from services.executor.gpu.kernels.codes import word_to_floats
 from services.executor.gpu.kernels.grouped import PackedRows, multiply_grouped, widened
 from services.executor.gpu.kernels.tiles import rows_for
@@ -101,6 +101,33 @@ def grouped(form: str, rows: int) -> None:
     return multiply_grouped(x, weight, meta(GROUPED_OUTPUTS), meta(16, dtype=torch.int32), cut, out)
 
 
+EXPERTS, CHOSEN, EXPERT_ROWS, EXPERT_OUTPUTS = 6, 2, 5, 80
+RULES = {
+    "softmax": experts.Rule(CHOSEN),
+    "sigmoid": experts.Rule(CHOSEN, sigmoid=True, normalized=False, groups=3, top_groups=2, scale=2.5),
+}
+
+
+def mixture(form: str, rule: experts.Rule) -> None:
+    """All of a mixture's kernels for a few rows."""
+    logits, correction = (
+        meta(EXPERT_ROWS, EXPERTS + 1, dtype=torch.float32),
+        meta(EXPERTS, dtype=torch.float32),
+    )
+    slots = meta(EXPERT_ROWS, dtype=torch.int32)
+    routed = experts.route(logits, correction if rule.sigmoid else None, slots, EXPERTS, rule)
+    x, arrivals = meta(EXPERT_ROWS, GROUPED_INPUTS), meta(264, dtype=torch.int32)
+    if form == "int4":
+        weight = grouped_weight(form)
+        tensors = {name: part.to("meta") for name, part in vars(weight).items() if isinstance(part, Tensor)}
+        experts.multiply_stacked_groups(x, replace(weight, **tensors), routed, arrivals, 2)
+    else:
+        weights = meta(EXPERTS * EXPERT_OUTPUTS, GROUPED_INPUTS)
+        experts.multiply_stacked(x, weights, None, routed, EXPERT_OUTPUTS, arrivals, 2)
+    made, shared = meta(EXPERT_ROWS * CHOSEN, EXPERT_OUTPUTS), meta(EXPERT_ROWS, EXPERT_OUTPUTS)
+    experts.combine(made, routed, EXPERTS, shared, logits)
+
+
 def draw() -> None:
     space = sampling.space_for(ROWS, VOCABULARY, torch.device("meta"))
     params = meta(sampling.NUM_PARAMS * ROWS, dtype=torch.float64)
@@ -162,4 +189,8 @@ CASES |= {
     "attend chunk": lambda: attend(INT8, 1, CHUNK),
     "draw": draw,
 }
-LAUNCHES = CASES | GROUPED
+MIXTURES = {
+    "mixture": lambda: mixture("plain", RULES["softmax"]),
+    "mixture int4": lambda: mixture("int4", RULES["sigmoid"]),
+}
+LAUNCHES = CASES | GROUPED | MIXTURES

@@ -109,10 +109,11 @@ class Program:
         assert it.opcode[-2:] == ("add", "u32"), it.text
         old = np.zeros(self.lanes.count, np.uint32)
         addresses, values = self.address(it.operands[1]), self.lanes.bits(it.operands[2], 32)
+        memory = self.memory_of(it)
         for at in np.flatnonzero(self._who()):
             place = addresses[at : at + 1]
-            old[at] = self.memory.load(place, 4).view(np.uint32)[0, 0]
-            self.memory.store(place, (old[at : at + 1] + values[at : at + 1]).view(np.uint8).reshape(1, 4))
+            old[at] = memory.load(place, 4).view(np.uint32)[0, 0]
+            memory.store(place, (old[at : at + 1] + values[at : at + 1]).view(np.uint8).reshape(1, 4))
         self.lanes.put(it.operands[0], old)
 
     def copy(self, it: Statement) -> None:

@@ -1,0 +1,158 @@
+"""What one rank's KV store holds of a block and of a slot: the sizes of all that follows from the model and settings.
+
+    block   of each page layer [parts, heads, lines, width]         hot: in the model's dtype; cold: after its codec
+    slot    of each layer with recurrent state its tensors          float32 or the model's dtype
+
+Snapshots of slots are kept in full blocks, as many as their bytes take.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from services.executor.core.layer_state import Pages, StateTensor
+from services.executor.kv_cache.codecs import Codec
+from shared.errors import ConfigurationError
+
+CACHE_LINE = 64
+"""Where tensors begin in host memory, so that kernels load whole lines."""
+FORMAT_VERSION = 1
+"""Of the bytes of a block: a release that lays them out in another way raises it."""
+
+
+@dataclass(frozen=True)
+class StoreShape:
+    """What decides the size of one rank's store."""
+
+    block_size: int
+    dtype: torch.dtype
+    pages: tuple[Pages, ...]
+    """Of each page layer."""
+    codecs: tuple[Codec | None, ...] = ()
+    """How each page layer compresses its cold blocks, None: not; empty: none does."""
+    slot: tuple[tuple[StateTensor, ...], ...] = ()
+    """What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state."""
+
+    def __post_init__(self) -> None:
+        if len(self.codecs) not in (0, self.num_layers):
+            raise ValueError(f"{len(self.codecs)} codecs were given for {self.num_layers} layers")
+        for tokens in {pages.tokens for pages in self.pages}:
+            if tokens % self.block_size and self.block_size % tokens:
+                raise ConfigurationError(
+                    f"The model keeps one line for every {tokens} tokens, and neither do they make whole KV blocks of "
+                    f"{self.block_size} tokens nor do blocks make whole lines; set RYZANSTEIN_BLOCK_SIZE to {tokens}."
+                )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        codecs: tuple[Codec | None, ...] = (),
+    ) -> "StoreShape":
+        """Of a model whose layers all keep keys and values of `kv_heads` heads (this rank's), `head_dim` wide."""
+        return cls(block_size, dtype, (Pages(2, kv_heads, head_dim),) * num_layers, codecs)
+
+    @property
+    def num_layers(self) -> int:
+        """Page layers."""
+        return len(self.pages)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all page layers are keys and values of one shape, of each token."""
+        return len(set(self.pages)) == 1 and self.pages[0].parts == 2 and self.pages[0].tokens == 1
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of this rank, of a store whose page layers are alike."""
+        return self._only.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._only.width
+
+    @property
+    def _only(self) -> Pages:
+        if not self.is_uniform:
+            raise ValueError("the page layers differ")
+        return self.pages[0]
+
+    @property
+    def compresses(self) -> bool:
+        return any(codec is not None for codec in self.codecs)
+
+    @property
+    def moves_full_blocks(self) -> bool:
+        """Whether full blocks are copied to ids of their own (cold): compressed, or, as they are, because snapshots of
+        slots lie among them, whose bytes must never be read as keys and values of a block that is partly written."""
+        return self.compresses or self.slot_bytes > 0
+
+    def codec(self, layer: int) -> Codec | None:
+        return self.codecs[layer] if self.codecs else None
+
+    @property
+    def values_per_block(self) -> int:
+        """Values of one block over all page layers."""
+        return sum(pages.values_per_block(self.block_size) for pages in self.pages)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one sequence's slot; 0: there are none. Tensors begin at multiples of 64."""
+        return sum(state_bytes(tensor, self.dtype) for layer in self.slot for tensor in layer)
+
+    @property
+    def format(self) -> str:
+        """What a full block's bytes mean: stores of one format can read each other's."""
+        codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
+        described = codecs if self.compresses else ""
+        if self.is_uniform and not self.slot:
+            sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
+            return f"{FORMAT_VERSION}:{sizes}:{self.dtype}:{described}"
+        pages = ",".join(_described(pages) for pages in self.pages)
+        slot = ";".join(
+            ",".join(f"{'x'.join(map(str, tensor.shape))}{'f' * tensor.fp32}" for tensor in layer)
+            for layer in self.slot
+        )
+        return f"{FORMAT_VERSION}:{self.block_size}:{pages}:{self.dtype}:{described}:{slot}"
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one hot block over all layers."""
+        return self.values_per_block * self.dtype.itemsize
+
+    @property
+    def bytes_per_cold_block(self) -> int:
+        """Bytes of one cold block over all layers, scales included."""
+        return sum(self._cold_bytes(pages, self.codec(layer)) for layer, pages in enumerate(self.pages))
+
+    @property
+    def bytes_per_spilled_block(self) -> int:
+        """Bytes of a full block over all layers in its last format, in which it is spilled."""
+        return self.bytes_per_cold_block if self.moves_full_blocks else self.bytes_per_block
+
+    @property
+    def blocks_per_snapshot(self) -> int:
+        """Full blocks that the bytes of a slot take; other ranks may need more."""
+        return -(-self.slot_bytes // self.bytes_per_spilled_block)
+
+    def _cold_bytes(self, pages: Pages, codec: Codec | None) -> int:
+        values = pages.values_per_block(self.block_size)
+        if codec is None:
+            return values * self.dtype.itemsize
+        return values * codec.dtype.itemsize + pages.rows * torch.float32.itemsize
+
+
+def _described(pages: Pages) -> str:
+    """In a store's format."""
+    shape = f"{pages.parts}x{pages.heads}x{pages.width}"
+    return shape if pages.tokens == 1 else f"{shape}/{pages.tokens}"
+
+
+def state_bytes(tensor: StateTensor, dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes in a slot, of a model in `dtype`."""
+    itemsize = torch.float32.itemsize if tensor.fp32 else dtype.itemsize
+    return -(-tensor.size * itemsize // CACHE_LINE) * CACHE_LINE

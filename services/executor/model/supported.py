@@ -1,0 +1,71 @@
+"""What the command line's `models list --supported` runs: `python -m services.executor.model.supported`.
+
+Prints one JSON line, `{"result": ...}`, as `services.executor.model.conversion` does, and imports neither PyTorch nor
+transformers for it.
+"""
+
+import re
+import sys
+
+import msgspec
+
+from services.executor.model.catalogue import REFUSED, SERVED, WITHOUT_ATTENTION, Architecture
+
+_STATES = (
+    ("sliding", r"sliding"),
+    ("chunked", r"chunk"),
+    ("compressed", r"compressed"),
+    ("latent", r"latent"),
+    ("indexed", r"index"),
+    ("shared", r"(^|, )shared keys"),
+    (
+        "recurrent",
+        r"delta|Mamba|state[- ]space|recurr|linear attention|lightning|RWKV|LSTM|LRU|SSM|convolution",
+    ),
+)
+"""Kinds of state beside full attention, and how the catalogue's texts name them."""
+
+
+class Supported(msgspec.Struct, frozen=True):
+    """A served architecture."""
+
+    model_type: str
+    title: str
+    examples: str
+    shown: str
+    state: list[str]
+    """Kinds of state that its layers keep."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Architectures that are not served."""
+
+    because: str
+    model_types: list[str]
+
+
+class Catalogue(msgspec.Struct, frozen=True):
+    served: list[Supported]
+    refused: list[Refused]
+
+
+def state_of(model_type: str, row: Architecture) -> list[str]:
+    """The kinds of state that the layers of an architecture keep."""
+    found = [kind for kind, words in _STATES if re.search(words, row.shown)]
+    instead = {"latent", "compressed"} & set(found)
+    return found if instead or model_type in WITHOUT_ATTENTION else ["full", *found]
+
+
+def catalogue() -> Catalogue:
+    """All architectures, the served ones by title."""
+    return Catalogue(
+        [
+            Supported(name, row.title, row.examples, row.shown, state_of(name, row))
+            for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
+        ],
+        [Refused(row.because, row.model_types) for row in REFUSED],
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(msgspec.json.encode({"result": catalogue()}).decode() + "\n")

@@ -1,0 +1,32 @@
+/* The residual stream: what a step begins with, what is added to it, and the norms that read it. */
+#ifndef RZ_RESIDUAL_H
+#define RZ_RESIDUAL_H
+
+#include "state.h"
+
+/* What becomes of the residual before it is read. */
+typedef struct {
+    const float *after; /* norm of what is added; or NULL */
+    int adds;           /* delta is added */
+    float scale;        /* what the sum is multiplied with */
+} rz_pending;
+
+static const rz_pending RZ_NOTHING_LEFT = { NULL, 0, 1.0f };
+
+/* All of these are called by all threads alike. */
+
+/* Embeds the step's tokens, turns their positions into angles and makes the layers' inputs. 0 when the ring is lost. */
+int rz_embed_rows(rz_decoder *decoder, int thread);
+
+/* The normed rows, behind what is left to do; `weight` NULL: the rows as they are. */
+void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pending left);
+
+/* Goes on with `step` and its `attention`, of which row i is row `rows[i]` of the one so far, in ascending order; the residual is what it
+ * is behind what is left to do. */
+void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
+                  const rz_attention_plan *attention);
+
+/* The rows that are sampled, behind the last norm; and the sums of pools. */
+void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending left);
+
+#endif

@@ -1,0 +1,82 @@
+"""Recurrent state that is moved in the middle of its sequence: what comes behind it is what transformers computes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.step_plan import StepPlan, to_bytes
+from tests.docs.models import PROVEN_ERROR
+from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.ring import NUM_BLOCKS, Script, make_runner, on_ring
+from tests.unit.executor.model.tiny import build, logits_of
+
+LENGTHS = [21, 17, 12]
+Step = tuple[StepPlan, list[tuple[int, int]]]
+
+
+def moved(script: Script, parts: int) -> Iterator[Step]:
+    """Steps in which two sequences move. `parts`: blocks of a snapshot."""
+    blocks = range(NUM_BLOCKS, NUM_BLOCKS + parts)
+    first, second, _ = script.state_slots
+    # Behind an inner row of a chunk, to the slot in which another sequence begins once it has been saved.
+    yield changed(script.step({0: 11}, every_token=True), state_snapshots=[(6, second)])
+    yield changed(script.step({1: 7}, every_token=True), state_saves=[second, *blocks])
+    script.go_back(0, 7)
+    script.state_slots[0] = 0
+    yield changed(script.step({0: 4, 1: 1, 2: 5}, every_token=True), state_loads=[0, *blocks])
+    # Behind a decode, to where it goes on.
+    yield changed(script.step({0: 1, 1: 1, 2: 1}, every_token=True), state_snapshots=[(1, first)])
+    script.state_slots[1] = first
+    for _ in range(6):
+        yield script.step({0: 1, 1: 1, 2: 1}, every_token=True)
+
+
+def changed(step: Step, **arrays: list[int] | list[tuple[int, int]]) -> Step:
+    plan, sampled = step
+    return msgspec.structs.replace(plan, **{key: to_bytes(value) for key, value in arrays.items()}), sampled
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v4",
+        "falcon_h1",
+        "kimi_linear",
+        "lfm2",
+        "mamba",
+        "minimax",
+        "nemotron_h",
+        "qwen3_5_text",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ],
+)
+def test_a_sequence_goes_on_from_a_snapshot(name: str, ranks: int, tmp_path: Path) -> None:
+    """One family of each mechanism."""
+    model = build(name, settings_of(name))
+    model.save_pretrained(str(tmp_path))
+    expected = logits_of(model, Script(LENGTHS).sequences)
+
+    def work(collectives: Collectives) -> list[float]:
+        runner = make_runner(tmp_path, collectives)
+        errors = []
+        for plan, sampled in moved(Script(LENGTHS), runner._store.blocks_per_snapshot):
+            logits = runner.forward(plan)
+            if isinstance(logits, torch.Tensor):
+                wanted = torch.stack([expected[sequence][position] for sequence, position in sampled])
+                errors.append(float((logits - wanted).abs().max()))
+        return errors
+
+    errors = on_ring(ranks, work)[0]
+    assert len(errors) == 10
+    assert max(errors) < PROVEN_ERROR
