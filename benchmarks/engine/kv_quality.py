@@ -34,9 +34,9 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import BlockDType, layer_dtypes, parse_layers
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import RowsCodec
 from services.executor.worker.backend import make_runner
@@ -87,7 +87,7 @@ class Model:
         names: dict[str, BlockDType] = {"bf16": "bf16", "fp8": "fp8", "int8": "int8"}
         dtypes = layer_dtypes(names[default], parse_layers(layers), self.num_layers)
         heads, width = self.layout.kv_heads.size, self.layout.head_dim
-        return StoreShape(self.num_layers, BLOCK, heads, width, self.dtype, codecs_of(dtypes))
+        return StoreShape.uniform(self.num_layers, BLOCK, heads, width, self.dtype, codecs_of(dtypes))
 
 
 class Feed:

@@ -85,7 +85,7 @@ def table_of_products(threads: int, rounds: int) -> Table:
     library = load_library()
     if library is None:
         raise typer.Exit(1)
-    decoder = library.rz_decoder_new(ctypes.byref(Model(head_dim=32)), threads, None)
+    decoder = library.rz_decoder_new(ctypes.byref(Model()), threads, None)
     with ThreadPoolExecutor(threads) as pool:
         products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
     table = Table(title=f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 BLOCK = 16
+SLOTS = 65
+"""Of recurrent state: of so many sequences at once, the first for prompts."""
 
 
 def load_one_rank(
@@ -49,22 +51,23 @@ def load_one_rank(
     import torch
 
     from services.executor.collectives.base import SingleRank
+    from services.executor.core.settings import ExecutorSettings
     from services.executor.core.sharding import ShardLayout
-    from services.executor.kv_cache.capacity import StoreShape
-    from services.executor.kv_cache.codecs import codecs_of
+    from services.executor.kv_cache.capacity import store_shape
     from services.executor.kv_cache.store import KvStore
+    from services.executor.model.layer_states import layer_states
     from services.executor.model.loading.loader import load_config, load_model
     from services.executor.worker.backend import make_runner
 
     torch.set_num_threads(threads)
     device, dtype = torch.device("cpu"), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype_name]
     config = load_config(directory)
-    layers = config.num_hidden_layers
     layout = ShardLayout.from_config(config, 1, 0)
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
-    codecs = codecs_of([kind] * layers)
-    shape = StoreShape(layers, BLOCK, layout.kv_heads.size, layout.head_dim, dtype, codecs)
-    store = KvStore(shape, num_blocks, device, 0 if kind == "bf16" else num_blocks)
+    shape = store_shape(ExecutorSettings(block_size=BLOCK), kind, layer_states(config, layout), dtype)
+    store = KvStore(
+        shape, num_blocks, device, 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
+    )
     return make_runner(model, store, layout, SingleRank(), device, threads), store
 
 
@@ -89,6 +92,7 @@ def decode_plan(sequences: int, context: int) -> StepPlan:
         context_lens=to_bytes([context] * sequences),
         block_tables=to_bytes(tables.ravel()),
         sample_rows=to_bytes(np.arange(sequences)),
+        state_slots=to_bytes(np.arange(1, 1 + sequences)),
     )
 
 
@@ -105,6 +109,7 @@ def prefill_plan(tokens: int) -> StepPlan:
         context_lens=to_bytes([tokens]),
         block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
         sample_rows=to_bytes([tokens - 1]),
+        state_slots=to_bytes([0]),
     )
 
 
@@ -134,7 +139,8 @@ class Decode:
         before = []
         for sequence in range(self.sequences):
             written = np.append(staged if num_cold else kept[sequence], sequence)
-            before.append(_prompt(self.context - 1, written, kept[sequence]))
+            prompt = _prompt(self.context - 1, written, kept[sequence])
+            before.append(structs.replace(prompt, state_slots=to_bytes([1 + sequence])))
         plan = decode_plan(self.sequences, self.context)
         measured = structs.replace(
             plan,

@@ -27,9 +27,10 @@ from benchmarks.on_gpu.launched import (
     launches,
     meta,
 )
-from services.executor.gpu.kernels import attention_launch, elementwise, sampling
+from services.executor.gpu.kernels import attention_launch, elementwise, experts, sampling
 from services.executor.gpu.kernels.grouped import multiply_grouped
 from services.executor.gpu.kernels.matmul import (
+    BLOCK_N,
     arrivals_for,
     decode_rows,
     encode_rows,
@@ -288,6 +289,54 @@ def product_kernels(every: bool) -> Iterator[Compiled]:
     )
 
 
+EXPERTS, EXPERT_INNER, EXPERT_HIDDEN = 128, 768, 2048
+"""A layer of Qwen 3 30B-A3B, 8 experts a row."""
+
+
+def mixture(tokens: int, kind: str, rule: experts.Rule) -> None:
+    """Launches all of a mixture's own kernels for `tokens`; `kind`: of its weights, plain, a `Codec`'s or scales for
+    groups."""
+    logits, correction = meta(tokens, EXPERTS + 1, dtype=FP32), meta(EXPERTS, dtype=FP32)
+    slots = meta(tokens, dtype=torch.int32)
+    routed = experts.route(logits, correction, slots, EXPERTS, rule)
+    arrivals = experts.arrivals_of(PROCESSORS, torch.device("meta"))
+    outputs = 2 * EXPERT_INNER
+    splits = experts.splits_for(routed, outputs, EXPERT_HIDDEN, PROCESSORS)
+    x = meta(tokens, EXPERT_HIDDEN)
+    if kind in QUANTIZERS and kind not in ("int8", "fp8"):
+        packed = packed_rows(QUANTIZERS[kind].empty(BLOCK_N, EXPERT_HIDDEN))
+        parts = {name: part.to("meta") for name, part in vars(packed).items() if isinstance(part, Tensor)}
+        weight = replace(packed, outputs=outputs, **parts)
+        experts.multiply_stacked_groups(x, weight, routed, arrivals, splits)
+    else:
+        codec = CODECS.get(kind)
+        codes = meta(EXPERTS * outputs, EXPERT_HIDDEN, dtype=codec.dtype if codec else torch.bfloat16)
+        scales = meta(EXPERTS * outputs, dtype=FP32) if codec else None
+        experts.multiply_stacked(x, codes, scales, routed, outputs, arrivals, splits)
+    made = meta(tokens * rule.chosen, EXPERT_HIDDEN)
+    experts.combine(made, routed, EXPERTS, meta(tokens, EXPERT_HIDDEN), logits)
+
+
+def expert_kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or the most demanding of it."""
+    plain = experts.Rule(8)
+    grouped = experts.Rule(8, sigmoid=True, groups=8, top_groups=4, scale=2.5)
+    seen: list[Launched] = []
+    for tokens, kind, rule in (
+        *((tokens, kind, plain) for tokens in (1, 2048) for kind in ("bf16", "fp8", "int4")),
+        (64, "bf16", grouped),
+        *(
+            ((tokens, kind, plain) for tokens in (16, 256) for kind in ("int8", "q4_k", "q6_k", "q8_0"))
+            if every
+            else ()
+        ),
+    ):
+        for launched in launches(partial(mixture, tokens, kind, rule)):
+            if launched not in seen:
+                seen.append(launched)
+                yield compile_launched(f"{launched.name} {tokens} {kind}", launched)
+
+
 MOST_BY_LOGIT = 1024
 LOGIT_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -330,7 +379,7 @@ def sampling_kernels(every: bool) -> Iterator[Compiled]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
     parser.add_argument("--some", action="store_true", help="few variants, the largest among them")
-    parser.add_argument("--only", default="", help="attention, fused, products or sampling")
+    parser.add_argument("--only", default="", help="attention, fused, products, experts or sampling")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
@@ -338,6 +387,7 @@ def main() -> None:
         "attention": partial(attention_kernels, not given.some),
         "fused": fused_kernels,
         "products": partial(product_kernels, not given.some),
+        "experts": partial(expert_kernels, not given.some),
         "sampling": partial(sampling_kernels, not given.some),
     }
     if given.only:

@@ -19,8 +19,8 @@ from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import CudaCapture, Rerun
 from services.executor.gpu.sampling import DeviceSampler
 from services.executor.gpu.steps import GpuSteps, StepLimits
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model import lowering
 from services.executor.sampling.sampler import Sampler
 from shared.messages import SamplingParams
@@ -115,7 +115,9 @@ def _decoder(
     config = shape.config()
     layout = ShardLayout.from_config(config, 1, 0)
     lowered = lowering.lower(served_model(config, dtype, device), dtype)
-    kept = StoreShape(shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype, (None,) * shape.layers)
+    kept = StoreShape.uniform(
+        shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype, (None,) * shape.layers
+    )
     store = KvStore(kept, blocks + 1, device)
     return GpuDecoder(lowered, store, layout, SingleRank()), store
 

@@ -19,9 +19,9 @@ choose()
 from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, rows_for, scratch_numbers, splits_of, tiles_of  # noqa: E402
-from services.executor.kv_cache.capacity import StoreShape  # noqa: E402
 from services.executor.kv_cache.codecs import FP8, INT8, Codec  # noqa: E402
 from services.executor.kv_cache.store import KvStore  # noqa: E402
+from services.executor.kv_cache.store_shape import StoreShape  # noqa: E402
 
 CODECS: dict[BlockDType, Codec | None] = {"bf16": None, "int8": INT8, "fp8": FP8}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -97,7 +97,9 @@ class Problem:
         generator = torch.Generator(device).manual_seed(case.seed)
         counts = [-(-length // case.block) for length in case.context]
         blocks = sum(counts)
-        shape = StoreShape(2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.cold],) * 2)
+        shape = StoreShape.uniform(
+            2, case.block, case.kv_heads, case.width, case.dtype, (CODECS[case.cold],) * 2
+        )
         cold = [at for at, is_cold in enumerate(self._cold(counts)) if is_cold]
         self.store = KvStore(shape, blocks + 2, device, 0 if case.order == "hot" else len(cold) + 1)
         for layer in self.store.hot_layers():

@@ -21,9 +21,9 @@ from benchmarks.on_gpu.machine import release
 from benchmarks.random_model import SHAPES, LlamaShape, random_rows, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
-from services.executor.kv_cache.capacity import StoreShape
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.quantizing import CODECS
 from services.executor.model.weight_formats import Quantized, quantize
@@ -105,7 +105,7 @@ def blocks(bench: Bench) -> None:
 
     for codec in (INT8, FP8):
         width = 16 if bench.tiny else 128
-        shape = StoreShape(2, 16, 2, width, torch.bfloat16, (codec,) * 2)
+        shape = StoreShape.uniform(2, 16, 2, width, torch.bfloat16, (codec,) * 2)
         stores = [KvStore(shape, 40, bench.device, 33) for _ in range(2)]
         generator = torch.Generator(bench.device).manual_seed(2)
         content = torch.randn(stores[0].hot_layers().shape, generator=generator, device=bench.device)

@@ -28,6 +28,11 @@ def products(bench: Bench) -> None:
     _measure(bench, "products", "product_speed", brief=True, **limits)
 
 
+def experts(bench: Bench) -> None:
+    limits = {"bandwidth": bench.bandwidth, "matrix_rate": bench.matrix_rate("bf16")}
+    _measure(bench, "experts", "expert_speed", **limits)
+
+
 def loading(bench: Bench) -> None:
     """Of a checkpoint in page cache."""
     try:

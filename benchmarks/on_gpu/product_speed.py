@@ -62,7 +62,7 @@ def _products(
 ) -> Iterator[Row]:
     x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
     for way, (size, works) in _ways(device, outputs, inputs, rows).items():
-        seconds = _seconds([lambda work=work: work(x) for work in works], device)
+        seconds = seconds_of([lambda work=work: work(x) for work in works], device)
         scale, unit = (1e9, "GB/s") if rows == 1 else (1e12, "TFLOP/s")
         figure = (size if rows == 1 else 2 * rows) * outputs * inputs / seconds / scale
         limit = bandwidth if rows == 1 else matrix_rate
@@ -120,7 +120,7 @@ def _ways(
     return ways
 
 
-def _seconds(works: list[Callable[[], Tensor]], device: torch.device) -> float:
+def seconds_of(works: list[Callable[[], Tensor]], device: torch.device) -> float:
     """Of one, in the middle of `ROUNDS`, captured in a graph on a GPU: launching takes longer than the work."""
     for work in works:
         work()

@@ -80,6 +80,7 @@ SECTIONS = (
     Section("loading", "loading, 13B", 75, 45, f"{HERE}.partners:loading"),
     Section("decode-fp8", "decode, 8B, quantized weights", 110, 35, f"{HERE}.throughput:coded_8b"),
     PRODUCTS,
+    Section("experts", "mixtures of experts", 40, 25, f"{HERE}.partners:experts"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),

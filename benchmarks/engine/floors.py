@@ -1,0 +1,354 @@
+"""Steps of models of about a billion random weights beside what the machine could do at best:
+`python -m benchmarks.engine.floors --help`.
+
+    decode     the bytes that a step reads and writes (weights, recurrent states, keys and values), over the rate at
+               which this machine's threads read memory
+    prefill    the multiplications of its products, over the rate of the kernels' own products with as many rows
+
+Rates and steps are measured in turns, and the best of each counts, so that a machine that others use troubles them
+alike. What the weights say does not matter; there is no tokenizer. With `--llama-cpp` the same steps of the same
+weights by llama.cpp, where it serves the architecture (`llama_cpp.py`).
+"""
+
+import ctypes
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.llama_cpp import LlamaCpp
+from benchmarks.engine.steps import Decode, Prefill, Steps, load_one_rank
+from benchmarks.errors import told_in_a_sentence
+
+DEVIATION = 0.02
+NUMBERS = 1 << 25
+"""Random ones, which all tensors take from."""
+BLOCKS = 1024
+DECODES = ((1, 128), (8, 128), (16, 320))
+"""(sequences, tokens in each one's context)"""
+PREFILLS = (256, 512)
+_RUNS = 3
+"""Of llama.cpp's benchmark, of which the best counts."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 49152,
+    },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 1536,
+        "num_hidden_layers": 24,
+        "layer_types": [*["linear_attention"] * 5, "full_attention"] * 4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 4096,
+        "intermediate_size": 4096,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "vocab_size": 100352,
+        "tie_word_embeddings": True,
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 15,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 3,
+        "num_kv_shared_layers": 10,
+        "use_double_wide_mlp": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": 49152,
+        "vocab_size_per_layer_input": 49152,
+        "final_logit_softcapping": 30.0,
+    },
+    "deepseek": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 1024,
+        "intermediate_size": 5472,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 32,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 352,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+}
+"""Configurations by what they are shaped like."""
+
+
+def write_random(directory: Path, settings: dict[str, Any]) -> None:
+    """A bf16 checkpoint of random weights, of any architecture of transformers."""
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[settings["model_type"]](**settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(str(directory))
+    pool = torch.empty(NUMBERS, dtype=torch.bfloat16).normal_(0, DEVIATION)
+    files = {}
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        count = parameter.numel()
+        values = torch.ones(count, dtype=torch.bfloat16)
+        if parameter.dim() > 1:
+            values = pool.repeat(-(-count // NUMBERS))[:count] if count > NUMBERS else pool[:count]
+        file = f"model-{number:05}.safetensors"
+        tensors = published(name, values.view(parameter.shape))
+        save_file({each: tensor.contiguous() for each, tensor in tensors.items()}, directory / file)
+        files |= dict.fromkeys(tensors, file)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter of transformers under the names that checkpoints have: of stacked experts a tensor each."""
+    stem, _, leaf = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf)
+    if parts is None or not stem.endswith(".experts"):
+        return {name: tensor}
+    return {
+        f"{stem}.{expert}.{part}.weight": half.clone()
+        for expert, weight in enumerate(tensor)
+        for part, half in zip(parts, weight.chunk(len(parts)), strict=True)
+    }
+
+
+class Floor(NamedTuple):
+    """What a step takes at least."""
+
+    nbytes: int
+    operations: int
+
+    def milliseconds(self, rates: "Rates") -> float:
+        return 1e3 * max(self.nbytes / rates.memory, self.operations / rates.products)
+
+
+class Rates(NamedTuple):
+    memory: float
+    """Bytes a second"""
+    products: float
+    """Operations a second, of bf16"""
+
+
+class Machine:
+    """Measures the rates of this machine."""
+
+    def __init__(self, library: Any, threads: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        from services.executor.cpu.packed_linear import PackedLinear, one_after_another
+        from services.executor.native.library import Model
+
+        self._library = library
+        self._decoder = library.rz_decoder_new(ctypes.byref(Model()), threads, None)
+        weight = torch.randn(_OUTPUTS, _INPUTS).bfloat16()
+        with ThreadPoolExecutor(threads) as pool:
+            self._linear = PackedLinear.of(library, one_after_another([(weight, None)]), pool, threads)
+        self._x, self._out = torch.randn(512, _INPUTS).bfloat16(), torch.empty(512, _OUTPUTS)
+        self._large = torch.ones(1 << 27)  # half a gigabyte
+
+    def memory(self) -> float:
+        """Seconds for a byte."""
+        began = time.perf_counter()
+        self._large.sum()
+        return (time.perf_counter() - began) / self._large.nbytes
+
+    def products(self) -> float:
+        """Seconds for an operation."""
+        described = ctypes.byref(self._linear.describe())
+        began = time.perf_counter()
+        self._library.rz_decoder_multiply(
+            self._decoder, described, self._x.data_ptr(), len(self._x), self._out.data_ptr()
+        )
+        return (time.perf_counter() - began) / (2 * len(self._x) * _OUTPUTS * _INPUTS)
+
+
+_OUTPUTS, _INPUTS = 6144, 2048
+
+
+def floor_of(runner: Any, store: Any, sequences: int, context: int, tokens: int) -> Floor:
+    """Of a step of `tokens` tokens of `sequences` sequences, each `context` long."""
+    packed = runner.packed
+    projections = [] if packed.inputs is None else [(packed.inputs.projection, 1.0, 1.0)]
+    # Layers at the end that store nothing multiply the sampled rows alone.
+    first_reader = max(index for index, layer in enumerate(packed.layers) if not layer.reads_only) + 1
+    of_all = [one for layer in packed.layers[:first_reader] for one in _shares(layer, tokens)] + projections
+    of_sampled = [one for layer in packed.layers[first_reader:] for one in _shares(layer, sequences)]
+    of_sampled.append((packed.head, 1.0, 1.0))
+    weights = sum(linear.nbytes * read for linear, read, _ in of_all + of_sampled)
+    states = 0 if store.states is None else 2 * store.states.slot_bytes * sequences
+    pages = sequences * context * store.shape.bytes_per_block // store.block_size
+    operations = 2 * (_values(of_all) * tokens + _values(of_sampled) * sequences)
+    return Floor(int(weights) + states + pages, int(operations))
+
+
+def _values(shares: list[tuple[Any, float, float]]) -> float:
+    return sum(part.outputs * part.inputs * used for linear, _, used in shares for part in linear.parts)
+
+
+def _shares(layer: Any, tokens: int) -> Iterator[tuple[Any, float, float]]:
+    """The linears of a layer: how much of each is read, and by how much of it a token is multiplied. Of experts that
+    are chosen evenly."""
+    experts = layer.experts
+    for linear in layer.linears:
+        if experts is not None and any(linear is one for one in (experts.gate_up, experts.down)):
+            chosen = experts.choice.chosen / experts.count
+            yield linear, 1 - (1 - chosen) ** tokens, chosen
+        else:
+            yield linear, 1.0, 1.0
+
+
+def measured(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The least of what each returns, in turns."""
+    best = dict.fromkeys(work, float("inf"))
+    for _ in range(rounds):
+        for name, one in work.items():
+            best[name] = min(best[name], one())
+    return best
+
+
+def beside(llama_cpp: LlamaCpp, model: Path, threads: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of llama.cpp's steps, the least of `rounds` runs."""
+    file = llama_cpp.convert(model)
+    work: dict[str, Callable[[], float]] = {}
+    for sequences, context in DECODES:
+        work[_decode(sequences, context)] = partial(llama_cpp.decode_ms, file, sequences, context, threads)
+    for tokens in PREFILLS:
+        work[_prefill(tokens)] = partial(llama_cpp.prefill_ms, file, tokens, threads)
+    return measured(work, rounds)
+
+
+def _decode(sequences: int, context: int) -> str:
+    return f"decode {sequences} x {context}"
+
+
+def _prefill(tokens: int) -> str:
+    return f"prefill {tokens}"
+
+
+def table_of(
+    name: str, directory: Path, threads: int, rounds: int, profile: bool, llama_cpp: LlamaCpp | None = None
+) -> list[Table]:
+    from services.executor.native.library import load_library
+
+    others = beside(llama_cpp, directory, threads, _RUNS) if llama_cpp else {}
+    runner, store = load_one_rank(directory, "bf16", threads, BLOCKS)
+    if not runner.is_native:
+        raise typer.BadParameter(f"{name} is not computed by the native kernels here")
+    machine = Machine(load_library(), threads)
+    steps: dict[str, tuple[Steps, Floor]] = {}
+    for sequences, context in DECODES:
+        floor = floor_of(runner, store, sequences, context, sequences)
+        steps[_decode(sequences, context)] = Decode(sequences, context).steps(BLOCKS, 0), floor
+    for tokens in PREFILLS:
+        steps[_prefill(tokens)] = (
+            Prefill(tokens).steps(BLOCKS, 0),
+            floor_of(runner, store, 1, tokens, tokens),
+        )
+    table = Table("step", "ms", "floor", "floor / step", title=f"{name}, {threads} threads")
+    if others:
+        table.add_column("llama.cpp")
+        table.add_column("times as fast")
+    columns: dict[str, dict[str, float]] = {}
+    for label, (kind, floor) in steps.items():
+        for plan in kind.before:
+            runner.forward(plan)
+        spent: list[tuple[float, dict[str, float]]] = []
+
+        def step(plan: Any = kind.measured, spent: Any = spent) -> float:
+            before, began = runner.spent(), time.perf_counter()
+            runner.forward(plan)
+            taken, after = time.perf_counter() - began, runner.spent()
+            spent.append((taken, {part: after[part] - before[part] for part in after}))
+            return taken
+
+        best = measured({"step": step, "memory": machine.memory, "products": machine.products}, rounds)
+        least = floor.milliseconds(Rates(1 / best["memory"], 1 / best["products"]))
+        taken = best["step"] * 1e3
+        theirs = [f"{others[label]:.1f}", f"{others[label] / taken:.2f}"] if others else []
+        table.add_row(label, f"{taken:.1f}", f"{least:.1f}", f"{least / taken:.0%}", *theirs)
+        columns[label] = min(spent, key=lambda one: one[0])[1]
+    parts = Table("ms", *columns, title="by part of the kernels, of the step that took least")
+    for part in runner.spent():
+        parts.add_row(part, *(f"{column[part] * 1e3:.1f}" for column in columns.values()))
+    return [table, parts] if profile else [table]
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "qwen3.5",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 10,
+    layers: Annotated[int, typer.Option(help="Of each model; 0: as many as it has.", min=0)] = 0,
+    profile: Annotated[bool, typer.Option(help="Also print where the time goes.")] = False,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(help="Source of llama.cpp, built in build/: its times for the same steps beside ours."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A model's directory whose tokenizer llama.cpp's converter gets.")
+    ] = None,
+) -> None:
+    """Steps of models of random weights, and their floors."""
+    if llama_cpp and not tokenizer:
+        raise typer.BadParameter("--llama-cpp also needs --tokenizer")
+    chosen = shapes.split(",")
+    if unknown := set(chosen) - set(SHAPES):
+        raise typer.BadParameter(f"{unknown.pop()} is not one of {', '.join(SHAPES)}")
+    with told_in_a_sentence():
+        peer = LlamaCpp(llama_cpp, tokenizer) if llama_cpp and tokenizer else None
+        for name in chosen:
+            with tempfile.TemporaryDirectory() as directory:
+                settings = dict(SHAPES[name]) | ({"num_hidden_layers": layers} if layers else {})
+                write_random(Path(directory), settings)
+                for table in table_of(name, Path(directory), threads, rounds, profile, peer):
+                    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

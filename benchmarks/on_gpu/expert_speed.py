@@ -1,0 +1,168 @@
+"""A layer's mixture of experts: whether it is right, and how fast it is, beside what its experts' bytes or operations
+ask for: `python -m benchmarks.gpu --only experts`.
+
+Rows go to other experts each time, so that what they read is in no cache.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.on_gpu.product_speed import seconds_of
+from benchmarks.random_model import random_rows
+from services.executor.kv_cache.codecs import FP8
+from services.executor.model.lowered_experts import Choice, Routing
+from services.executor.model.parallel.layers import StackedWeight, keep_quantized_experts
+from services.executor.model.quantizing import CODECS
+from services.executor.model.weight_formats import Quantized, quantize
+
+FORMS = ("bf16", "fp8", "int4")
+ROWS = (1, 8, 64, 512, 2048)
+BATCHES = 4
+"""Of rows that are computed in turn."""
+ROUNDED = 0.02
+"""Largest root mean square of the errors, in parts of the values': bf16 rounds in between."""
+
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    experts: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
+QWEN = Shape(128, 8, 2048, 768)
+"""A layer of Qwen 3 30B-A3B."""
+TINY = Shape(6, 2, 64, 32)
+
+
+def expert_speed(
+    device: torch.device,
+    tiny: bool = False,
+    bandwidth: float | None = None,
+    matrix_rate: float | None = None,
+) -> Iterator[Row]:
+    """Rows of `experts/...`: errors; GB/s of the experts that are read where rows are few, TFLOP/s where they are many;
+    and of which limit. Without a GPU the kernels are interpreted."""
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    shape = TINY if tiny else QWEN
+    for form in FORMS:
+        layer = _Layer(shape, form, device)
+        for count in (1, 5) if tiny else ROWS:
+            batches = [
+                torch.randn(count, shape.hidden, dtype=torch.bfloat16, device=device) for _ in range(BATCHES)
+            ]
+            yield layer.error(batches[0])
+            yield layer.speed(batches, bandwidth, matrix_rate)
+
+
+class _Layer:
+    def __init__(self, shape: Shape, form: str, device: torch.device) -> None:
+        from services.executor.gpu.experts import Mixture
+        from services.executor.gpu.kernels.experts import arrivals_of
+        from services.executor.gpu.linear import make_product
+
+        self._shape, self._form = shape, form
+        self._router = torch.randn(shape.experts, shape.hidden, device=device) * shape.hidden**-0.5
+        holder: Any = nn.Module()
+        holder.is_transposed, holder.is_concatenated = False, True
+        self._values, self._bytes = [], 0
+        sizes = {"gate_up_proj": (2 * shape.inner, shape.hidden), "down_proj": (shape.hidden, shape.inner)}
+        for name, size in sizes.items():
+            stored, values = _weight(form, shape.experts, size, device)
+            setattr(holder, name, nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False))
+            if isinstance(stored, Tensor):
+                setattr(holder, name, nn.Parameter(stored, requires_grad=False))
+            else:
+                keep_quantized_experts(holder, name, stored)
+            self._values.append(values)
+            self._bytes += _bytes_of(stored) // shape.experts
+        choice = Choice("softmax", shape.chosen, normalised=True, groups=1, top_groups=1, scale=1.0)
+        routing = Routing(holder, self._router, None, None, None, choice)
+        processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+        )
+        self._mixture = Mixture(
+            routing, make_product, arrivals_of(processors, device), gelu=False, invariant=False
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        slots = torch.zeros(len(x), dtype=torch.int32, device=x.device)
+        return self._mixture(x, slots, None)
+
+    def error(self, x: Tensor) -> Row:
+        expected, found = self._expected(x.float()), self(x).float()
+        off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        return {
+            "key": f"experts/right/{self._form}/{len(x)}",
+            "what": f"{self._form} experts by {len(x)} rows, against PyTorch in float32",
+            "figure": off,
+            "unit": "error",
+            "limit": ROUNDED,
+            "ok": off <= ROUNDED,
+        }
+
+    def speed(self, batches: list[Tensor], bandwidth: float | None, matrix_rate: float | None) -> Row:
+        shape, rows = self._shape, len(batches[0])
+        device = batches[0].device
+        seconds = seconds_of([lambda x=x: self(x) for x in batches], device)  # type: ignore[misc]
+        read = sum(len(self._chosen(x.float())[1].unique()) for x in batches) / len(batches) * self._bytes
+        few = rows * shape.chosen <= 8 * shape.experts
+        done = read if few else 6 * rows * shape.chosen * shape.hidden * shape.inner
+        scale, unit = (1e9, "GB/s") if few else (1e12, "TFLOP/s")
+        limit = bandwidth if few else matrix_rate
+        return {
+            "key": f"experts/speed/{self._form}/{rows}",
+            "what": f"a layer of {shape.chosen} of {shape.experts} {self._form} experts, {rows} rows",
+            "figure": done / seconds / scale,
+            "unit": unit,
+            "limit": limit / scale if limit else None,
+            "share": done / seconds / limit if limit else None,
+            "note": f"{seconds * 1e6:.1f} us",
+        }
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = (x @ self._router.t()).softmax(-1).topk(self._shape.chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    def _expected(self, x: Tensor) -> Tensor:
+        weights, chosen = self._chosen(x)
+        gate_up, down = self._values
+        made = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            row, at = torch.where(chosen == expert)
+            gate, up = (x[row] @ gate_up[expert].float().t()).chunk(2, dim=1)
+            inner = torch.nn.functional.silu(gate) * up
+            made.index_add_(0, row, weights[row, at, None] * (inner @ down[expert].float().t()))
+        return made
+
+
+def _weight(
+    form: str, experts: int, size: tuple[int, int], device: torch.device
+) -> tuple[Tensor | StackedWeight, Tensor]:
+    """(of all experts as it is stored, what it stands for [experts, out, in])"""
+    from services.executor.gpu.quantized_matmul import stacked_rows
+
+    outputs, inputs = size
+    if form in CODECS and form != "fp8":
+        rows = random_rows(CODECS[form], experts * outputs, inputs, device)
+        return stacked_rows(rows, experts), rows.dequantized().view(experts, outputs, inputs)
+    plain = torch.randn((experts * outputs, inputs), dtype=torch.bfloat16, device=device) * inputs**-0.5
+    if form == "bf16":
+        return plain.view(experts, outputs, inputs), plain.view(experts, outputs, inputs)
+    coded = quantize(plain, FP8)
+    assert isinstance(coded, Quantized)
+    return coded, coded.dequantized().view(experts, outputs, inputs)
+
+
+def _bytes_of(stored: Tensor | StackedWeight) -> int:
+    if isinstance(stored, Quantized):
+        return stored.codes.nbytes + stored.scales.nbytes
+    size: int = stored.nbytes  # type: ignore[union-attr]
+    return size
