@@ -21,6 +21,7 @@ import pytest
 
 from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.target import LocalSettings
+from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.e2e
@@ -131,11 +132,11 @@ class Judge:
 
     def __init__(self, directory: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self._torch = torch
         self._tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        self._model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        self._model = load_reference(directory)
 
     def of(self, context: str, ending: str) -> tuple[float, bool]:
         """(log likelihood of `ending` behind `context`, whether it is the greedy one)."""

@@ -172,11 +172,11 @@ def test_wrong_options_are_one_sentence(tmp_path: Path, arguments: list[str], me
 def test_a_corrupt_weights_file_is_said_and_nothing_is_left(tmp_path: Path, model_directory: Path) -> None:
     broken = tmp_path / "broken-model"
     shutil.copytree(model_directory, broken)
-    weights = broken / "model.safetensors"
+    weights = broken / "model.gguf"
     weights.write_bytes(weights.read_bytes()[:1_000_000])
     result = run_cli("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(broken))
     assert result.returncode == 1
-    assert "model.safetensors" in result.stderr
+    assert "model.gguf" in result.stderr
     assert "Traceback" not in result.stderr
     assert read_run_file(tmp_path / "data") is None
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from services.cli.models.catalog import DEFAULT_MODEL
+from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -45,11 +46,11 @@ class Reference:
 
     def __init__(self, directory: Path) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.torch = torch
         self.tokenizer = AutoTokenizer.from_pretrained(str(directory))
-        self.model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+        self.model = load_reference(directory)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.models.catalog import DEFAULT_MODEL
+from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 from tests.monitoring.observed import targets_of
 
@@ -62,11 +63,10 @@ def answer(
 
 def reference(directory: Path, prompts: list[str], max_tokens: int = 32) -> list[str]:
     """What transformers' own generate says, greedily, in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    model = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
+    model = load_reference(directory)
     texts = []
     for prompt in prompts:
         inputs = tokenizer.apply_chat_template(
@@ -203,11 +203,11 @@ def test_vectors_are_those_of_transformers(
 ) -> None:
     """Through the whole house, one rank and two, a text that comes in chunks among them."""
     import torch
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoTokenizer
 
     texts = [*PROMPTS[:3], "A long story of the sea. " * 150]
     tokenizer = AutoTokenizer.from_pretrained(str(model_directory))
-    model = AutoModel.from_pretrained(str(model_directory), dtype=torch.float32)
+    model = load_reference(model_directory, "AutoModel")
     for stack in (two_groups, one_ring_of_two):
         made = connect(stack).embeddings.create(model=DEFAULT_MODEL, input=texts)
         for text, item in zip(texts, made.data, strict=True):

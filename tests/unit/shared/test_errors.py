@@ -3,7 +3,15 @@
 import pytest
 
 from shared import errors
-from shared.errors import BrokerFull, InternalError, LinkLost, NobodyThere, RyzansteinError, error_from_code
+from shared.errors import (
+    BrokerFull,
+    InternalError,
+    LinkLost,
+    NobodyThere,
+    RyzansteinError,
+    error_from_code,
+    reason_of,
+)
 
 
 def _kinds(root: type[RyzansteinError]) -> list[type[RyzansteinError]]:
@@ -26,3 +34,19 @@ def test_codes_are_unique_but_for_the_root_and_what_stays_inside() -> None:
 
 def test_an_unknown_code_is_our_fault() -> None:
     assert type(error_from_code("from_the_future", "why")) is InternalError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("It is wrong.\nSee the manual."), "It is wrong"),
+        (
+            ValueError("Validation of 'x':\n    TypeError: expected int\n  at x"),
+            "Validation of 'x': TypeError: expected int",
+        ),
+        (KeyError("strange"), "it does not know 'strange'"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_the_reason_of_a_librarys_error_is_one_line(error: Exception, text: str) -> None:
+    assert reason_of(error) == text
