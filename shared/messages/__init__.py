@@ -11,3 +11,4 @@ of generations, `batches`, `debugging`, hand-over in `groups`.
 from shared.messages.cluster import *
 from shared.messages.generations import *
 from shared.messages.groups import *
+from shared.messages.registry import *

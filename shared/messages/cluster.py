@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from shared.messages.groups import GroupLoad
+from shared.messages.registry import HostBeat
 
 ServiceName = Literal["gateway", "scheduler", "health-monitor", "executor"]
 GroupStatus = Literal["starting", "ready", "busy", "hung", "draining", "gone"]
@@ -78,6 +79,10 @@ class GroupBeat(msgspec.Struct, frozen=True):
     """Of the group's last ring; of this one where it stands still: so it would have died, were it given up now."""
     kernels: str = ""
     """What its ranks compute with, such as `native avx2`; empty: not known yet."""
+    memory: int = 0
+    """Bytes that its weights take, and its KV caches at most, on all ranks; 0: not known yet."""
+    adapters: list[str] = []
+    """Digests of the LoRA adapters that its ranks hold in memory."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -118,6 +123,10 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds by the sender's clock; 0: not told."""
     models: list[str] = []
     """Names of the models that a gateway lists."""
+    groups: list[GroupBeat] = []
+    """All of an executor's; `group` is the first of them, for versions before this field."""
+    host: HostBeat | None = None
+    """Of an executor."""
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -155,6 +164,10 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds of the heartbeat that this is known from: of two monitors the one with the later is right."""
     kv_bytes: int = 0
     kernels: str = ""
+    """As a heartbeat's."""
+    memory: int = 0
+    """As a heartbeat's."""
+    adapters: list[str] = []
     """As a heartbeat's."""
 
 

@@ -93,6 +93,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     suspected: str = ""
     """Why the ring died that computed an earlier attempt when it did (`RingDeath.cause`): this may be what killed it,
     and is computed in steps of its own. Empty: it is not suspected."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty: the model alone."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

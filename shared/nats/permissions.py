@@ -3,11 +3,11 @@
     user ──publish──▶ subjects of its own role, JetStream's API for the streams it reads, answers to who asks it
          ◀─subscribe─ subjects of its own role, its own inbox
 
-Only who owns something may write it: groups and services the health monitor, keys the operator, session pins the
-schedulers, and executors that hand sessions over. Streams and buckets are made by whoever comes first; what exists is
-changed by the gateways (limits of INTAKE, JOURNAL, `records` and `responses`) and the operator (all) alone. Gateways
-remove entries of the buckets of which each tenant has a quota. Patterns are NATS':
-`*` is one token, `>` all that follow.
+Only who owns something may write it: groups, services and hosts the health monitor, keys the operator, the registry of
+models and adapters the gateways and the operator, session pins the schedulers, and executors that hand sessions over.
+Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of INTAKE, JOURNAL,
+`records` and `responses`) and the operator (all) alone. Gateways remove entries of the buckets of which each tenant has
+a quota. Patterns are NATS': `*` is one token, `>` all that follow.
 """
 
 from collections.abc import Iterator
@@ -172,6 +172,7 @@ def _stores() -> Iterator[str]:
 _ALL_DISPATCH, _ALL_CONTROL, _ALL_GATEWAYS = "groups.*.dispatch", "groups.*.control", "gateways.*"
 _ALL_DEBUG = "groups.*.debug"
 _ALL_HANDOVER = "groups.*.handover"
+_ALL_HOSTS = "hosts.*.control"
 
 _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gateway": (
@@ -182,6 +183,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             subjects.CANCEL,
             subjects.IN_USE,
             _ALL_CONTROL,
+            _ALL_HOSTS,
+            subjects.MODEL_DEMAND,
             _ALL_GATEWAYS,
             f"{_API}.STREAM.MSG.GET.{subjects.INTAKE_STREAM}",
             f"{_API}.STREAM.MSG.DELETE.{subjects.INTAKE_STREAM}",
@@ -190,6 +193,9 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),
             *_bucket(subjects.MODELS_BUCKET),
+            *_bucket(subjects.HOSTS_BUCKET),
+            *_own_bucket(subjects.REGISTRY_BUCKET),
+            *_own_bucket(subjects.ADAPTERS_BUCKET),
             *_bucket(subjects.KEYS_BUCKET),
             *_own_bucket(subjects.GENERATIONS_BUCKET),
             *_own_bucket(subjects.UNFINISHED_BUCKET),
@@ -232,14 +238,19 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_work_off(subjects.INTAKE_STREAM),
             *_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.SESSIONS_BUCKET),
+            _ALL_HOSTS,
+            *_bucket(subjects.HOSTS_BUCKET),
+            *_bucket(subjects.REGISTRY_BUCKET),
+            *_own_bucket(subjects.LEASES_BUCKET),  # of them one decides which host loads what
         ),
-        (subjects.CANCEL, subjects.HEALTH_EVENTS),
+        (subjects.CANCEL, subjects.HEALTH_EVENTS, subjects.MODEL_DEMAND),
     ),
     "health-monitor": (
         (
             subjects.HEALTH_EVENTS,
             *_own_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.SERVICES_BUCKET),
+            *_own_bucket(subjects.HOSTS_BUCKET),
             *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),  # how full they are
         ),
         (subjects.ALL_BEATS, subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED),
@@ -250,11 +261,13 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.MODELS_BUCKET),
             *_own_objects(subjects.TOKENIZERS_STORE),
+            *_bucket(subjects.ADAPTERS_BUCKET),
+            *_own_objects(subjects.ADAPTERS_STORE),
             *_own_keys(subjects.SESSIONS_BUCKET),  # a ring that leaves pins them to who has their blocks
             _ALL_HANDOVER,
             *_answers("scheduler", "gateway", "operator", "executor"),
         ),
-        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_DEBUG, _ALL_HANDOVER),
+        (_ALL_DISPATCH, _ALL_CONTROL, _ALL_DEBUG, _ALL_HANDOVER, _ALL_HOSTS),
     ),
     "operator": (
         (
@@ -268,6 +281,11 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *map(_change, _stores()),
             *_bucket(subjects.GROUPS_BUCKET),
             *_bucket(subjects.SERVICES_BUCKET),
+            _ALL_HOSTS,
+            *_bucket(subjects.HOSTS_BUCKET),
+            *_bucket(subjects.MODELS_BUCKET),
+            *_own_bucket(subjects.REGISTRY_BUCKET),
+            *_own_bucket(subjects.ADAPTERS_BUCKET),
             *_own_bucket(subjects.KEYS_BUCKET),
             *_submit_batches(),
         ),

@@ -28,8 +28,13 @@ RESPONSES_BUCKET = "responses"
 CHATS_BUCKET = "chats"
 BATCHES_BUCKET = "batches"
 FILES_BUCKET = "files"
+REGISTRY_BUCKET = "registry"
+ADAPTERS_BUCKET = "adapters"
+HOSTS_BUCKET = "hosts"
+LEASES_BUCKET = "leases"
 TOKENIZERS_STORE = "tokenizers"
 FILES_STORE = "files"
+ADAPTERS_STORE = "adapters"
 
 ALL_INTAKE = "intake.>"
 ALL_TOKENS = "tokens.*"
@@ -42,6 +47,7 @@ IN_USE = "limits.in_use"
 CONNECTION_OPENED = "health.connections.opened"
 CONNECTION_CLOSED = "health.connections.closed"
 """The broker's own news (JSON), where its configuration passes them on: see docs/operations.md."""
+MODEL_DEMAND = "models.demand"
 BATCH_SUBMIT = "batches.submit"
 BATCH_STATUS = "batches.status"
 BATCH_CANCEL = "batches.cancel"
@@ -87,6 +93,11 @@ def dispatch(group: str) -> str:
 
 def control(group: str) -> str:
     return f"groups.{escape(group)}.control"
+
+
+def host_control(instance: str) -> str:
+    """Where an executor is told to load and unload models."""
+    return f"hosts.{escape(instance)}.control"
 
 
 def debug(group: str) -> str:

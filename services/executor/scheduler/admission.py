@@ -51,6 +51,7 @@ _TEXTS = (
     "traceparent",
     "tracestate",
     "suspected",
+    "adapter",
 )
 """Fields of a request that a ring keeps, and says again in events and logs."""
 

@@ -23,6 +23,10 @@ OWNERS: dict[str, set[User]] = {
     subjects.CHATS_BUCKET: {"gateway"},
     subjects.BATCHES_BUCKET: {"gateway"},
     subjects.FILES_BUCKET: {"gateway"},
+    subjects.REGISTRY_BUCKET: {"gateway", "operator"},
+    subjects.ADAPTERS_BUCKET: {"gateway", "operator"},
+    subjects.HOSTS_BUCKET: {"health-monitor"},
+    subjects.LEASES_BUCKET: {"scheduler"},
 }
 token = st.text("ab", min_size=1, max_size=2)
 subject = st.lists(token, min_size=1, max_size=4).map(".".join)

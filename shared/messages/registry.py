@@ -1,0 +1,196 @@
+"""The registry: models and adapters that a cluster is to serve, what its hosts are told, and what they say.
+
+    operator, gateways ──▶ KV `registry`, `adapters`          what is wanted
+    schedulers (one of them holds the lease) ── LoadModel, UnloadModel ──▶ hosts.<instance>.control
+    executors ── HostBeat ──▶ health monitor ──▶ KV `hosts`   what is
+
+A host is an executor with its devices and its memory; it has any number of groups, each of which serves one model.
+"""
+
+from typing import Literal
+
+import msgspec
+
+MAX_MODELS = 1024
+"""Models in the registry."""
+MAX_ADAPTERS = 16_384
+"""Adapters in the registry, of all models."""
+MAX_ALIASES = 32
+"""Of one model."""
+
+
+class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a model is run; what is None is as the settings of its host say. Named and meant as those of an executor."""
+
+    tp: int | None = None
+    dtype: Literal["auto", "bf16", "fp32"] | None = None
+    weight_dtype: str | None = None
+    kv_dtype: Literal["auto", "bf16", "fp8", "int8"] | None = None
+    kv_dtype_layers: str | None = None
+    kv_memory: int | None = None
+    """Bytes for the KV cache of each rank."""
+    context_length: int | None = None
+    max_sequences: int | None = None
+    max_batch_tokens: int | None = None
+    max_waiting: int | None = None
+    speculation: str | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    max_adapters: int | None = None
+    """LoRA adapters in memory at a time."""
+    max_adapter_rank: int | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model in the KV bucket `registry`: the one truth of what is to be served. Written by gateways and operators."""
+
+    name: str
+    source: str
+    """Directory or GGUF file on the hosts, built-in name, or hub name with or without a quantization."""
+    revision: str = ""
+    """Of a hub name: branch, tag or commit; empty: the main branch."""
+    settings: ModelSettings = ModelSettings()
+    least: int = 0
+    """Replicas that are there at all times."""
+    most: int = 1
+    """Replicas at most, however much is asked of it."""
+    pinned: bool = False
+    """Never unloaded to make room for others."""
+    idle: float = 0.0
+    """Seconds without a request after which replicas beyond `least` are unloaded; 0: when others need the memory."""
+    aliases: list[str] = []
+    action: Literal["", "load", "unload"] = ""
+    """What somebody has asked for last: a model that is unloaded stays so until it is loaded, or a request comes."""
+    action_at: float = 0.0
+    """Unix seconds."""
+    force: bool = False
+    """Of an unload: running generations are not waited for; they end with an error."""
+    created: int = 0
+    """Unix seconds."""
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A LoRA adapter in the KV bucket `adapters`; its files lie in the object store `adapters` under the digest."""
+
+    name: str
+    model: str
+    """Name of its base in the registry."""
+    source: str
+    """Directory on the host that has read it, or hub name."""
+    digest: str
+    """Of its configuration and weights: hexadecimal. A name may get another one; what runs goes on with its own."""
+    rank: int
+    bytes: int
+    created: int = 0
+    """Unix seconds."""
+
+
+HostModelState = Literal["downloading", "loading", "sleeping", "failed", "stored"]
+
+
+class HostModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a host says of a model that it works on, has on disk, or could not load."""
+
+    model: str
+    state: HostModelState
+    """`loading`: a group is on its way; `sleeping`: its weights are held in host memory; `stored`: on disk alone."""
+    done: int = 0
+    total: int = 0
+    """Bytes of a download, or of what is loaded; 0: not known."""
+    error: str = ""
+    """Why it has failed: one sentence."""
+    memory: int = 0
+    """Bytes that a group of it takes, weights and KV cache; 0: not known yet."""
+    load_seconds: float = 0.0
+    """What its last load has taken here; 0: there was none."""
+    failed_at: float = 0.0
+    """Unix seconds."""
+
+
+class HostBeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an executor says of itself as a host."""
+
+    memory: int = 0
+    """Bytes that its groups may take together, on all its devices."""
+    used: int = 0
+    """Bytes that they take, or have been promised."""
+    devices: int = 0
+    """GPUs; 0: it computes on its CPU."""
+    models: list[HostModel] = []
+    takes_models: bool = False
+    """Whether it loads and unloads models when it is told to."""
+
+
+class HostRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A host in the KV bucket `hosts`, written by the health monitor alone."""
+
+    instance: str
+    host: HostBeat
+    state: Literal["starting", "ready", "draining", "gone"]
+    updated_at: float = 0.0
+    """As a group's."""
+    heard_at: float = 0.0
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag="load", omit_defaults=True):
+    """Bring up a group that serves this model. What is there already is no error; the answer does not wait for it."""
+
+    group: str
+    spec: ModelSpec
+
+
+class UnloadModel(msgspec.Struct, frozen=True, tag="unload", omit_defaults=True):
+    """Drain a group and end it."""
+
+    group: str
+    grace: float = -1.0
+    """Seconds that what runs may take to finish; below 0: as the executor's settings say."""
+    force: bool = False
+    """End what runs at once."""
+    sleep: bool = False
+    """Keep the weights in the host's memory."""
+
+
+class PullModel(msgspec.Struct, frozen=True, tag="pull", omit_defaults=True):
+    """Fetch a model's files, and load nothing."""
+
+    spec: ModelSpec
+
+
+class RemoveModel(msgspec.Struct, frozen=True, tag="remove", omit_defaults=True):
+    """Delete a model's files from the host's disk."""
+
+    spec: ModelSpec
+
+
+class PullAdapter(msgspec.Struct, frozen=True, tag="pull_adapter", omit_defaults=True):
+    """Read an adapter, check it against its base, and keep it in the object store `adapters`."""
+
+    name: str
+    model: str
+    source: str
+    spec: ModelSpec
+    """Of the base."""
+
+
+HostCommand = LoadModel | UnloadModel | PullModel | RemoveModel | PullAdapter
+
+
+class HostReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`code` is one of `shared.errors`."""
+
+    ok: bool
+    code: str = ""
+    error: str = ""
+    memory: int = 0
+    """Bytes that the model would take, where there is no room for it."""
+    adapter: AdapterRecord | None = None
+
+
+class ModelDemand(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Broadcast to schedulers by a gateway that holds requests for a model of which no card is known yet."""
+
+    model: str
+    gateway: str
+    waiting: int
+    """Requests that it holds."""
