@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.target import LocalSettings
 from services.executor.native.library import why_not
+from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
 from shared.models import linked_gguf
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import Task, repeated

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.target import LocalSettings
+from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
 from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL, ensure_model
 from services.cli.target import LocalSettings
+from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
 from tests.e2e.stack import Stack
 
 

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.commands.main import app
-from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import read_run_file
+from shared.model_store.catalog import DEFAULT_MODEL
 from shared.process import VERSION
 from tests.e2e.stack import CLI, Stack, run_cli
 

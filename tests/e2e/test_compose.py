@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.compose_stack import ComposeStack, why_no_engine
 
 MISSING = why_no_engine()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 

@@ -11,10 +11,10 @@ import grpc
 import httpx
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
 from services.cli.target import read_run_file
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack, run_cli
 
 pytestmark = pytest.mark.e2e

@@ -13,7 +13,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 from tests.monitoring.observed import targets_of

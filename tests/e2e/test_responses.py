@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 from tests.e2e.test_real_model import Connect, answer, connect
 

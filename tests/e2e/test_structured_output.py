@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field
 from websockets.sync.client import connect as connect_socket
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL
+from shared.model_store.catalog import DEFAULT_MODEL
 from tests.e2e.stack import Stack
 
 pytestmark = pytest.mark.e2e

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from services.cli.models import catalog
-from services.cli.models.catalog import prepare_model
-from services.cli.models.downloads import Progress, run_module, size_of
 from services.cli.target import LocalSettings, find_stack
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.model_store import catalog
+from shared.model_store.catalog import prepare_model
+from shared.model_store.downloads import Progress, run_module, size_of
 from shared.models import hub_name
 
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -135,7 +135,7 @@ def _is_of_hub(model: str) -> bool:
 
 
 def _look_at(model: str, *, as_json: bool) -> None:
-    from services.cli.models import hub  # takes long to import
+    from shared.model_store import hub  # takes long to import
 
     repository, _ = hub_name(model)
     if not hub.is_name(repository):

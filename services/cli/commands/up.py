@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from services.cli.models import catalog as model_store
 from services.cli.serve import require_packages
 from services.cli.supervision.stack import StackPlan
 from services.cli.supervision.up import Up
@@ -15,6 +14,7 @@ from services.cli.target import DataDir, NatsUrl, StackSettings
 from services.cli.ui import console
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.model_store import catalog as model_store
 from shared.models import REASONING_PARSERS, TOOL_PARSERS
 
 _WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")

@@ -18,7 +18,6 @@ from typing import TypeVar
 import msgspec
 from rich.console import Console
 
-from services.cli.models.catalog import prepare_model
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import (
     RunFile,
@@ -33,6 +32,7 @@ from services.cli.target import (
 from services.cli.ui import AnswerPrinter, LoadBars, megabytes, model_bars, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
+from shared.model_store.catalog import prepare_model
 from shared.service.listener import bind
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")

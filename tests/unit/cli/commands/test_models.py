@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from services.cli.commands import models
 from services.cli.commands.models import models_app
-from services.cli.models import hub
-from services.cli.models.downloads import Verdict
 from services.executor.model.catalogue import REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store import hub
+from shared.model_store.downloads import Verdict
 from tests.unit.executor.model.tiny import make_model
 
 

@@ -11,8 +11,8 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from services.cli.models.downloads import Progress, Verdict, size_of, verdict_on
 from shared.errors import ConfigurationError, ModelLoadError, reason_of
+from shared.model_store.downloads import Progress, Verdict, size_of, verdict_on
 from shared.models import choose_gguf
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

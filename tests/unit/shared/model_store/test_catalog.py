@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.cli.models import catalog, hub
-from services.cli.models.catalog import ensure_model, list_models
-from services.cli.models.downloads import Verdict, WheelModel, claimed
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store import catalog, hub
+from shared.model_store.catalog import ensure_model, list_models
+from shared.model_store.downloads import Verdict, WheelModel, claimed
 from shared.models import converted_name, link_gguf, linked_gguf
 
 
@@ -222,7 +222,7 @@ def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> No
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "from pathlib import Path\n"
-        "from services.cli.models import catalog, downloads\n"
+        "from shared.model_store import catalog, downloads\n"
         "from shared.errors import RyzansteinError\n"
         "model = downloads.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
         "catalog.BUILT_IN['Tiny'] = model\n"
@@ -306,7 +306,7 @@ def test_sizes_are_asked_for_the_bar_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
     """Through the hub's own client, to an address where nobody listens."""
     code = (
-        "import sys; from pathlib import Path; from services.cli.models.catalog import ensure_model\n"
+        "import sys; from pathlib import Path; from shared.model_store.catalog import ensure_model\n"
         "from shared.errors import RyzansteinError\n"
         "try: ensure_model('org/name', Path(sys.argv[1]), lambda *_: None)\n"
         "except RyzansteinError as error: print(error)\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.cli.models.catalog import DEFAULT_MODEL, prepare_model
 from shared.errors import InternalError, ModelLoadError
+from shared.model_store.catalog import DEFAULT_MODEL, prepare_model
 
 
 def ignore(stage: str, done: int, total: int) -> None:
@@ -27,7 +27,7 @@ async def test_what_is_there_needs_no_process(tmp_path: Path, monkeypatch: pytes
     for name in ("pulled--model", DEFAULT_MODEL):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setattr("services.cli.models.catalog._process", None)
+    monkeypatch.setattr("shared.model_store.catalog._process", None)
     assert await prepare_model("pulled/model", tmp_path, ignore) == (
         "pulled/model",
         tmp_path / "pulled--model",

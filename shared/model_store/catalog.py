@@ -20,7 +20,8 @@ from typing import IO
 
 import msgspec
 
-from services.cli.models.downloads import (
+from shared.errors import ConfigurationError, InternalError, ModelLoadError, RyzansteinError, error_from_code
+from shared.model_store.downloads import (
     Line,
     Progress,
     WheelModel,
@@ -31,7 +32,6 @@ from services.cli.models.downloads import (
     recommend,
     size_of,
 )
-from shared.errors import ConfigurationError, InternalError, ModelLoadError, RyzansteinError, error_from_code
 from shared.models import HUB, converted_name, hub_name, linked_gguf, pulled_name, relink_gguf
 from shared.process import die_with_parent
 
@@ -169,7 +169,7 @@ def _fetched(name: str, cache: Path, progress: Progress) -> Path:
     directory = cache / pulled_name(name)
     if _is_whole(directory):
         return directory
-    from services.cli.models import hub  # its packages take as long to import as the rest of the command line
+    from shared.model_store import hub  # its packages take as long to import as the rest of the command line
 
     repository, quantization = hub_name(name)
     if not hub.is_name(repository) or name.endswith(":") or not hub.is_name(quantization or repository):
@@ -228,7 +228,7 @@ async def _process(name: str, cache: Path, errors: IO[bytes]) -> AsyncIterator[a
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "services.cli.models.catalog",
+        "shared.model_store.catalog",
         name,
         str(cache),
         stdin=asyncio.subprocess.DEVNULL,

@@ -12,12 +12,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from services.cli.models import catalog
-from services.cli.models import hub as hub_files
-from services.cli.models.catalog import ensure_model, is_ready
-from services.cli.models.downloads import Verdict
 from services.executor.model.loading import checkpoints
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store import catalog
+from shared.model_store import hub as hub_files
+from shared.model_store.catalog import ensure_model, is_ready
+from shared.model_store.downloads import Verdict
 from shared.models import link_gguf, linked_gguf
 
 COMMIT = "0" * 40
