@@ -3,6 +3,7 @@
     RyzansteinError
     ├── InvalidRequest            the client must change the request
     │   ├── UnknownModel
+    │   ├── ModelDoesNotFit       no host can take it beside what is pinned
     │   ├── ContextLengthExceeded
     │   ├── InvalidGrammar
     │   ├── FatalRequest          two rings have died of computing it
@@ -49,6 +50,12 @@ class InvalidRequest(RyzansteinError):
 
 class UnknownModel(InvalidRequest):
     code = "model_not_found"
+
+
+class ModelDoesNotFit(InvalidRequest):
+    """No host has the memory for it, or what is pinned leaves none: somebody has to make room."""
+
+    code = "model_does_not_fit"
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -194,3 +194,46 @@ class ModelDemand(msgspec.Struct, frozen=True, omit_defaults=True):
     gateway: str
     waiting: int
     """Requests that it holds."""
+
+
+class ModelPlacement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the scheduler that decides says of a model, in the KV bucket `placements`; written when it changes."""
+
+    model: str
+    hosts: list[str] = []
+    """Hosts that serve it, load it or have been told to, by instance."""
+    expected_at: float = 0.0
+    """Unix seconds at which a replica of a model that none serves is expected to be ready; 0: none is on its way."""
+    code: str = ""
+    """One of `shared.errors` where a request for it would fail at once (`model_does_not_fit`,
+    `no_group_available`); empty: requests wait."""
+    reason: str = ""
+    """One sentence: why it is not placed, and what would have to go."""
+    cordoned: list[str] = []
+    """Groups of it that get no new requests: they make room for another model as soon as nothing runs in them."""
+
+
+class WaitingModel(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one scheduler's queue."""
+
+    model: str
+    waiting: int = 0
+    oldest: float = 0.0
+    """Seconds that the first of them has waited."""
+    arrived: int = 0
+    """Requests since the scheduler started."""
+
+
+class SchedulerDemand(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Broadcast among schedulers every second, and when a request arrives for a model that no group serves; models of
+    the registry alone."""
+
+    scheduler: str
+    models: list[WaitingModel] = []
+
+
+class ModelLease(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who decides, in the KV bucket `leases`: taken over once it has stood still for the lease's length."""
+
+    holder: str
+    beat: int = 0

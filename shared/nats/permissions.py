@@ -194,6 +194,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.SERVICES_BUCKET),
             *_bucket(subjects.MODELS_BUCKET),
             *_bucket(subjects.HOSTS_BUCKET),
+            *_bucket(subjects.PLACEMENTS_BUCKET),
             *_own_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),
             *_bucket(subjects.KEYS_BUCKET),
@@ -242,8 +243,10 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.HOSTS_BUCKET),
             *_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.LEASES_BUCKET),  # of them one decides which host loads what
+            *_own_bucket(subjects.PLACEMENTS_BUCKET),
+            subjects.SCHEDULER_DEMAND,
         ),
-        (subjects.CANCEL, subjects.HEALTH_EVENTS, subjects.MODEL_DEMAND),
+        (subjects.CANCEL, subjects.HEALTH_EVENTS, subjects.MODEL_DEMAND, subjects.SCHEDULER_DEMAND),
     ),
     "health-monitor": (
         (
@@ -283,6 +286,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.SERVICES_BUCKET),
             _ALL_HOSTS,
             *_bucket(subjects.HOSTS_BUCKET),
+            *_bucket(subjects.PLACEMENTS_BUCKET),
             *_bucket(subjects.MODELS_BUCKET),
             *_own_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),

@@ -56,6 +56,8 @@ PUBLISH: dict[str, set[str]] = {
     "$KV.adapters.a": {G, O},
     "$KV.hosts.h": {H},
     "$KV.leases.models": {S},
+    "$KV.placements.m": {S},
+    "models.waiting": {S},
     "hosts.h.control": {G, S, O},
     "models.demand": {G},
     "$KV.sessions.s": {S, E},

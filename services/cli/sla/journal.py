@@ -39,6 +39,7 @@ CLIENTS_FAULT = frozenset(
     (
         "invalid_request",
         "model_not_found",
+        "model_does_not_fit",
         "context_length_exceeded",
         "invalid_grammar",
         "payload_too_large",

@@ -14,6 +14,7 @@ from shared.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    ModelDoesNotFit,
     NoGroupAvailable,
     PayloadTooLarge,
     QueueFull,
@@ -71,6 +72,7 @@ class QuotaExceeded(InvalidRequest):
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (AuthenticationFailed, 401),
     (UnknownModel, 404),
+    (ModelDoesNotFit, 409),
     (ContextLengthExceeded, 400),
     (PayloadTooLarge, 413),
     (RequestTimeout, 408),

@@ -27,6 +27,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.ADAPTERS_BUCKET: {"gateway", "operator"},
     subjects.HOSTS_BUCKET: {"health-monitor"},
     subjects.LEASES_BUCKET: {"scheduler"},
+    subjects.PLACEMENTS_BUCKET: {"scheduler"},
 }
 token = st.text("ab", min_size=1, max_size=2)
 subject = st.lists(token, min_size=1, max_size=4).map(".".join)
