@@ -65,6 +65,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Full blocks that a snapshot of such a state takes, on the rank where it is the largest."""
     layers: str = ""
     """What the model's layers keep on this rank, for people."""
+    max_adapters: int = 0
+    """Slots for LoRA adapters on each rank; 0: it computes none."""
 
     @property
     def total_blocks(self) -> int:

@@ -192,6 +192,11 @@ class ExecutorSettings(CommonSettings):
     the model's decoder supports it) or `off`. They change the speed, never the tokens."""
     cuda_graphs_memory: int = Field(default=1 << 30, ge=1)
     """Most bytes of GPU memory that these graphs take; larger batches are captured first."""
+    max_adapters: int = Field(default=64, ge=0, le=1024)
+    """LoRA adapters that each rank holds in memory at a time; further ones wait for a place. 0: adapters are
+    refused."""
+    max_adapter_rank: int = Field(default=64, ge=1, le=256)
+    """Highest rank of a LoRA adapter; others are refused."""
     batch_invariant: bool = False
     """Batch-invariant computation on GPUs: every row of a step has the bits that it would have alone, so that a
     text depends neither on the batch, nor on prefix hits, nor on the ring. Slower (docs/gpu.md). The native CPU

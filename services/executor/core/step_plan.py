@@ -83,6 +83,11 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     before the adoptions (m: `EngineSpec.state_blocks`)."""
     state_loads: bytes = b""
     """int32 [n, 1 + m]: and back, after the restores and before the forward pass."""
+    adapters: bytes = b""
+    """int32 [S]: slot of each sequence's LoRA adapter, -1: none; empty where no sequence of the step has one."""
+    adapter_loads: list[tuple[int, str]] = []
+    """(slot, directory of the adapter's files): read into that slot before the forward pass, in place of what it held
+    (`scheduler/adapter_slots.py`)."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _DIGEST_SIZE = 16
 _SALT_SIZE = 32
 PARENT_SIZES = (_DIGEST_SIZE, _DIGEST_SIZE + _SALT_SIZE)
-"""Bytes of what a block follows: a digest, or a root without a salt; a root with one."""
+"""Bytes of what a block follows: a digest, or a root without salt and adapter; a root with one."""
 
 
 def root_digest(namespace: str) -> bytes:
@@ -26,17 +26,20 @@ def root_digest(namespace: str) -> bytes:
     return blake2b(namespace.encode(), digest_size=_DIGEST_SIZE).digest()
 
 
-def salted_root(root: bytes, salt: str) -> bytes:
-    """Where chains with `salt` begin, which share no block with those of any other salt; `root` itself without one.
+def salted_root(root: bytes, salt: str, adapter: str = "") -> bytes:
+    """Where chains with `salt`, computed with the LoRA adapter of that digest (hexadecimal), begin. They share no
+    block with those of any other salt or adapter. `root` itself without both.
 
     It is longer than any digest, and begins with `root`: every ring can tell whether a chain is whole (`is_root`)
-    without knowing the salts.
+    without knowing salts and adapters.
     """
-    return root + blake2b(salt.encode(), digest_size=_SALT_SIZE).digest() if salt else root
+    if not salt and not adapter:
+        return root
+    return root + blake2b(salt.encode(), digest_size=_SALT_SIZE, key=bytes.fromhex(adapter)).digest()
 
 
 def is_root(parent: bytes, root: bytes) -> bool:
-    """Whether `parent` is where chains begin: `root`, or a root with a salt made of it."""
+    """Whether `parent` is where chains begin: `root`, or a root with a salt or an adapter made of it."""
     return parent == root or (len(parent) == len(root) + _SALT_SIZE and parent.startswith(root))
 
 

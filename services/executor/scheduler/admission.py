@@ -40,6 +40,9 @@ class BatchSettings(msgspec.Struct, frozen=True):
             )
 
 
+DIGEST_DIGITS = 64
+"""Of a LoRA adapter's digest, in hexadecimal."""
+
 _TEXTS = (
     "generation_id",
     "request_id",
@@ -75,6 +78,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
                 f"The request's {name} has a token outside the model's vocabulary of {spec.vocab_size}; "
                 "use the model's own tokenizer."
             )
+    if request.adapter and (wrong := _adapter_problem(request.adapter, spec)) is not None:
+        return wrong
     if request.embed and not spec.pooling:
         return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
     if (
@@ -86,6 +91,18 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         request.sampling, request.stop_token_ids, spec.vocab_size
     )
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
+
+
+def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:
+    if len(adapter) != DIGEST_DIGITS or not set(adapter) <= set("0123456789abcdef"):
+        return InvalidRequest(
+            f"The request's adapter is no digest; it has {DIGEST_DIGITS} hexadecimal digits in lower case."
+        )
+    if not spec.max_adapters:
+        return InvalidRequest(
+            "This group computes no LoRA adapters; start it with --max-adapters above 0, or ask for the model alone."
+        )
+    return None
 
 
 def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:

@@ -129,7 +129,7 @@ class ContinuousBatcher:
         if error is not None:
             return admission.refusal(request, error)
         self._arrivals += 1
-        root = salted_root(self._root, request.cache_salt)
+        root = salted_root(self._root, request.cache_salt, request.adapter)
         sequence = Sequence(request, self._arrivals, self._spec.block_size, root, self._spec.pooling)
         sequence.times = StageTimes(now)
         self._live[request.generation_id] = sequence

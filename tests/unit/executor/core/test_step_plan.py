@@ -1,8 +1,9 @@
 """The plan of a step: what is in it, in which order, and one at a time."""
 
 import pytest
+from msgspec import structs
 
-from services.executor.core.step_plan import as_int32
+from services.executor.core.step_plan import as_int32, decode_plan, encode_plan, plan_alone, to_bytes
 from shared.errors import InternalError
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask, lens
 
@@ -59,3 +60,11 @@ def test_one_step_at_a_time() -> None:
         ring.batcher.schedule()
     with pytest.raises(InternalError, match="0 tokens for 1"):
         ring.batcher.update([])
+
+
+def test_a_plan_travels_with_its_adapters() -> None:
+    plan = structs.replace(
+        plan_alone(1, [3], 4), adapters=to_bytes([-1, 5]), adapter_loads=[(5, "/cache/adapters/ab")]
+    )
+    assert decode_plan(encode_plan(plan)) == plan
+    assert decode_plan(encode_plan(plan_alone(1, [3], 4))).adapter_loads == []

@@ -147,5 +147,9 @@ async def test_blocks_behind_a_root_of_any_salt_are_wanted(peer: Peer) -> None:
     roots = [salted_root(ROOT, "a"), salted_root(ROOT, "b"), salted_root(root_digest("other"), "a")]
     reply = await peer.taker.answer(offer(blocks=[OfferedBlock(root, TOKENS, 0) for root in roots]))
     assert reply.wanted == [0, 1]
+    adapters = [salted_root(ROOT, salt, one * 32) for salt in ("", "a") for one in ("ab", "cd")]
+    assert len({*roots, *adapters, ROOT}) == 8, "none shares a block with another"
+    reply = await peer.taker.answer(offer(blocks=[OfferedBlock(root, TOKENS, 0) for root in adapters]))
+    assert reply.wanted == [0, 1, 2, 3]
     reply = await peer.taker.answer(offer(blocks=[OfferedBlock(ROOT + b"x", TOKENS, 0)]))
     assert (reply.ok, reply.reason) == (False, "The offer names blocks that are none.")

@@ -87,3 +87,16 @@ def test_a_bias_for_so_many_tokens_is_taken_and_for_no_more() -> None:
     assert "limit logit_biases" in refused(
         request(SamplingParams(logit_bias=dict.fromkeys(range(most + 1), 1.0)))
     )
+
+
+@pytest.mark.parametrize("adapter", ["x", "a" * 63, "A" * 64, "g" * 64, "../" + "a" * 61])
+def test_an_adapter_is_named_by_its_digest(adapter: str) -> None:
+    spec = msgspec.structs.replace(SPEC, max_adapters=2)
+    problem = malformed(request(adapter=adapter), spec)
+    assert problem is not None
+    assert "hexadecimal" in problem.message
+
+
+def test_a_ring_without_slots_for_adapters_refuses_them() -> None:
+    assert "computes no LoRA adapters" in refused(request(adapter="ab" * 32))
+    assert malformed(request(adapter="ab" * 32), msgspec.structs.replace(SPEC, max_adapters=1)) is None
