@@ -67,6 +67,9 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of an unload: running generations are not waited for; they end with an error."""
     created: int = 0
     """Unix seconds."""
+    origin: Literal["", "up", "file"] = ""
+    """Who has declared it: somebody by hand, the `ryzanstein up` of this NATS, or a models file. Each takes back what
+    it no longer declares, and nothing else."""
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):

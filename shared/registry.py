@@ -1,0 +1,364 @@
+"""What may stand in the registry: every rule of a `ModelSpec`, and of all of them together. Pure.
+
+    REST, command line, models.yaml ──▶ read_spec: names, types ──▶ check: values, clashes ──▶ KV `registry`
+
+All that is wrong is told, not only the first of it: each problem names the field and is one sentence.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from shared.config import seconds_of
+from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
+from shared.models import HUB, REASONING_PARSERS, TOOL_PARSERS
+
+MAX_NAME = 200
+"""Characters of a model's name, of an alias, and of a revision."""
+MAX_SOURCE = 4096
+MAX_REPLICAS = 1024
+MAX_IDLE = 366 * 86_400.0
+"""Seconds."""
+MAX_NUMBER = 1 << 62
+"""Of a setting: what fits in a message."""
+MAX_DRAFTS = 63
+WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
+WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDType)
+_LAYER = re.compile(r"-?\d{1,5}\s*=\s*(bf16|fp8|int8)", re.ASCII)
+_RANGES: dict[str, tuple[int, int]] = {
+    "tp": (1, 64),
+    "kv_memory": (0, MAX_NUMBER),
+    "context_length": (0, MAX_NUMBER),
+    "max_sequences": (1, MAX_NUMBER),
+    "max_batch_tokens": (1, MAX_NUMBER),
+    "max_waiting": (1, MAX_NUMBER),
+    "max_adapters": (0, 4096),
+    "max_adapter_rank": (1, 256),
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "weight_dtype": WEIGHT_DTYPES,
+    "tool_parser": TOOL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+}
+
+DECLARED = ("name", "source", "revision", "settings", "least", "most", "pinned", "idle", "aliases")
+"""Fields that people write; the others are kept by those who write the registry."""
+SETTINGS = tuple(field.name for field in msgspec.structs.fields(ModelSettings))
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(ModelSpec)}
+_SETTING_TYPES = {field.name: field.type for field in msgspec.structs.fields(ModelSettings)}
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a model's entry."""
+
+    field: str
+    """Such as `least` or `settings.tp`; empty: the entry as a whole."""
+    text: str
+    """One sentence."""
+
+
+def check(spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()) -> list[str]:
+    """Everything that is wrong with a model that is to be written beside `others` (an earlier one of its own name is
+    replaced) and adapters of those names; empty: nothing."""
+    return [problem.text for problem in problems_of(spec, others, adapters)]
+
+
+def problems_of(
+    spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()
+) -> list[Problem]:
+    """As `check`, with the fields."""
+    beside = [other for other in others if other.name != spec.name]
+    found = [*_name_problems(spec), *_replica_problems(spec), *settings_problems(spec.settings)]
+    if len(beside) >= MAX_MODELS:
+        found.append(
+            Problem(
+                "", f"The registry holds {MAX_MODELS} models at most; remove one before {spec.name} is added."
+            )
+        )
+    return [*found, *_clashes(spec, beside, adapters)]
+
+
+def settings_problems(settings: ModelSettings) -> list[Problem]:
+    """Values that no executor would take."""
+    found = []
+    for name, value in msgspec.structs.asdict(settings).items():
+        if value is not None and (wrong := _wrong_setting(name, value)):
+            found.append(Problem(f"settings.{name}", f"The setting {name} cannot be {value!r}: {wrong}."))
+    return found
+
+
+def _wrong_setting(name: str, value: Any) -> str:
+    """Empty: nothing is."""
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        if low <= value <= high:
+            return ""
+        return f"it is {low} or more" if high == MAX_NUMBER and value < low else f"it is {low} to {high}"
+    if name in _CHOICES:
+        return (
+            ""
+            if value in _CHOICES[name]
+            else f"it is one of {', '.join(_CHOICES[name])}{_meant(value, _CHOICES[name])}"
+        )
+    if name == "speculation":
+        number = value.isascii() and value.isdecimal() and len(value) < 4 and int(value) <= MAX_DRAFTS
+        return (
+            ""
+            if value in ("auto", "off") or number
+            else f"it is auto, off or a number from 0 to {MAX_DRAFTS}"
+        )
+    if name == "kv_dtype_layers":
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if all(_LAYER.fullmatch(part) for part in parts):
+            return ""
+        return "it is a list of LAYER=bf16|fp8|int8 with commas, such as 0=bf16,-1=bf16"
+    return ""
+
+
+def _name_problems(spec: ModelSpec) -> Iterable[Problem]:
+    if wrong := wrong_name(spec.name):
+        yield Problem("name", f"A model cannot be called {_short(spec.name)}: {wrong}.")
+    if not spec.source.strip() or len(spec.source) > MAX_SOURCE or not spec.source.isprintable():
+        yield Problem(
+            "source",
+            f"The source of {_short(spec.name)} is a directory, a GGUF file, a built-in name or a hub name, of at most "
+            f"{MAX_SOURCE} printable characters.",
+        )
+    if spec.revision:
+        if len(spec.revision) > MAX_NAME or not re.fullmatch(r"[\w./+-]+", spec.revision, re.ASCII):
+            yield Problem(
+                "revision",
+                f"The revision {_short(spec.revision)} is no branch, tag or commit of a hub repository.",
+            )
+        elif not of_hub(spec.source):
+            yield Problem(
+                "revision",
+                f"A revision goes with a hub name (ORGANISATION/NAME), and the source of {_short(spec.name)} is "
+                f"{_short(spec.source)}.",
+            )
+    if len(spec.aliases) > MAX_ALIASES:
+        yield Problem(
+            "aliases", f"{_short(spec.name)} has {len(spec.aliases)} aliases, and may have {MAX_ALIASES}."
+        )
+    for alias in spec.aliases:
+        if wrong := wrong_name(alias):
+            yield Problem("aliases", f"A model cannot have the alias {_short(alias)}: {wrong}.")
+
+
+def wrong_name(name: str) -> str:
+    """Why nothing may be called that; empty: it may."""
+    if not name:
+        return "a name has at least one character"
+    if len(name) > MAX_NAME:
+        return f"a name has at most {MAX_NAME} characters"
+    if not name.isprintable() or name != name.strip():
+        return "a name has printable characters alone, and no spaces at its ends"
+    return ""
+
+
+def of_hub(source: str) -> bool:
+    """Whether the source reads as `org/name`, with or without `hf://` and a quantization."""
+    if source.startswith(HUB):
+        return True
+    return "/" in source and not source.startswith(("/", ".", "~")) and not _is_gguf_path(source)
+
+
+def _is_gguf_path(source: str) -> bool:
+    return source.endswith(".gguf") and ":" not in source
+
+
+def _replica_problems(spec: ModelSpec) -> Iterable[Problem]:
+    name = _short(spec.name)
+    if not 0 <= spec.least <= MAX_REPLICAS:
+        yield Problem("least", f"The least replicas of {name} are 0 to {MAX_REPLICAS}, not {spec.least}.")
+    if not 1 <= spec.most <= MAX_REPLICAS:
+        yield Problem("most", f"The most replicas of {name} are 1 to {MAX_REPLICAS}, not {spec.most}.")
+    elif spec.least > spec.most:
+        yield Problem(
+            "least",
+            f"{name} wants {spec.least} replicas at least and {spec.most} at most; raise the one or lower the other.",
+        )
+    if not (math.isfinite(spec.idle) and 0 <= spec.idle <= MAX_IDLE):
+        yield Problem(
+            "idle", f"The idle time of {name} is 0 to {MAX_IDLE:.0f} seconds (366 days), not {spec.idle:g}."
+        )
+    if spec.pinned and spec.action == "unload":
+        yield Problem("pinned", f"{name} is pinned and to be unloaded; unpin it first, or leave it loaded.")
+
+
+def _clashes(spec: ModelSpec, beside: list[ModelSpec], adapters: Collection[str]) -> Iterable[Problem]:
+    """Names that clients could not tell apart."""
+    names = {other.name: f"the model {other.name}" for other in beside}
+    for other in beside:
+        names |= {
+            alias: f"an alias of the model {other.name}" for alias in other.aliases if alias not in names
+        }
+    names = {adapter: f"the adapter {adapter}" for adapter in adapters} | names
+    if spec.name in names:
+        yield Problem("name", f"The name {_short(spec.name)} is taken by {names[spec.name]}; choose another.")
+    seen = {spec.name}
+    for alias in spec.aliases:
+        if alias in seen:
+            what = "its own name" if alias == spec.name else "named twice"
+            yield Problem(
+                "aliases", f"The alias {_short(alias)} of {_short(spec.name)} is {what}; remove it."
+            )
+        elif alias in names:
+            yield Problem(
+                "aliases",
+                f"The alias {_short(alias)} of {_short(spec.name)} is taken by {names[alias]}; choose another.",
+            )
+        seen.add(alias)
+
+
+def check_all(specs: Iterable[ModelSpec], adapters: Collection[str] = ()) -> list[str]:
+    """Everything that is wrong with a whole registry."""
+    every = list(specs)
+    found: list[str] = []
+    for position, spec in enumerate(every):
+        found += check(spec, every[:position], adapters)
+        if any(earlier.name == spec.name for earlier in every[:position]):
+            found.append(f"The model {_short(spec.name)} is there twice.")
+    return found
+
+
+def pin_problems(specs: Iterable[ModelSpec], memory: Mapping[str, int], room: int) -> list[str]:
+    """Pins that cannot be met together. `memory`: bytes of a replica of each model, where that is known; `room`: bytes
+    of all hosts; 0: not known."""
+    pinned = [spec for spec in specs if spec.pinned and spec.least and memory.get(spec.name)]
+    needed = sum(memory[spec.name] * spec.least for spec in pinned)
+    if not room or needed <= room:
+        return []
+    listed = ", ".join(f"{spec.name} {memory[spec.name] * spec.least / 1e9:,.1f} GB" for spec in pinned)
+    return [
+        f"The pinned models need {needed / 1e9:,.1f} GB together ({listed}), and the hosts have {room / 1e9:,.1f} GB; "
+        "unpin one, or add a host."
+    ]
+
+
+def read_spec(
+    fields: Mapping[Any, Any], *, base: ModelSpec | None = None
+) -> tuple[ModelSpec | None, list[Problem]]:
+    """The model that these fields of a JSON or YAML object declare, or None and all that is wrong with their names and
+    types; the values are for `check`.
+
+    `base`: what fields that are not given are taken from (settings one by one); without it `source` is the name where
+    it is left out, and `most` no less than `least`. An idle time may be a text, such as `10m`.
+    """
+    spec, found = read_partly(fields, base=base)
+    return (None if found else spec), found
+
+
+def read_partly(
+    fields: Mapping[Any, Any], *, base: ModelSpec | None = None
+) -> tuple[ModelSpec | None, list[Problem]]:
+    """As `read_spec`, with what could be read though there are problems, to look for more of them; None: no name."""
+    found: list[Problem] = []
+    values: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key not in DECLARED:
+            found.append(unknown_field("", key, DECLARED))
+        elif key == "settings":
+            values[key], wrong = _read_settings(value, base.settings if base else ModelSettings())
+            found += wrong
+        else:
+            _convert(key, _seconds(value) if key == "idle" else value, _TYPES[key], values, found)
+    if base is not None:
+        return msgspec.structs.replace(base, **values), found
+    if "name" not in fields:
+        found.append(Problem("", "A model has a `name`, and this one has none."))
+    if "name" not in values:
+        return None, found
+    if "source" not in fields:
+        values["source"] = values["name"]
+    values.setdefault("source", "?")
+    values.setdefault("most", max(1, values.get("least", 0)))
+    return ModelSpec(**values), found
+
+
+def _read_settings(value: Any, base: ModelSettings) -> tuple[ModelSettings, list[Problem]]:
+    if not isinstance(value, Mapping):
+        return base, [
+            Problem("settings", f"`settings` is a mapping of names and values, not {_told(value)}.")
+        ]
+    found: list[Problem] = []
+    values: dict[str, Any] = {}
+    for key, one in value.items():
+        if key in _SETTING_TYPES:
+            _convert(key, one, _SETTING_TYPES[key], values, found, "settings.")
+        else:
+            found.append(unknown_field("settings.", key, SETTINGS))
+    return msgspec.structs.replace(base, **values), found
+
+
+def _convert(
+    key: str, value: Any, kind: Any, values: dict[str, Any], found: list[Problem], within: str = ""
+) -> None:
+    try:
+        values[key] = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        found.append(Problem(f"{within}{key}", f"`{within}{key}` is {_wanted(kind)}, not {_told(value)}."))
+
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, str):
+        return 0.0 if value.strip() in ("0", "0s") else seconds_of(value) or value
+    return value
+
+
+def _wanted(kind: Any) -> str:
+    """A type in words."""
+    choices = [
+        choice for part in (get_args(kind) or (kind,)) for choice in get_args(part) if isinstance(choice, str)
+    ]
+    if choices:
+        return f"one of {', '.join(choices)}"
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number of seconds, or a time such as 10m",
+        str: "text",
+    }
+    for part, words in names.items():
+        if kind is part or (part in get_args(kind) and kind != list[str]):
+            return words
+    return "a list of texts"
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "nothing"
+    if isinstance(value, str | bytes):
+        return _short(str(value))
+    return f"{str(value).lower() if isinstance(value, bool) else value} (text stands in quotes)"
+
+
+def unknown_field(within: str, key: object, known: Collection[str]) -> Problem:
+    name = str(key)
+    return Problem(
+        f"{within}{name}",
+        f"There is no `{within}{name[:80]}`{_meant(name, known) or '; there are: ' + ', '.join(known)}.",
+    )
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The names that may be meant."""
+    lowered = {one.lower(): one for one in known}
+    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.5)]
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    found = nearest(name, known, 1)
+    return f"; {found[0]} may be meant" if found else ""
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= MAX_NAME else f"{text[:60]}...")

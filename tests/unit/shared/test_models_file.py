@@ -1,0 +1,121 @@
+"""models.yaml: what it may say, and that all its errors are told with their lines."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.messages.registry import ModelSettings, ModelSpec
+from shared.models_file import MAX_BYTES, MAX_TOLD, ModelsFileError, read_models_file, to_yaml
+from shared.registry import check_all
+
+BAD = """\
+models:
+  - name: chat
+    source: org/name:Q4_K_M
+    least: two
+    pined: true
+    settings:
+      tp: 100
+      kv_dtype: int9
+      tpp: 2
+  - name: on
+    idle: 10m
+  - source: x
+  - name: b
+    least: 3
+    most: 2
+    aliases: [b, c]
+  - name: b
+  - just text
+  - name: c
+    revision: 123
+    name: d
+    idle: 2099-99-99
+other: 1
+"""
+TOLD = [
+    (4, "`least` is a whole number, not 'two'"),
+    (5, "`pined`; pinned may be meant"),
+    (7, "tp cannot be 100"),
+    (8, "one of auto, bf16, fp8, int8, not 'int9'"),
+    (9, "no `settings.tpp`; tp may be meant"),
+    (10, "`name` is text, not true (text stands in quotes)"),
+    (12, "A model has a `name`"),
+    (14, "3 replicas at least and 2 at most"),
+    (16, "alias 'b' of 'b' is its own name"),
+    (17, "'b' stands in line 13 already"),
+    (18, "A model is a mapping"),
+    (19, "'c' is taken by an alias of the model b"),
+    (20, "`revision` is text, not 123"),
+    (21, "`name` stands in line 19 already"),
+    (22, "`idle` is a number of seconds"),
+    (23, "There is no `other`; there are: models"),
+]
+
+
+def test_every_error_is_told_with_its_line() -> None:
+    with pytest.raises(ModelsFileError) as caught:
+        read_models_file(BAD, "here.yaml")
+    found = caught.value.problems
+    assert len(found) == len(TOLD), "\n".join(found)
+    for (line, words), problem in zip(TOLD, found, strict=True):
+        assert problem.startswith(f"line {line}: ")
+        assert words in problem
+    assert str(caught.value).startswith(f"here.yaml has {len(TOLD)} errors; nothing was applied:\n  line 4: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "It is empty"),
+        ("[", "line 1: It is not YAML"),
+        ("- a", "is a mapping with the key `models`"),
+        ("models: 3", "`models` is a list"),
+        ("model: []", "`models` is missing"),
+        ("a: &x [*x]", "`models` is missing"),
+        ("[" * 20_000, "nested too deeply"),
+        ("models: []\n---\nmodels: []", "line 2: It is not YAML"),
+        (b"\xff\xfe\x00", "It is not YAML"),
+        ("\x00", "It is not YAML"),
+        ("models: [{name: {a: b}}]", "`name` is text, not a mapping"),
+        ("models: [{name: a, aliases: &a [*a]}]", "`aliases` is a list of texts"),
+        ("models: [{name: a, aliases: [{}]}]", "`aliases` is a list of texts"),
+        ("models: [{[a]: b, name: a}]", "There is no `?`"),
+        ("models: [{name: a, settings: 3}]", "`settings` is a mapping"),
+        (" " * (MAX_BYTES + 1), "more than 4 MB"),
+        ("models: [" + "{name: a}, " * 1030 + "]", f"and {1024 - MAX_TOLD} more"),
+    ],
+)
+def test_what_is_no_models_file_is_said_to_be_none(text: str | bytes, words: str) -> None:
+    with pytest.raises(ModelsFileError) as caught:
+        read_models_file(text)
+    assert words in str(caught.value)
+
+
+def test_a_tag_of_another_program_makes_no_object() -> None:
+    (spec,) = read_models_file("models: [{name: !!python/name:os.system x}]")
+    assert spec.name == "x"
+
+
+_NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+
+
+@given(
+    st.lists(
+        st.builds(
+            ModelSpec,
+            name=_NAMES,
+            source=_NAMES,
+            settings=st.builds(ModelSettings, tp=st.none() | st.integers(1, 64)),
+            least=st.integers(0, 3),
+            most=st.integers(1, 3),
+            pinned=st.booleans(),
+            idle=st.floats(0, 1e6),
+            aliases=st.lists(_NAMES, max_size=3),
+        ),
+        max_size=4,
+    )
+)
+def test_what_is_written_is_read_again(specs: list[ModelSpec]) -> None:
+    if not check_all(specs):
+        assert read_models_file(to_yaml(specs)) == specs
