@@ -17,6 +17,13 @@ MAX_ADAPTERS = 16_384
 """Adapters in the registry, of all models."""
 MAX_ALIASES = 32
 """Of one model."""
+DIGEST_DIGITS = 64
+"""Of an adapter's digest, in hexadecimal."""
+
+
+def is_digest(text: str) -> bool:
+    """Whether it names an adapter's content."""
+    return len(text) == DIGEST_DIGITS and set(text) <= set("0123456789abcdef")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,6 +93,9 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int
     created: int = 0
     """Unix seconds."""
+    retired: list[tuple[str, int]] = []
+    """(digest, unix seconds) of what the name stood for until then: such files stay in the object store as long as a
+    generation may need them. A record without a `digest` has nothing else: its adapter was unloaded."""
 
 
 HostModelState = Literal["downloading", "loading", "sleeping", "failed", "stored"]

@@ -197,6 +197,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.PLACEMENTS_BUCKET),
             *_own_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),
+            *_own_objects(subjects.ADAPTERS_STORE),  # they delete what no generation needs any more
             *_bucket(subjects.KEYS_BUCKET),
             *_own_bucket(subjects.GENERATIONS_BUCKET),
             *_own_bucket(subjects.UNFINISHED_BUCKET),

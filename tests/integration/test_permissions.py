@@ -67,6 +67,7 @@ PUBLISH: dict[str, set[str]] = {
     "$KV.responses.r": {G},
     "$KV.generations.k": {G},
     "$O.tokenizers.M.x": {E},
+    "$O.adapters.M.x": {G, E},
     "$JS.API.STREAM.MSG.GET.KV_keys": {G, O},
     "$JS.API.DIRECT.GET.KV_keys.$KV.keys.k": {G, O},
     "$JS.API.CONSUMER.CREATE.KV_keys.c.$KV.keys.>": {G, O},

@@ -14,6 +14,7 @@ from shared.errors import (
     RyzansteinError,
 )
 from shared.messages import GenerationRequest, Refusal, TokenEntry
+from shared.messages.registry import DIGEST_DIGITS, is_digest
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
@@ -39,9 +40,6 @@ class BatchSettings(msgspec.Struct, frozen=True):
                 f"({self.max_sequences}); every running sequence needs a token in each step."
             )
 
-
-DIGEST_DIGITS = 64
-"""Of a LoRA adapter's digest, in hexadecimal."""
 
 _TEXTS = (
     "generation_id",
@@ -94,7 +92,7 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
 
 
 def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:
-    if len(adapter) != DIGEST_DIGITS or not set(adapter) <= set("0123456789abcdef"):
+    if not is_digest(adapter):
         return InvalidRequest(
             f"The request's adapter is no digest; it has {DIGEST_DIGITS} hexadecimal digits in lower case."
         )

@@ -1,0 +1,88 @@
+"""The files of LoRA adapters in the object store `adapters`, as peft writes them, by the digest of their content.
+
+    <digest>/adapter_model.safetensors
+    <digest>/adapter_config.json          written last and deleted first: an adapter without it is not whole
+
+What is there never changes: another content has another digest.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable
+from pathlib import Path
+from typing import BinaryIO
+
+from shared.errors import InternalError, PayloadTooLarge
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import CHUNK, MissingObject, Objects
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG_BYTES = 1 << 20
+MAX_BYTES = 8 << 30
+"""Of one adapter's weights."""
+PATIENCE = 30.0
+"""Seconds for which a file is read on while the broker is away."""
+
+
+class AdapterFiles:
+    """Methods raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._objects = Objects(bus, subjects.ADAPTERS_STORE)
+
+    async def open(self) -> None:
+        """Creates the store where it does not exist."""
+        await self._objects.open()
+
+    async def has(self, digest: str) -> bool:
+        """Whether all of an adapter's files are there."""
+        return await self._objects.info(f"{digest}/{CONFIG}") is not None
+
+    async def put(self, digest: str, directory: Path) -> None:
+        """Stores the files in `directory`, which have that digest; what is there already is no error.
+
+        Raises `StorageFull`, `PayloadTooLarge`, `OSError`."""
+        if await self.has(digest):
+            return
+        for name, limit in ((WEIGHTS, MAX_BYTES), (CONFIG, CONFIG_BYTES)):
+            with await asyncio.to_thread((directory / name).open, "rb") as file:
+                nuid = secrets.token_hex(11)
+                await self._objects.write(f"{digest}/{name}", _parts_of(file), nuid=nuid, limit=limit)
+
+    async def fetch(self, digest: str, directory: Path) -> None:
+        """Writes an adapter's files into `directory`. Raises `MissingObject`, `PayloadTooLarge`, `InternalError` where
+        they are not what was stored, and `OSError`."""
+        for name, limit in ((CONFIG, CONFIG_BYTES), (WEIGHTS, MAX_BYTES)):
+            parts = self._objects.read(f"{digest}/{name}", patience=PATIENCE)
+            with await asyncio.to_thread((directory / name).open, "wb") as file:
+                await _write(file, parts, limit)
+
+    async def size(self, digest: str) -> int:
+        """Bytes of its weights. Raises `MissingObject`."""
+        info = await self._objects.info(f"{digest}/{WEIGHTS}")
+        if info is None or not await self.has(digest):
+            raise MissingObject(digest)
+        return info.size
+
+    async def delete(self, digest: str) -> None:
+        """No error where it is gone."""
+        for name in (CONFIG, WEIGHTS):
+            await self._objects.delete(f"{digest}/{name}")
+
+
+async def _parts_of(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    while part := await asyncio.to_thread(file.read, 8 * CHUNK):
+        yield part
+
+
+async def _write(file: BinaryIO, parts: AsyncIterable[bytes], limit: int) -> None:
+    size = 0
+    async for part in parts:
+        size += len(part)
+        if size > limit:
+            raise PayloadTooLarge(f"{Path(file.name).name} has more than {limit:,} bytes; no adapter has.")
+        await asyncio.to_thread(file.write, part)
+    if not size:
+        raise InternalError(f"{Path(file.name).name} is empty in the object store; load the adapter again.")
