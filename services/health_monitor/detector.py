@@ -28,6 +28,8 @@ from shared.messages import (
     GroupRecord,
     GroupStatus,
     Heartbeat,
+    HostBeat,
+    HostRecord,
     RingDeath,
     ServiceRecord,
 )
@@ -161,13 +163,15 @@ _SERVING = ("ready", "busy")
 _CUT_OFF = "its leader has lost its connection to NATS"
 
 
-Record = TypeVar("Record", GroupRecord, ServiceRecord)
+Record = TypeVar("Record", GroupRecord, ServiceRecord, HostRecord)
 
 
 @dataclass(slots=True)
 class _Instance:
     record: ServiceRecord
     heard: float
+    host: HostBeat | None = None
+    """Of an executor: what was last said of it as a host."""
 
 
 @dataclass(slots=True)
@@ -213,14 +217,30 @@ class Detector:
     def groups(self) -> list[GroupRecord]:
         return [entry.record for entry in self._groups.values()]
 
+    def hosts(self) -> list[HostRecord]:
+        return [
+            HostRecord(entry.record.instance, entry.host, entry.record.state, heard_at=entry.record.heard_at)
+            for entry in self._instances.values()
+            if entry.host is not None
+        ]
+
     def lost(self) -> set[str]:
         """Groups that are gone without having left, while they are listed."""
         return {name for name, entry in self._groups.items() if entry.lost}
 
-    def restore(self, services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], now: float) -> None:
+    def restore(
+        self,
+        services: Iterable[ServiceRecord],
+        groups: Iterable[GroupRecord],
+        now: float,
+        hosts: Iterable[HostRecord] = (),
+    ) -> None:
         """Begins with what an earlier monitor wrote; everybody has `gone_after` to be heard of."""
         for service in services:
             self._instances[service.instance] = _Instance(_undated(service), now)
+        for host in hosts:
+            if (entry := self._instances.get(host.instance)) is not None:
+                entry.host = host.host
         for record in groups:
             self._groups[record.group] = self._entry_of(record, now)
 
@@ -258,9 +278,17 @@ class Detector:
         ahead = record.heard_at - (entry.record.heard_at if entry is not None else 0.0)
         if entry is None or ahead > SAME:
             heard = min(now, now - at + record.heard_at) if record.heard_at else now
-            self._instances[record.instance] = _Instance(_undated(record), heard)
+            host = entry.host if entry is not None else None
+            self._instances[record.instance] = _Instance(_undated(record), heard, host)
         elif ahead >= -SAME and record.state == "gone":
             entry.record = replace(entry.record, state="gone")
+
+    def merge_host(self, record: HostRecord) -> None:
+        """What another monitor knows of a host, where it was heard later than here. Whether it is there is merged
+        with its service."""
+        entry = self._instances.get(record.instance)
+        if entry is not None and (entry.host is None or record.heard_at - entry.record.heard_at > SAME):
+            entry.host = record.host
 
     def drop(self, group: str = "", instance: str = "") -> None:
         """Another monitor has taken it off the list; what we hear ourselves stays on it."""
@@ -316,12 +344,23 @@ class Detector:
         self._presence.heard(subjects.connection(beat.service, beat.instance))
         record = ServiceRecord(beat.service, beat.instance, beat.pid, beat.state, beat.address)
         record = replace(record, heard_at=at, pid_namespace=beat.pid_namespace)
-        self._instances[beat.instance] = _Instance(record, now)
+        self._instances[beat.instance] = _Instance(record, now, beat.host)
         if beat.state == "gone":
             return self._lose_groups(beat.instance, "its executor has stopped")
-        if beat.group is None:
-            return []
-        return self._observe_group(beat, beat.group, now, at)
+        said = beat.groups or ([beat.group] if beat.group is not None else [])
+        events = self._unload_groups(beat.instance, {group.group for group in said}) if beat.host else []
+        for group in said:
+            events += self._observe_group(beat, group, now, at)
+        return events
+
+    def _unload_groups(self, instance: str, left: set[str]) -> list[GroupEvent]:
+        """The executor goes on without those of its groups that are not in `left`: they were unloaded."""
+        events: list[GroupEvent] = []
+        for name, group in self._groups.items():
+            if group.record.instance == instance and name not in left and group.record.state != "gone":
+                events += self._set_state(group, "gone", message="it was unloaded")
+                group.lost = False
+        return events
 
     def _observe_group(self, beat: Heartbeat, said: GroupBeat, now: float, at: float) -> list[GroupEvent]:
         entry = self._groups.get(said.group)
@@ -354,6 +393,8 @@ class Detector:
             heard_at=at,
             kv_bytes=said.kv_bytes,
             kernels=said.kernels,
+            memory=said.memory,
+            adapters=said.adapters,
         )
 
     def _judge(

@@ -1,4 +1,4 @@
-"""Writes what the detector decides: the buckets `groups` and `services`, and the events.
+"""Writes what the detector decides: the buckets `groups`, `services` and `hosts`, and the events.
 
 Several monitors write side by side, each over what it knows to stand there (compare-and-set): what is written
 already is not written again, and a monitor that was stopped cannot bring back what it last believed.
@@ -16,12 +16,12 @@ import structlog
 
 from services.health_monitor.metrics import HealthMetrics
 from shared.errors import RyzansteinError
-from shared.messages import GroupEvent, GroupRecord, ServiceRecord
+from shared.messages import GroupEvent, GroupRecord, HostRecord, ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
-Record = TypeVar("Record", GroupRecord, ServiceRecord)
+Record = TypeVar("Record", GroupRecord, ServiceRecord, HostRecord)
 
 CONFIRM_INTERVAL = 2.0
 """Seconds after which an unchanged record is written again, so that readers see that it is not stale, and
@@ -68,15 +68,17 @@ class Changes(Generic[Record]):
         return now - when >= interval
 
 
-def _lasting(record: GroupRecord | ServiceRecord) -> object:
+def _lasting(record: GroupRecord | ServiceRecord | HostRecord) -> object:
     """What must be known at once."""
+    if isinstance(record, HostRecord):
+        return record.state, record.host.memory, [(one.model, one.state) for one in record.host.models]
     if isinstance(record, GroupRecord):
         pids = [rank.pid for rank in record.ranks]
         return record.model, record.state, record.epoch, record.instance, record.weight < 1, pids
     return record.name, record.pid, record.state, record.address
 
 
-def _content(record: GroupRecord | ServiceRecord) -> GroupRecord | ServiceRecord:
+def _content(record: Record) -> Record:
     return msgspec.structs.replace(record, updated_at=0.0, heard_at=0.0)
 
 
@@ -160,7 +162,7 @@ class SharedRecords(Generic[Record]):
 
 
 class Registry:
-    """The two buckets that only health monitors write."""
+    """The buckets that only health monitors write."""
 
     def __init__(
         self,
@@ -168,11 +170,13 @@ class Registry:
         metrics: HealthMetrics,
         groups: SharedRecords[GroupRecord],
         services: SharedRecords[ServiceRecord],
+        hosts: SharedRecords[HostRecord],
     ) -> None:
         self._bus = bus
         self._metrics = metrics
         self.groups = groups
         self.services = services
+        self.hosts = hosts
 
     async def announce(self, events: list[GroupEvent]) -> None:
         """Publishes group events; everybody reads them."""
@@ -191,7 +195,9 @@ class Registry:
             except RyzansteinError as error:
                 log.warning("event_publish_failed", group=event.group, error=str(error))
 
-    async def write(self, services: list[ServiceRecord], groups: list[GroupRecord], now: float) -> None:
+    async def write(
+        self, services: list[ServiceRecord], groups: list[GroupRecord], hosts: list[HostRecord], now: float
+    ) -> None:
         """Brings the buckets up to date. What fails is due again at the next call.
 
         The records are stamped with the time at which they were true, not with that of their writing: a
@@ -201,6 +207,7 @@ class Registry:
         try:
             await self.groups.write({group.group: group for group in groups}, now, stamp)
             await self.services.write({one.instance: one for one in services}, now, stamp)
+            await self.hosts.write({host.instance: host for host in hosts}, now, stamp)
         except RyzansteinError as error:
             self._metrics.write_failures.inc()
             log.warning("record_write_failed", error=str(error))

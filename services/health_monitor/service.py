@@ -12,7 +12,7 @@ from services.health_monitor.detector import Clocks, ConnectionEvent, Detector
 from services.health_monitor.metrics import HealthMetrics, StreamWatch
 from services.health_monitor.registry import Registry, SharedRecords
 from shared.config import CommonSettings
-from shared.messages import GroupRecord, Heartbeat, ServiceRecord
+from shared.messages import GroupRecord, Heartbeat, HostRecord, ServiceRecord
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from shared.service.lifecycle import Service
@@ -63,6 +63,7 @@ class HealthMonitorService(Service):
         interval = self._settings.load_interval
         groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
         services = await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)
+        hosts = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
         registry = self._registry = Registry(
             bus,
             metrics,
@@ -70,15 +71,19 @@ class HealthMonitorService(Service):
             SharedRecords(
                 services, interval, metrics, self._on_service, lambda key: detector.drop(instance=key)
             ),
+            # It is there for as long as the service is.
+            SharedRecords(hosts, interval, metrics, self._on_host, lambda key: None),
         )
         now = clock()
-        detector.restore(await registry.services.load(now), await registry.groups.load(now), now)
+        known = (await registry.services.load(now), await registry.groups.load(now))
+        detector.restore(*known, now, await registry.hosts.load(now))
         self.bus.on_reconnect(lambda: self._detector.restart_timeouts(clock()))
         await self.bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         await self.bus.client.subscribe(subjects.CONNECTION_OPENED, cb=self._on_opened)
         await self.bus.client.subscribe(subjects.CONNECTION_CLOSED, cb=self._on_closed)
         self.spawn(registry.groups.follow(clock), "groups")
         self.spawn(registry.services.follow(clock), "services")
+        self.spawn(registry.hosts.follow(clock), "hosts")
         self.spawn(StreamWatch(self.bus, self._metrics).run(), "streams")
         self.spawn(self._tick(), "tick")
         self.spawn(self._write(registry), "registry")
@@ -104,6 +109,11 @@ class HealthMonitorService(Service):
         self._detector.merge_service(record, asyncio.get_running_loop().time(), time.time())
         self._dirty.set()
 
+    def _on_host(self, record: HostRecord) -> None:
+        """Another monitor has written it."""
+        self._detector.merge_host(record)
+        self._dirty.set()
+
     async def _on_opened(self, message: Msg) -> None:
         event = _decoded(message)
         if event is not None:
@@ -127,9 +137,10 @@ class HealthMonitorService(Service):
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            services, groups = self._detector.services(), self._detector.groups()
-            self._count(self._detector)
-            await registry.write(services, groups, asyncio.get_running_loop().time())
+            detector = self._detector
+            records = (detector.services(), detector.groups(), detector.hosts())
+            self._count(detector)
+            await registry.write(*records, asyncio.get_running_loop().time())
             await asyncio.sleep(GATHER)
 
     def _count(self, detector: Detector) -> None:

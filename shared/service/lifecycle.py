@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from shared import tracing
 from shared.config import CommonSettings, SettingsT, parse_settings
 from shared.errors import RyzansteinError
-from shared.messages import GroupBeat, Heartbeat, LogLevel, ServiceName, ServiceStatus, SetLogLevel
+from shared.messages import GroupBeat, Heartbeat, HostBeat, LogLevel, ServiceName, ServiceStatus, SetLogLevel
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
@@ -105,8 +105,12 @@ class Service(abc.ABC):
         reason = "; ".join(reasons)
         return Health(self.name, self.instance, self.state, not reason, reason)
 
-    def group_beat(self) -> GroupBeat | None:
-        """What the heartbeat says of a group; executors answer."""
+    def group_beats(self) -> list[GroupBeat]:
+        """What the heartbeat says of groups; executors answer."""
+        return []
+
+    def host_beat(self) -> HostBeat | None:
+        """What the heartbeat says of the host; executors answer."""
         return None
 
     def models(self) -> list[str]:
@@ -241,17 +245,20 @@ class Service(abc.ABC):
         """Sends a heartbeat between two ticks: a change of state must not wait for the next one."""
         if self._bus is None or not self._bus.connected:
             return
+        groups = self.group_beats()
         beat = Heartbeat(
             service=self.name,
             instance=self.instance,
             pid=os.getpid(),
             state=self.state,
             address=self.address,
-            group=self.group_beat(),
+            group=groups[0] if groups else None,
             grpc_address=self.grpc_address,
             pid_namespace=pid_namespace(),
             sent_at=time.time(),
             models=self.models(),
+            groups=groups,
+            host=self.host_beat(),
         )
         await self._bus.publish(subjects.beats(self.name, self.instance), beat)
 

@@ -270,7 +270,10 @@ class ExecutorService(Service):
             if reason:
                 ring.lose(reason, _cause_of_standing(ring))
 
-    def group_beat(self) -> GroupBeat:
+    def group_beats(self) -> list[GroupBeat]:
+        return [self._group_beat()]
+
+    def _group_beat(self) -> GroupBeat:
         ring = self._ring
         if ring is None:
             return GroupBeat(

@@ -17,6 +17,9 @@ from shared.messages import (
     GroupLoad,
     GroupRecord,
     Heartbeat,
+    HostBeat,
+    HostModel,
+    HostRecord,
     RankBeat,
     ServiceRecord,
 )
@@ -159,6 +162,25 @@ async def executor(bus: Bus) -> AsyncIterator[Executor]:
     fake = Executor(bus)
     yield fake
     await fake.stop()
+
+
+async def test_hosts_are_written_and_forgotten_as_services_are(
+    bus: Bus, nats_settings: CommonSettings
+) -> None:
+    bucket = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
+    host = HostBeat(memory=100, models=[HostModel("m", "loading")], takes_models=True)
+    beat = Heartbeat("executor", "empty", 1, "ready", host=host)
+    async with running(nats_settings):
+        await bus.publish(subjects.beats("executor", "empty"), beat)
+        seen: list[str] = []
+        async with asyncio.timeout(15):
+            async for update in bucket.watch():
+                if update is not None:
+                    seen.append("forgotten" if update[1] is None else update[1].state)
+                    assert update[1] is None or update[1].host == host
+                if seen[-1:] == ["forgotten"]:
+                    break
+        assert list(dict.fromkeys(seen)) == ["ready", "gone", "forgotten"]
 
 
 async def test_a_ring_comes_hangs_recovers_restarts_and_goes(
