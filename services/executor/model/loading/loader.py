@@ -224,6 +224,16 @@ def load_model(
     return served
 
 
+def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collectives: Collectives) -> nn.Module:
+    """A rank's share of the model of this text configuration, without memory for its weights. Raises
+    `ModelLoadError` where the architecture is not served."""
+    with _LOADING:
+        model, _ = _build(config, dtype)
+        apply_plan(model, config, layout, collectives)
+    split: nn.Module = model
+    return split
+
+
 def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
     plain = any((directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     return GgufWeights(directory) if linked_gguf(directory) and not plain else WeightFiles(directory, find)

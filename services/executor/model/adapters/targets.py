@@ -1,0 +1,111 @@
+"""The linears of a model that an adapter may change, and what of each a rank holds.
+
+A rank cuts an adapter's factors as its base's weights are cut, so that no sum over the ranks is added:
+
+    column parallel    A whole, rows of B            x whole -> B (A x) split
+    row parallel       columns of A, B whole         x split -> B (A x) partial, added before the ranks' sum
+    experts            the same, of each expert
+"""
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.parallel.layers import (
+    ColumnParallelLinear,
+    LinearShard,
+    TensorSlice,
+    VocabParallelHead,
+    expert_weight_of,
+    piece_of,
+)
+
+Spans = list[tuple[int, int]]
+"""Half-open ranges of a dimension, end to end."""
+
+
+class AdapterTarget(msgspec.Struct, frozen=True):
+    """A linear layer of a model, or one that all experts of a layer have."""
+
+    name: str
+    """Of the module: "model.layers.0.self_attn.q_proj"; of experts "model.layers.0.mlp.experts.gate_up_proj"."""
+    inputs: int
+    outputs: int
+    """Of the whole model."""
+    experts: int = 0
+    """0: one linear."""
+    rows: Spans | None = None
+    """The outputs that this rank holds; None: all."""
+    columns: Spans | None = None
+    """The inputs that this rank holds."""
+
+
+def targets_of(model: Any) -> list[AdapterTarget]:
+    """Of a rank's share of a transformers model, split and not packed."""
+    found: list[AdapterTarget] = []
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is output or isinstance(module, VocabParallelHead) or _is_passed_by(name, model.config):
+            continue
+        if isinstance(module, LinearShard):
+            found.append(_of_shard(name, module))
+        elif type(module) is nn.Linear:
+            found.append(AdapterTarget(name, module.in_features, module.out_features))
+        elif takes_adapters(module):
+            found += [_of_experts(name, module, leaf) for leaf in expert_leaves(module)]
+    return found
+
+
+def whole_targets(config: Any) -> list[AdapterTarget]:
+    """Of the model of this transformers text configuration, which is built without memory for its weights. Raises
+    `ModelLoadError` where the architecture is not served."""
+    from services.executor.model.loading.loader import build_split
+
+    model = build_split(config, torch.bfloat16, ShardLayout.from_config(config, 1, 0), SingleRank())
+    return targets_of(model)
+
+
+def expert_leaves(experts: Any) -> tuple[str, str]:
+    """What leads into `experts` and out of them."""
+    return "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj", "down_proj"
+
+
+def takes_adapters(module: Any) -> bool:
+    """Whether `module` are experts that `modules.py` computes: transformers' own, that do nothing more."""
+    known = all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "act_fn"))
+    return known and not module.has_post_expert_norm and not hasattr(module, "identity_expert")
+
+
+def _of_shard(name: str, linear: LinearShard) -> AdapterTarget:
+    piece = piece_of(linear, "weight")
+    assert piece is not None, "a share of a linear says of what"
+    outputs, inputs = linear.stored.shape
+    if isinstance(linear, ColumnParallelLinear):
+        return AdapterTarget(name, inputs, piece.full, rows=_cut(piece))
+    return AdapterTarget(name, piece.full, outputs, columns=_cut(piece))
+
+
+def _of_experts(path: str, experts: Any, leaf: str) -> AdapterTarget:
+    weight, count = expert_weight_of(experts, leaf), int(experts.num_experts)
+    sizes = tuple(weight.shape[1:]) if len(weight.shape) == 3 else (weight.shape[0] // count, weight.shape[1])
+    outputs, inputs = reversed(sizes) if experts.is_transposed and len(weight.shape) == 3 else sizes
+    name, piece = f"{path}.{leaf}", piece_of(experts, leaf)
+    if piece is None:
+        return AdapterTarget(name, inputs, outputs, count)
+    if leaf == "down_proj":
+        return AdapterTarget(name, piece.full, outputs, count, columns=_cut(piece))
+    return AdapterTarget(name, inputs, piece.full, count, rows=_cut(piece))
+
+
+def _cut(piece: TensorSlice) -> Spans | None:
+    spans = [(span.start, span.stop) for span in piece.spans]
+    return None if spans == [(0, piece.full)] else spans
+
+
+def _is_passed_by(name: str, config: Any) -> bool:
+    """Whether the model's code multiplies by this module's weight without calling it for each row of a step."""
+    return False
