@@ -6,7 +6,8 @@ calls, `schedule()` and `update()`; requests may be added and cancelled between 
       add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
                  ▲                  │                       batch), then arrival
                  └────preempt───────┘
-    A request with a grammar is held before it waits, until the grammar has been compiled (`release`).
+    A request with a grammar is held before it waits, until the grammar has been compiled (`release`); one with a LoRA
+    adapter until its files are on this host's disk (`adapter_ready`).
 
     one step:  1. recovery and interactive requests: decodes, then prompts in chunks, running or admitted
                   now; where there is no room, the least urgent running sequence gives up its blocks, and
@@ -27,11 +28,12 @@ import msgspec
 
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.prompt_results import Floats, Scores
-from services.executor.core.step_plan import StepPlan
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler import admission, steps
+from services.executor.scheduler.adapter_slots import NO_SLOT
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
@@ -96,7 +98,9 @@ class ContinuousBatcher:
         self._steps = StepsUnderWay(self._tables, self._planner)
         self._live: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
-        """Of these, the ones whose grammar is being compiled."""
+        """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
+        self._directories: dict[str, str] = {}
+        """Where the files of adapters are, by digest."""
         self._ended = RecentlyEnded()
         self._owed: Entries = {}
         self._arrivals = 0
@@ -132,6 +136,9 @@ class ContinuousBatcher:
         root = salted_root(self._root, request.cache_salt, request.adapter)
         sequence = Sequence(request, self._arrivals, self._spec.block_size, root, self._spec.pooling)
         sequence.times = StageTimes(now)
+        if request.adapter and request.adapter not in self._directories:
+            sequence.awaits.add("adapter")
+            sequence.state = SequenceState.HELD
         self._live[request.generation_id] = sequence
         if sequence.state is SequenceState.HELD:
             self._held[request.generation_id] = sequence
@@ -156,9 +163,43 @@ class ContinuousBatcher:
         if grammar.complete:  # an earlier attempt was lost before it said so
             self._end(sequence, sequence.entry([], "stop"))
             return
-        del self._held[request.generation_id]
-        sequence.state = SequenceState.WAITING
-        self._planner.wait(sequence)
+        self._has("grammar", sequence)
+
+    def adapter_ready(self, digest: str, directory: str) -> None:
+        """The files of an adapter are in `directory`, which stays as it is until `adapter_gone`."""
+        self._directories[digest] = directory
+        for sequence in self._awaiting_adapter(digest):
+            self._has("adapter", sequence)
+
+    def adapter_failed(self, digest: str, error: RyzansteinError) -> None:
+        """An adapter cannot be had: those that wait for it end with `error`."""
+        for sequence in self._awaiting_adapter(digest):
+            self._end(sequence, sequence.error_entry([], error))
+
+    def adapter_gone(self, digest: str) -> None:
+        """Its files are about to be deleted. Not of one that is in use (`adapters_in_use`)."""
+        self._directories.pop(digest, None)
+
+    @property
+    def adapters_in_use(self) -> set[str]:
+        """Digests of adapters whose files some request needs, or a step that is still to be planned."""
+        return {s.request.adapter for s in self._live.values()} | set(self._planner.slots.pending)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Digests of the adapters that the ranks hold in memory."""
+        return self._planner.slots.digests
+
+    def _awaiting_adapter(self, digest: str) -> list[Sequence]:
+        return [s for s in self._held.values() if "adapter" in s.awaits and s.request.adapter == digest]
+
+    def _has(self, what: str, sequence: Sequence) -> None:
+        """A held sequence has this now; it waits for a place once it has all that it needs."""
+        sequence.awaits.discard(what)
+        if not sequence.awaits:
+            del self._held[sequence.request.generation_id]
+            sequence.state = SequenceState.WAITING
+            self._planner.wait(sequence)
 
     def claim(self, generation_ids: Iterable[str], claim: int) -> None:
         """Another gateway owns generations: what is said of them under an older claim is ignored from now on."""
@@ -217,6 +258,7 @@ class ContinuousBatcher:
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
+        plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
         pools = steps.parts_of(batch, steps.VECTOR)
         plan = self._tables.exchange.extend(plan)
         if pools:
@@ -242,9 +284,22 @@ class ContinuousBatcher:
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
+        plan = self._with_adapters(plan, [one.sequence for one in successors])
         step = step_ahead(successors)
         self._steps.begin(step)
         return plan, list(step.rows)
+
+    def _with_adapters(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
+        """`plan`, of these sequences in this order, with the slots of their adapters, and what is read into slots."""
+        if not self._spec.max_adapters:
+            return plan
+        slots = [sequence.adapter_slot for sequence in sequences]
+        loads = [
+            (slot, self._directories[digest]) for slot, digest in self._planner.slots.take_loads().items()
+        ]
+        if not loads and max(slots, default=NO_SLOT) == NO_SLOT:  # nearly always
+            return plan
+        return msgspec.structs.replace(plan, adapters=to_bytes(slots), adapter_loads=loads)
 
     def update(
         self,
@@ -420,7 +475,7 @@ class ContinuousBatcher:
         """Takes the sequence out of everything; without `entry` nobody is told. Its blocks are its own until no
         step writes to them."""
         if sequence.state is SequenceState.RUNNING:
-            self._planner.running.remove(sequence)
+            self._planner.leave(sequence)
             if not sequence.in_flight:
                 self._tables.free(sequence)
         elif sequence.state is SequenceState.HELD:

@@ -19,6 +19,7 @@ from services.executor.core.engine import SampledToken
 from services.executor.core.prompt_results import PromptScores, Vector
 from services.executor.core.sampling_state import SamplingState
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
+from services.executor.scheduler.adapter_slots import NO_SLOT
 from services.executor.scheduler.speculation import Guesser
 from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
@@ -29,7 +30,7 @@ Urgency = tuple[int, int]
 
 class SequenceState(Enum):
     HELD = "held"
-    """Its grammar is being compiled."""
+    """Its grammar is being compiled, or its adapter's files are being fetched."""
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
@@ -108,7 +109,9 @@ class Sequence:
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
         self._stops = frozenset(request.stop_token_ids)
-        self.state = SequenceState.WAITING if request.grammar is None else SequenceState.HELD
+        self.awaits = {"grammar"} if request.grammar is not None else set[str]()
+        """What has to be there before it can wait for a place: its grammar's automaton, its adapter's files."""
+        self.state = SequenceState.HELD if self.awaits else SequenceState.WAITING
         self.ending = Ending.NONE
         self.in_flight = False
         """Whether the step under way computes some of its tokens."""
@@ -125,6 +128,8 @@ class Sequence:
         ~part: of those of `snapshot`."""
         self.state_slot = -1
         """Where its recurrent state is; below 0: it does not run, or the model keeps none."""
+        self.adapter_slot = NO_SLOT
+        """Where its LoRA adapter is; below 0: it does not run, or has none."""
         self.snapshot: array[int] = array("i")
         """Blocks of the snapshot of that state that it begins with, until it has been loaded."""
         self.alike = 0

@@ -18,6 +18,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
+from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import Beginning, BlockTables
 from services.executor.scheduler.sequence import Sequence, SequenceState
@@ -32,7 +33,10 @@ _BATCH = (LANES.index("batch"),)
 
 
 class _Step:
-    def __init__(self, budget: int, scorable: int) -> None:
+    def __init__(self, budget: int, scorable: int, claims: Claims) -> None:
+        self.claims = claims
+        self.passed = 0
+        """How many of those that wait, from the first on, cannot have a slot for their adapter now."""
         self.chunks: list[Chunk] = []
         self.budget = budget
         """Tokens that it may still compute."""
@@ -76,6 +80,7 @@ class StepPlanner:
         self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.slots = AdapterSlots(spec.max_adapters)
         self.admitted: list[Sequence] = []
         """Who has got a place since this was last taken."""
         self.preemptions = 0
@@ -87,7 +92,7 @@ class StepPlanner:
 
     def plan(self) -> list[Chunk]:
         """The next step's chunks. Their tables cover what they compute."""
-        step = _Step(self._settings.max_batch_tokens, self._scorable)
+        step = _Step(self._settings.max_batch_tokens, self._scorable, Claims(self.slots))
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
@@ -100,8 +105,8 @@ class StepPlanner:
     def _turns(self) -> list[Sequence | None]:
         """For whom the next step may be, the first that can be computed: those that are computed alone take turns
         with each other, and all of them with the others (None)."""
-        head = self.waiting[:1]
-        alone = sorted((s for s in (*self.running, *head) if s.alone), key=attrgetter("turn"))
+        head = self._first(_Step(0, 0, Claims(self.slots)))
+        alone = sorted((s for s in (*self.running, head) if s and s.alone), key=attrgetter("turn"))
         self.isolates = bool(alone) or any(s.alone for s in self.waiting)
         return [None, *alone] if self._was_alone else [*alone, None]
 
@@ -112,8 +117,11 @@ class StepPlanner:
             only.turn = self._turn
 
     def could_admit(self) -> bool:
-        """Whether the first that waits would get a place now, were a step planned."""
-        head = self.waiting[0]
+        """Whether the first that waits, of those that can have a slot for their adapter, would get a place now, were a
+        step planned."""
+        head = self._first(_Step(0, 0, Claims(self.slots)))
+        if head is None:
+            return False
         lent = [] if head.is_batch else self._running_in(batch_lane=True)
         if lent and self._tables.could_place(head, self.running, lent):
             return True
@@ -129,18 +137,28 @@ class StepPlanner:
 
     def preempt(self, sequence: Sequence) -> None:
         """Its tokens stay; what is still cached or spilled when its turn comes again is not computed again."""
-        self.running.remove(sequence)
+        self.leave(sequence)
         sequence.preempted = True
         self._tables.free(sequence, wanted=True)
         sequence.state = SequenceState.WAITING
         insort(self.waiting, sequence, key=URGENCY)
         self.preemptions += 1
 
+    def leave(self, sequence: Sequence) -> None:
+        """It runs no more."""
+        self.running.remove(sequence)
+        if sequence.adapter_slot != NO_SLOT:
+            self.slots.release(sequence.adapter_slot)
+            sequence.adapter_slot = NO_SLOT
+
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. For tests, and for idle moments."""
         for sequences in (self.waiting, self.running):
             assert sequences == sorted(sequences, key=URGENCY), "a queue is out of order"
         assert len(self.running) <= self._settings.max_sequences, "too many sequences run"
+        with_adapter = [s for s in self.running if s.request.adapter]
+        assert all(s.adapter_slot != NO_SLOT for s in with_adapter), "a sequence runs without its adapter"
+        self.slots.check((s.adapter_slot, s.request.adapter) for s in with_adapter)
 
     def _running_in(self, batch_lane: bool) -> list[Sequence]:
         """Those of the batch lane, or all others."""
@@ -187,7 +205,7 @@ class StepPlanner:
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:
                 prefills.pop()
-            head = self.waiting[0] if admitting and self.waiting else None
+            head = self._head(step, batch_lane) if admitting else None
             if head is not None and (head.is_batch != batch_lane or not step.admits(head)):
                 head = None
             if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
@@ -230,6 +248,40 @@ class StepPlanner:
 
     # --- places ----------------------------------------------------------------------------------
 
+    def _first(self, step: _Step) -> Sequence | None:
+        """The most urgent of those that wait and can have a slot for their adapter, or need none. What waits before it
+        claims slots."""
+        while step.passed < len(self.waiting):
+            sequence = self.waiting[step.passed]
+            if step.claims.may_take(sequence.request.adapter):
+                return sequence
+            if not sequence.is_batch and self._lent_slot():
+                return sequence
+            step.passed += 1
+        return None
+
+    def _head(self, step: _Step, batch_lane: bool) -> Sequence | None:
+        """As `_first`; before the batch lane is looked at, a slot that only that uses is made free for others."""
+        head = self._first(step)
+        if head is None or not head.request.adapter or step.claims.may_take(head.request.adapter):
+            return head
+        lent = self._lent_slot()
+        if batch_lane or not step.admits(head) or not self._tables.could_place(head, self.running, lent):
+            return None
+        for sequence in lent:
+            self._preempt_for(step, sequence)
+        step.claims.withdraw(head.request.adapter)
+        return head
+
+    def _lent_slot(self) -> list[Sequence]:
+        """The sequences of a slot that only the batch lane uses, of the one with the fewest; none: there is none."""
+        lent: dict[int, list[Sequence]] = {}
+        for sequence in self._running_in(batch_lane=True):
+            if sequence.adapter_slot != NO_SLOT and not sequence.in_flight:
+                lent.setdefault(sequence.adapter_slot, []).append(sequence)
+        whole = [found for slot, found in lent.items() if len(found) == self.slots.users(slot)]
+        return min(whole, key=len, default=[])
+
     def _admit(self, step: _Step, sequence: Sequence) -> bool:
         """Moves the first waiting sequence into the batch, where there is room for all tokens it has."""
         found = self._place(sequence)
@@ -238,6 +290,8 @@ class StepPlanner:
         if found is None:
             return False
         self._tables.admit(sequence, found)
+        if sequence.request.adapter:
+            sequence.adapter_slot = self.slots.take(sequence.request.adapter)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING

@@ -27,8 +27,8 @@ State = tuple[int, int]
 """(tokens, mark) of a recurrent state"""
 
 
-def next_token(content: list[int], seed: int, position: int) -> int:
-    payload = repr((content, seed, position)).encode()
+def next_token(content: list[int], seed: int, position: int, adapter: str = "") -> int:
+    payload = repr((content, seed, position, adapter)).encode()
     return int.from_bytes(blake2b(payload, digest_size=4).digest(), "little") % VOCAB
 
 
@@ -36,7 +36,8 @@ def undisturbed(request: GenerationRequest, length: int) -> list[int]:
     """Output tokens up to `length` in all, as one ring alone would compute them."""
     output = list(request.generated)
     while len(output) < length and not (output and output[-1] in request.stop_token_ids):
-        output.append(next_token(request.prompt + output, request.sampling.seed, len(output)))
+        so_far = request.prompt + output
+        output.append(next_token(so_far, request.sampling.seed, len(output), request.adapter))
     return output
 
 
@@ -68,10 +69,14 @@ class FakeEngine:
         self.saves = self.compressions = self.restores = 0
         """Copies in all."""
         self.parts = 1 + spec.state_blocks
+        self.adapters = [""] * spec.max_adapters
+        """By slot, the directory that was read into it: its adapter's digest."""
+        self.adapter_loads = 0
         self.states: list[State | None] = [None] * spec.num_states
         self.snapshots = self.state_saves = self.state_loads = 0
 
     def execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
+        self._load_adapters(plan)
         self._copy(plan)
         tokens, positions, slots = (
             as_int32(payload).tolist() for payload in (plan.token_ids, plan.positions, plan.slots)
@@ -88,6 +93,13 @@ class FakeEngine:
             self.bad_rows = set()
             raise BadLogits(bad)
         return found
+
+    def _load_adapters(self, plan: StepPlan) -> None:
+        """Also of a step that fails."""
+        assert len({slot for slot, _ in plan.adapter_loads}) == len(plan.adapter_loads)
+        for slot, directory in plan.adapter_loads:
+            self.adapters[slot] = directory
+            self.adapter_loads += 1
 
     # --- copies ----------------------------------------------------------------------------------
 
@@ -159,9 +171,12 @@ class FakeEngine:
         contexts, rows = as_int32(plan.context_lens).tolist(), as_int32(plan.sample_rows).tolist()
         flat, results, row, waiting = as_int32(plan.block_tables).tolist(), [], 0, list(states)
         chunks = []
-        for length, context in zip(lengths, contexts, strict=True):
+        slots = as_int32(plan.adapters).tolist() or [-1] * len(lengths)
+        for length, context, slot in zip(lengths, contexts, slots, strict=True):
             table = [flat.pop(0) for _ in range(-(-context // self.block_size))]
-            chunks.append(self._write(plan, table, range(row, row + length), context))
+            adapter = self.adapters[slot] if slot >= 0 else ""
+            assert adapter or slot < 0, "an adapter is used that was not loaded"
+            chunks.append(self._write(plan, table, range(row, row + length), context, adapter))
             row += length
         assert not flat
         self._check_writers(chunks)
@@ -172,7 +187,7 @@ class FakeEngine:
             content = chunk.read(self)
             for seen in range(chunk.begin + 1, chunk.context + 1):
                 if row in rows:
-                    results.append(self.sample(content[:seen], waiting.pop(0)))
+                    results.append(self.sample(content[:seen], waiting.pop(0), chunk.adapter))
                 row += 1
         assert not waiting
         assert len(results) == len(rows)
@@ -186,9 +201,9 @@ class FakeEngine:
         assert not set(wanted.values()) & set(slots), "a snapshot goes to a slot in use"
         assert len(set(wanted.values())) == len(wanted), "two snapshots go to one slot"
         for slot, chunk in zip(slots, chunks, strict=False):
-            state = self.states[slot] if chunk.begin else (0, 0)
+            state = self.states[slot] if chunk.begin else (0, chunk.mark)
             for position in range(chunk.begin, chunk.context):
-                before = chunk.written(self, position - 1)[2] if position else 0
+                before = chunk.written(self, position - 1)[2] if position else chunk.mark
                 assert state == (position, before), "a state is not that of the tokens before"
                 state = position + 1, hash((before, tokens[row]))
                 if (copy := wanted.pop(row, None)) is not None:
@@ -199,18 +214,20 @@ class FakeEngine:
             self.states[slot] = state
         assert not wanted, "a snapshot of a row that is not there"
 
-    def sample(self, content: list[int], state: SamplingState) -> SampledToken:
+    def sample(self, content: list[int], state: SamplingState, adapter: str = "") -> SampledToken:
         """The token after `content`."""
-        return SampledToken(next_token(content, state.params.seed, state.position))
+        return SampledToken(next_token(content, state.params.seed, state.position, adapter))
 
-    def _write(self, plan: StepPlan, table: list[int], rows: range, context: int) -> "Chunk":
+    def _write(
+        self, plan: StepPlan, table: list[int], rows: range, context: int, adapter: str = ""
+    ) -> "Chunk":
         tokens, positions, slots = (
             as_int32(payload)[rows.start : rows.stop].tolist()
             for payload in (plan.token_ids, plan.positions, plan.slots)
         )
         assert positions == list(range(context - len(rows), context)), "not the context's last tokens"
         kept = dict(pairs(plan.compressions))
-        chunk = Chunk(table, {}, positions[0], context)
+        chunk = Chunk(table, {}, positions[0], context, adapter)
         for token, position, slot in zip(tokens, positions, slots, strict=True):
             at = position // self.block_size
             block, offset = divmod(slot, self.block_size)
@@ -219,7 +236,7 @@ class FakeEngine:
             read_from = block if at == len(table) - 1 else kept.get(block, block)
             assert read_from == table[at], "what is written is not what later positions read"
             chunk.own[at] = block
-            before = chunk.written(self, position - 1)[2] if position else 0
+            before = chunk.written(self, position - 1)[2] if position else chunk.mark
             self.blocks[block][offset] = (token, position, hash((before, token)))
         return chunk
 
@@ -244,6 +261,12 @@ class Chunk(NamedTuple):
     """The blocks that are written to, by their places in the table."""
     begin: int
     context: int
+    adapter: str = ""
+
+    @property
+    def mark(self) -> int:
+        """Before its first token: what one adapter has computed is no other's."""
+        return hash(self.adapter) if self.adapter else 0
 
     def written(self, engine: FakeEngine, position: int) -> Slot:
         """What is at `position`, before the step has compressed anything."""
@@ -255,7 +278,7 @@ class Chunk(NamedTuple):
         content: list[int] = []
         for reader in range(self.begin, self.context):
             home = reader // engine.block_size
-            content, mark = [], 0
+            content, mark = [], self.mark
             for position in range(reader + 1):
                 at, offset = divmod(position, engine.block_size)
                 block = self.own[at] if at == home else self.table[at]

@@ -378,6 +378,88 @@ class RecurrentBatcherMachine(BatcherMachine):
             self.steps(steps)
 
 
+ADAPTERS = ["aa" * 32, "bb" * 32, "cc" * 32, "dd" * 32]
+
+
+class AdapterBatcherMachine(BatcherMachine):
+    """Fewer slots than adapters, whose files come and go."""
+
+    @initialize(
+        slots=st.integers(1, 3),
+        blocks=st.integers(5, 14),
+        cold=st.sampled_from([0, 0, 6, 12]),
+        host=st.sampled_from([0, 6]),
+        budget=st.integers(4, 30),
+        sequences=st.integers(1, 4),
+        context=st.integers(20, 60),
+        drafts=st.sampled_from([0, 0, 3]),
+        lookahead=st.booleans(),
+        rng=st.randoms(use_true_random=False),
+    )
+    def build(  # type: ignore[override]
+        self,
+        slots: int,
+        blocks: int,
+        cold: int,
+        host: int,
+        budget: int,
+        sequences: int,
+        context: int,
+        drafts: int,
+        lookahead: bool,
+        rng: random.Random,
+    ) -> None:
+        spec = EngineSpec(
+            BLOCK,
+            blocks,
+            context,
+            VOCAB,
+            cold,
+            host,
+            max_adapters=slots,
+        )
+        self.there: set[str] = set()
+        self.begin(spec, BatchSettings(budget, sequences, 8, 5.0, drafts), lookahead, rng)
+
+    @rule(request=requests, adapter=st.sampled_from(ADAPTERS), continued=st.integers(0, 3))
+    def add_with_adapter(self, request: GenerationRequest, adapter: str, continued: int) -> None:
+        self.add(_with(request, adapter=adapter), continued)
+
+    @rule(adapter=st.sampled_from(ADAPTERS))
+    def fetched(self, adapter: str) -> None:
+        self.batcher.adapter_ready(adapter, adapter)
+        self.there.add(adapter)
+
+    @rule(adapter=st.sampled_from(ADAPTERS))
+    def deleted(self, adapter: str) -> None:
+        if adapter not in self.batcher.adapters_in_use:
+            self.batcher.adapter_gone(adapter)
+
+    @rule(adapter=st.sampled_from(ADAPTERS))
+    def not_to_be_had(self, adapter: str) -> None:
+        held = [s.request for s in self.batcher._held.values() if s.request.adapter == adapter]
+        self.interfered |= {(one.generation_id, one.attempt) for one in held}
+        self.batcher.adapter_failed(adapter, InternalError("gone"))
+
+    def placeable(self) -> Sequence | None:
+        return None  # whoever has room may still wait for a slot
+
+    def teardown(self) -> None:
+        if hasattr(self, "batcher"):
+            for adapter in ADAPTERS:
+                self.batcher.adapter_ready(adapter, adapter)
+        super().teardown()
+
+
+class TestAdapterBatcherMachine(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=50)
+
+
+@pytest.mark.slow
+class TestAdapterBatcherMachineForLonger(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=300, stateful_step_count=60)
+
+
 class TestBatcherMachine(BatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=40, stateful_step_count=60)
 

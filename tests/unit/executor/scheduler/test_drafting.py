@@ -214,7 +214,7 @@ def test_a_bad_row_without_a_draft_ends_its_sequence_once() -> None:
 class LogitsEngine(FakeEngine):
     """Its logits depend on the last token, so that its text repeats itself; sampled for real."""
 
-    def sample(self, content: list[int], state: SamplingState) -> SampledToken:
+    def sample(self, content: list[int], state: SamplingState, adapter: str = "") -> SampledToken:
         digest = blake2b(repr(content[-1:]).encode(), digest_size=8).digest()
         rng = np.random.default_rng(int.from_bytes(digest, "little"))
         logits = torch.from_numpy(2.5 * rng.standard_normal((1, VOCAB))).float()
