@@ -82,7 +82,8 @@ def _services(directory: Path) -> Iterator[Service]:
     CertificateExpiry(gateway.registry, str(directory / "certificate"))
     executor = ExecutorService(ExecutorSettings(instance="x", engine="stub"))
     board = RingBoard(directory / "board", 1, create=True)
-    executor._ring = SimpleNamespace(  # type: ignore[assignment]
+    [group] = executor._host.groups.values()
+    group._ring = SimpleNamespace(  # type: ignore[assignment]
         board=board,
         flight=FlightRecorder.beside(directory / "board", 1, create=True),
         handover=HandoverBoard(HandoverBoard.path(directory / "board"), 1, create=True),

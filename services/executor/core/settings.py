@@ -1,4 +1,4 @@
-"""Settings of an executor: one group, one model, one ring.
+"""Settings of an executor, and of each of its groups: one model, one ring.
 
 Some are written as text, which is parsed here:
 
@@ -7,11 +7,12 @@ Some are written as text, which is parsed here:
 --slow-step 4x                                         steps that take 4 times as long as usual are logged
 """
 
+import hashlib
 import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -145,10 +146,18 @@ WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "in
 
 
 class ExecutorSettings(CommonSettings):
-    """One executor group: a tensor-parallel ring of `tp` ranks that serves one model."""
+    """An executor and its group: a tensor-parallel ring of `tp` ranks that serves one model. Groups that it is told to
+    load have the same settings, but for what the model's entry in the registry says."""
 
     model: str = ""
-    """Directory, GGUF file or hub name of the model; of GGUF files with the quantization, `org/name:Q4_K_M`."""
+    """Directory, GGUF file or hub name of the model; of GGUF files with the quantization, `org/name:Q4_K_M`. Empty:
+    the executor starts without one, and loads what it is told to."""
+    takes_models: bool | None = None
+    """Whether the executor loads and unloads models when it is told to, beside its own, within `host_memory`; not set:
+    where it is started without one."""
+    host_memory: int = Field(default=0, ge=0)
+    """Bytes that all groups of the executor may take together, weights and KV cache: of its GPUs' memory where it
+    computes on GPUs, else of the host's; 0: 90% of what is there."""
     served_model_name: str = ""
     """Name that clients use; empty: made from `model`."""
     group: str = ""
@@ -242,7 +251,8 @@ class ExecutorSettings(CommonSettings):
     """A process that has imported all that a rank needs and forks ranks, so that a ring restarts within a second:
     `auto` (on Linux), or `off`, which starts each rank as a new Python. It costs some 25 MB of unshared memory."""
     pin_threads: bool = True
-    """Pins each of these threads to a core of its own, where the ring has as many threads as there are cores."""
+    """Pins each of these threads to a core of its own, where the ring has as many threads as there are cores, and the
+    executor takes no other models: the groups of a host share its cores, each as many as are idle."""
     collectives: Literal["auto", "shm", "gloo", "nccl"] = "auto"
     """All-reduce among the ranks of a ring; `auto`: on GPUs NCCL, and symmetric memory for small tensors; shared
     memory on CPUs. `nccl`: NCCL alone, with one rank too. `gloo` uses sockets: slower, for hosts where processes
@@ -297,6 +307,13 @@ class ExecutorSettings(CommonSettings):
     """Port on host 0 to which the other hosts connect."""
     ring_secret: SecretStr = SecretStr("")
     """Shared secret by which the hosts of one ring authenticate each other."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it takes models at run time. An executor of the stub engine serves without any model's files."""
+        if self.takes_models is None:
+            return not self.model and self.engine == "torch" and self.nnodes == 1
+        return self.takes_models
 
     @property
     def ranks_here(self) -> int:
@@ -356,6 +373,22 @@ class ExecutorSettings(CommonSettings):
         return text
 
 
+def packed_directory(settings: ExecutorSettings) -> Path:
+    """Of the files of packed weights."""
+    return (settings.weight_cache_directory or settings.model_cache / ".packed").expanduser()
+
+
+def packed_share(settings: ExecutorSettings, rank: int, world_size: int) -> tuple[object, ...]:
+    """What sets a rank's packed weights apart from those that others make of the same files."""
+    return (rank, world_size, settings.dtype, settings.weight_dtype)
+
+
+def packed_name(model: Path, share: Iterable[object]) -> str:
+    """Name of the file of packed weights of the model in the directory `model`."""
+    digest = hashlib.sha256(f"{model.resolve()}\0{[*share]!r}".encode()).hexdigest()
+    return f"{model.name[:64]}-{digest[:24]}.packed"
+
+
 STUB_MODEL = "stub"
 
 
@@ -380,7 +413,7 @@ def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
     """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
     cores the system places them better: it knows what else runs."""
     cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
-    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
+    if not settings.pin_threads or settings.takes_models or threads * settings.ranks_here != len(cores):
         return []
     here = rank % settings.ranks_here
     return cores[here * threads : (here + 1) * threads]

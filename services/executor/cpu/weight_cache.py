@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import structlog
 
+from services.executor.core.settings import packed_name
 from services.executor.cpu.packed_file import Damaged, ModelFacts, PackedFile, Progress, write
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.native.library import library_file
@@ -55,9 +56,9 @@ class WeightCache:
         from those that others make of the same files."""
         self._directory = directory
         self._limit = limit
-        parts = repr([*share])
-        self._name = f"{model.name[:64]}-{_digest(str(model.resolve()), parts)}{_ENDING}"
-        self._identity = _digest(parts, _of_files(model), *_of_code())
+        share = [*share]
+        self._name = packed_name(model, share)
+        self._identity = _digest(repr(share), _of_files(model), *_of_code())
 
     def find(self) -> PackedFile | None:
         """The file, where there is one of this model as it is now; to be closed."""

@@ -1,6 +1,6 @@
 """The pipe between a rank and the process that has started it: what either says, one JSON line each.
 
-supervisor ──standard input──▶ rank     its specification, where the ring meets, "debug {...}", "drain"
+supervisor ──standard input──▶ rank     its specification, where the ring meets, "debug {...}", "drain 2.5"
 rank ──────────events──────────▶ supervisor
 """
 
@@ -76,6 +76,8 @@ RankEvent = Rendezvous | Ready | Drained | Failed
 
 
 PREFIX = b"debug "
+DRAIN = b"drain"
+"""With the grace in seconds, or without: as the settings say."""
 
 
 class StateQuestion(msgspec.Struct, frozen=True, tag="state"):
@@ -168,15 +170,16 @@ class SupervisorPipe:
     def send(self, event: RankEvent) -> None:
         os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
 
-    def listen(self, drain: Callable[[], object] = lambda: None) -> None:
-        """Calls `drain`, from another thread, when the ring is to. Ends the process when the supervisor is gone."""
+    def listen(self, drain: Callable[[float], object] = lambda grace: None) -> None:
+        """Calls `drain`, from another thread, when the ring is to, with the seconds that what runs may take (below 0:
+        as its settings say). Ends the process when the supervisor is gone."""
         thread = threading.Thread(target=self._listen, args=(drain,), name="supervisor", daemon=True)
         thread.start()
 
-    def _listen(self, drain: Callable[[], object]) -> None:
+    def _listen(self, drain: Callable[[float], object]) -> None:
         for line in self._commands:
-            if line == b"drain\n":
-                drain()
+            if line.startswith(DRAIN):
+                drain(float(line[len(DRAIN) :] or -1))
             elif line.startswith(PREFIX):
                 self.desk.answer(line)
         os._exit(1)

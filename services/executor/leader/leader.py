@@ -166,7 +166,7 @@ class Leader:
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
         loop = asyncio.get_running_loop()
-        self._supervisor.listen(lambda: loop.call_soon_threadsafe(self._leave))
+        self._supervisor.listen(lambda grace: loop.call_soon_threadsafe(self._leave, grace))
         engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
         self._batcher = ContinuousBatcher(
             engine_spec,
@@ -322,10 +322,10 @@ class Leader:
         reason = f"The group {self._spec.group} is draining; another takes the request."
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
 
-    def _leave(self) -> None:
-        """The supervisor ends, and takes the ring with it."""
+    def _leave(self, grace: float = -1.0) -> None:
+        """The supervisor ends the ring."""
         self._leaving = True
-        self._drain()
+        self._drain(grace)
 
     def _drain(self, grace: float = -1.0) -> None:
         """Nothing more is accepted; what runs may finish within `grace` seconds (below 0: as set). Said

@@ -41,6 +41,8 @@ class Fork(msgspec.Struct, frozen=True, tag="fork"):
 
     variables: dict[str, str]
     """Of the rank's environment, where ours does not have them."""
+    own: dict[str, str] = {}
+    """Of its environment, whatever ours has."""
 
 
 class Import(msgspec.Struct, frozen=True, tag="import"):
@@ -122,8 +124,8 @@ class ForkServer:
                 case Import(modules):
                     with contextlib.suppress(ImportError):  # ranks say what they miss
                         _load([name for name in modules if name.startswith(_IMPORTABLE)])
-                case Fork(variables):
-                    self._say(self._fork(variables, *fds))
+                case Fork(variables, own):
+                    self._say(self._fork({**variables, **os.environ, **own}, *fds))
                     for fd in fds:
                         os.close(fd)
 
@@ -167,7 +169,7 @@ class ForkServer:
             os.setsid()  # Ctrl-C goes to the executor alone, which drains the ring
             self._line.close()
             _show_as(RANK_MODULE)
-            os.environ.update({**variables, **os.environ})
+            os.environ.update(variables)
             for number, given in enumerate((stdin, *output)):
                 os.dup2(given, number)
                 os.close(given)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from services.executor.ipc.board import Kind, RingBoard
 from services.executor.kv_transfer.board import HandoverBoard
+from services.executor.supervisor.host_memory import HostMemory
 from shared.messages import RING_CAUSES
 from shared.service.endpoints import MODEL, Alias, Aliases
 
@@ -63,6 +64,23 @@ class GpuReader:
             None if memory is None else int(memory.used),
             None if memory is None else int(memory.total),
         )
+
+    def visible(self, names: str | None) -> list[tuple[str, int]]:
+        """(name, bytes of memory) of the GPUs that CUDA shows where CUDA_VISIBLE_DEVICES is `names`."""
+        nvml = self._library()
+        if nvml is None:
+            return []
+        found = []
+        try:
+            wanted = map(str, range(nvml.nvmlDeviceGetCount())) if names is None else names.split(",")
+            for name in map(str.strip, wanted):
+                by_index = name.isascii() and name.isdecimal()
+                of = int(name) if by_index else name
+                get = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
+                found.append((name, int(nvml.nvmlDeviceGetMemoryInfo(get(of)).total)))
+        except nvml.NVMLError:  # CUDA, too, shows those before the first that is not there
+            pass
+        return found
 
     def _library(self) -> Any:
         if not self._tried:
@@ -153,6 +171,60 @@ class RingCollector(Collector):
             yield metric(GaugeMetricFamily, f"gpu_{name}", text, (*_LABELS, "rank"), *known)
 
 
+class MergedCollector(Collector):
+    """Several groups' metrics as one: a family of which each has samples is exposed once."""
+
+    def __init__(self, collectors: Callable[[], Iterable[Collector]]) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for collector in self._collectors():
+            for family in collector.collect():
+                if (first := families.setdefault(family.name, family)) is not family:
+                    first.samples.extend(family.samples)
+        return families.values()
+
+
+class HostMetrics(Collector):
+    """Of an executor as a host of models."""
+
+    def __init__(self, memory: HostMemory, groups: Callable[[], int]) -> None:
+        self._memory = memory
+        self._groups = groups
+        self._loads = {"loaded": 0, "failed": 0}
+        self._seconds = 0.0
+
+    def loaded(self, seconds: float) -> None:
+        """A model has been loaded, in so many seconds."""
+        self._loads["loaded"] += 1
+        self._seconds += seconds
+
+    def failed(self) -> None:
+        """A model could not be loaded, or has ended for good."""
+        self._loads["failed"] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Models that were loaded at run time, or could not be."
+        loads = [((result,), count) for result, count in self._loads.items()]
+        yield metric(CounterMetricFamily, "model_loads", text, ("result",), *loads)
+        text = "Time from the command to load a model, its files being there, until its group was ready."
+        took = ((), self._loads["loaded"], self._seconds)
+        yield metric(SummaryMetricFamily, "model_load_seconds", text, (), took)
+        for name, text, value in (
+            ("groups", "Groups that the executor has.", self._groups()),
+            ("models_sleeping", "Models whose weights are kept in the host's memory.", self._memory.sleepers),
+            ("host_sleeping_bytes", "Memory of these weights.", self._memory.asleep),
+            ("host_memory_bytes", "Memory that all groups may take together.", self._memory.total),
+            (
+                "host_memory_promised_bytes",
+                "Memory that was promised to groups: weights, KV caches at most.",
+                self._memory.used,
+            ),
+        ):
+            yield metric(GaugeMetricFamily, name, text, (), ((), value))
+
+
 def metric(kind: Any, name: str, text: str, labels: Sequence[str], *samples: tuple[Any, ...]) -> Metric:
     """An executor's family of this `kind`; `samples`: the labels' values, and what the family takes beside them."""
     family: Metric = kind(f"{_PREFIX}_{name}", text, labels=labels)
@@ -161,7 +233,7 @@ def metric(kind: Any, name: str, text: str, labels: Sequence[str], *samples: tup
     return family
 
 
-def vllm_aliases(collector: RingCollector) -> Aliases:
+def vllm_aliases(collector: Collector) -> Aliases:
     """What autoscalers and dashboards made for vLLM ask an engine for."""
     ours = {
         "num_requests_running": "running_sequences",

@@ -126,15 +126,18 @@ class ForkClient:
         if self._alive:
             self._import(new)
 
-    async def fork(self, stdin: int, events: int) -> ForkedRank | None:
-        """A rank with `stdin` and `events`, or None: it is to be started in another way."""
+    async def fork(
+        self, stdin: int, events: int, variables: Mapping[str, str] | None = None
+    ) -> ForkedRank | None:
+        """A rank with `stdin` and `events`, or None: it is to be started in another way. `variables`: of its
+        environment, whatever ours has."""
         async with self._busy:
             if not self._alive:
                 return None
             try:
                 if not self._greeted and not await self._greet():
                     return None
-                return await self._fork(stdin, events)
+                return await self._fork(stdin, events, variables or {})
             except (OSError, TimeoutError, EOFError, msgspec.MsgspecError) as error:
                 log.warning("fork_server_lost", reason=str(error) or type(error).__name__)
                 self.close()
@@ -169,10 +172,10 @@ class ForkClient:
         log.info("fork_server_ready", pid=self.pid)
         return True
 
-    async def _fork(self, stdin: int, events: int) -> ForkedRank | None:
+    async def _fork(self, stdin: int, events: int, own: Mapping[str, str]) -> ForkedRank | None:
         assert self._line is not None, "there is a server"
         fds = [stdin, events, *_OUTPUT]
-        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables))], fds)
+        socket.send_fds(self._line, [msgspec.json.encode(Fork(self._variables, dict(own)))], fds)
         match await self._answer(FORKED_WITHIN):
             case Forked(pid):
                 return ForkedRank(pid)
@@ -241,9 +244,14 @@ class LocalRank:
 
     @classmethod
     async def start(
-        cls, threads: int, settings: ExecutorSettings, forks: ForkClient | None = None
+        cls,
+        threads: int,
+        settings: ExecutorSettings,
+        forks: ForkClient | None = None,
+        own: Mapping[str, str] | None = None,
     ) -> "LocalRank":
-        """Forked by the server of `forks` where that can be, else a new Python."""
+        """Forked by the server of `forks` where that can be, else a new Python. `own`: variables of its environment,
+        whatever ours has."""
         commands_read, commands_write = os.pipe()
         events_read, events_write = os.pipe()
         loop = asyncio.get_running_loop()
@@ -255,9 +263,10 @@ class LocalRank:
         try:
             process: _Process | None = None
             if forks is not None:
-                process = await forks.fork(commands_read, events_write)
+                process = await forks.fork(commands_read, events_write, own)
             if process is None:
-                process = await _executed(commands_read, events_write, environment(threads, settings))
+                variables = {**environment(threads, settings), **(own or {})}
+                process = await _executed(commands_read, events_write, variables)
         except BaseException:
             commands.close()
             pipe.close()

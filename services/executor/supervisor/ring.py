@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,15 @@ from services.executor.core.gpu_errors import EXTERNAL
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.flight_recorder import FlightRecorder
-from services.executor.ipc.rank_pipe import Drained, Failed, RankEvent, RankSpec, Ready, Rendezvous
+from services.executor.ipc.rank_pipe import (
+    DRAIN,
+    Drained,
+    Failed,
+    RankEvent,
+    RankSpec,
+    Ready,
+    Rendezvous,
+)
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
@@ -59,10 +68,12 @@ class Ring:
         epoch: int,
         nodes: HeadNode | None = None,
         forks: ForkClient | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
-        `forks`: where ranks of this host are forked."""
+        `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has."""
         self._settings = settings
+        self._variables = dict(variables or {})
         self._forks = forks
         self._nodes = nodes
         self._group = group
@@ -138,9 +149,9 @@ class Ring:
         if self._processes[rank].returncode is None:
             self._processes[rank].tell(line)
 
-    def drain(self) -> None:
-        """Has the leader finish what runs; the ring ends by itself then."""
-        self._processes[0].tell(b"drain\n")
+    def drain(self, grace: float = -1.0) -> None:
+        """Has the leader finish what runs, for `grace` seconds (below 0: as set); the ring ends by itself then."""
+        self._processes[0].tell(b"%s %g\n" % (DRAIN, grace))
 
     async def kill(self) -> None:
         """Ends every process and frees what the ring held. Safe to call twice.
@@ -164,7 +175,8 @@ class Ring:
 
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
-            local = await LocalRank.start(thread_count(self._settings), self._settings, self._forks)
+            threads = thread_count(self._settings)
+            local = await LocalRank.start(threads, self._settings, self._forks, self._variables)
             log.info("rank_started", rank=rank, pid=local.pid, forked=local.is_forked, epoch=self.epoch)
             process: LocalRank | RemoteRank = local
         else:

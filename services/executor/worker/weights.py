@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.settings import ExecutorSettings, cores_of, thread_count
+from services.executor.core.settings import (
+    ExecutorSettings,
+    cores_of,
+    packed_directory,
+    packed_share,
+    thread_count,
+)
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu.packed_file import ModelFacts, PackedFile
 from services.executor.cpu.weight_cache import Found, WeightCache
@@ -120,9 +126,8 @@ def _cache_of(
         backend.native_kernels(collectives, device, threads)
     except CannotLower:
         return None
-    share = (spec.rank, spec.world_size, settings.dtype, settings.weight_dtype)
-    where = settings.weight_cache_directory or settings.model_cache / ".packed"
-    return WeightCache(where.expanduser(), settings.weight_cache_bytes, directory, share)
+    share = packed_share(settings, spec.rank, spec.world_size)
+    return WeightCache(packed_directory(settings), settings.weight_cache_bytes, directory, share)
 
 
 class _CachedShare(Share):

@@ -362,8 +362,9 @@ async def test_metrics_are_there_while_the_leader_is_hung(
 async def test_no_model_is_said_in_one_sentence(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
+    empty = ("--no-takes-models",)
     async with service_process(
-        bus, nats_settings, "services.executor", tmp_path, instance="executor-x"
+        bus, nats_settings, "services.executor", tmp_path, *empty, instance="executor-x"
     ) as process:
         assert await asyncio.wait_for(process.process.wait(), 20) == 1
         lines = process.log.read_text().splitlines()

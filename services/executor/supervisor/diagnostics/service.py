@@ -40,7 +40,7 @@ from shared.messages.debugging import (
     ResultCommand,
 )
 from shared.nats import subjects
-from shared.nats.bus import Bus
+from shared.nats.bus import Bus, Subscribed
 
 log = structlog.get_logger(__name__)
 
@@ -253,6 +253,7 @@ class DebugService(Collector):
         self._now = now
         self._still = ProgressAge()
         self._jobs: Jobs | None = None
+        self._subscribed: Subscribed | None = None
         self._profile: Job | None = None
         self._one_at_a_time = asyncio.Lock()
         """Each rank has one file for its stacks."""
@@ -261,7 +262,8 @@ class DebugService(Collector):
         self._bus = bus
         group = self._now()[1]
         self._jobs = Jobs(group.instance)
-        await bus.subscribe(subjects.debug(group.group), DebugCommand, self._on_command)  # type: ignore[arg-type]
+        subject = subjects.debug(group.group)
+        self._subscribed = await bus.subscribe(subject, DebugCommand, self._on_command)  # type: ignore[arg-type]
 
     async def look(self) -> None:
         """Watches the counters for as long as it is not cancelled: a dump says for how long they stand still."""
@@ -270,6 +272,8 @@ class DebugService(Collector):
             await asyncio.sleep(LOOK_INTERVAL)
 
     async def close(self) -> None:
+        if self._subscribed is not None:
+            await self._subscribed.unsubscribe()
         if self._jobs is not None:
             await self._jobs.close()
 

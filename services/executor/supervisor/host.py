@@ -1,0 +1,474 @@
+"""The executor as a host: groups that it loads, drains, puts to sleep and unloads when it is told to.
+
+    LoadModel ──▶ files made ready ──▶ memory promised ──▶ group ──▶ ready        told by heartbeats, step by step
+                        └── no files ──────┴── no room ──────┴── no model ──▶ failed, with the reason
+    UnloadModel ──▶ drained ──▶ ended, memory given back ──▶ weights kept resident (sleep), or not
+
+Commands are answered at once, may be repeated, and change nothing where there is nothing to do. The host has the last
+word on its memory; which model goes where is decided by the scheduler.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import structlog
+from pydantic import ValidationError
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.group import GroupHost, GroupSupervisor
+from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
+from services.executor.supervisor.metrics import HostMetrics
+from services.executor.supervisor.model_files import (
+    MEMORY_SHARE,
+    ResidentFiles,
+    StoredModel,
+    gpus_of,
+    host_bytes,
+)
+from shared.errors import (
+    ConfigurationError,
+    InternalError,
+    InvalidRequest,
+    ModelDoesNotFit,
+    RyzansteinError,
+)
+from shared.messages import (
+    GroupBeat,
+    HostBeat,
+    HostCommand,
+    HostModel,
+    HostReply,
+    LoadModel,
+    ModelSettings,
+    ModelSpec,
+    PullModel,
+    RemoveModel,
+    UnloadModel,
+)
+from shared.model_store import catalog
+from shared.service.logs import Change
+from shared.tasks import TaskSet
+
+log = structlog.get_logger(__name__)
+
+MOST_GROUPS = 64
+"""That a host has, is loading, or ends at a time."""
+MOST_TOLD = 256
+"""Models that a host speaks of in its heartbeats; of those that have failed, the last."""
+
+
+def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
+    """Those of a group that serves `spec`: the host's, but for what the model's say. Raises `ConfigurationError`."""
+    given = {
+        name: value
+        for name in ModelSettings.__struct_fields__
+        if (value := getattr(spec.settings, name)) is not None
+    }
+    fields = {**host.model_dump(), **given, "model": spec.source, "served_model_name": spec.name}
+    try:
+        settings = ExecutorSettings.model_validate({**fields, "group": "", "nnodes": 1, "takes_models": True})
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigurationError(
+            f"The settings of the model {spec.name} are not those of an executor ({what}); correct them."
+        ) from None
+    if settings.engine == "stub" and not Path(spec.source).expanduser().exists():
+        settings = settings.model_copy(update={"model": ""})  # which computes without any model
+    return settings
+
+
+class _Load:
+    """One group that the host was told to load, until it is gone."""
+
+    def __init__(self, group: str, spec: ModelSpec, settings: ExecutorSettings) -> None:
+        self.group = group
+        self.spec = spec
+        self.settings = settings
+        self.supervisor: GroupSupervisor | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.stage = ("", 0, 0)
+        """What is done to the files before they are loaded, bytes done, bytes in all."""
+        self.memory = 0
+        self.unload: UnloadModel | None = None
+        """How it was told to end."""
+
+    def told(self) -> HostModel | None:
+        """None: its group tells."""
+        if self.supervisor is None:
+            _, done, total = self.stage
+            return HostModel(self.spec.name, "downloading", done, total, memory=self.memory)
+        if self.supervisor.ready.is_set():
+            return None
+        done, total = self.supervisor.loading
+        return HostModel(self.spec.name, "loading", done, total, memory=self.memory)
+
+
+class ModelHost:
+    """All groups of an executor, and its models."""
+
+    def __init__(self, settings: ExecutorSettings, service: GroupHost) -> None:
+        self._settings = settings
+        self._service = service
+        gpus = gpus_of(settings)
+        self._gpu_names = [name for name, _ in gpus]
+        self.memory = _memory_of(settings, [size for _, size in gpus])
+        self.metrics = HostMetrics(self.memory, lambda: len(self.groups))
+        self.groups: dict[str, GroupSupervisor] = {}
+        """By name, in the order in which they have come."""
+        self._own: GroupSupervisor | None = None
+        self._own_weights = 0
+        self._loads: dict[str, _Load] = {}
+        self._pulls: dict[str, _Load] = {}
+        """By model."""
+        self._asleep: dict[str, ResidentFiles] = {}
+        self._told: dict[str, HostModel] = {}
+        """Of models that are stored, asleep or have failed: the last that there is to say."""
+        self._log_level = Change()
+        self._tasks = TaskSet(failed="host_task_failed")
+        self._stopping = False
+
+    # --- its own group ---------------------------------------------------------------------------
+
+    def own(self, group: GroupSupervisor) -> None:
+        """The group that the executor was started with: it has its memory whatever there is."""
+        self._own = self.groups[group.group] = group
+
+    def _count_own(self) -> None:
+        own = self._own
+        if own is None or own.memory or not own.kv_bytes:
+            return
+        own.memory = self._own_weights + own.kv_bytes
+        self.memory.hold(own.group, own.memory, range(own.settings.ranks_here))
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._settings.model and self._settings.engine == "torch":
+            self._own_weights = await asyncio.to_thread(StoredModel(self._settings).weights)
+        if self._settings.is_host:
+            await self._note_stored()
+
+    async def stop(self) -> None:
+        """Drains all groups, side by side; what is being made ready is not any more."""
+        self._stopping = True
+        for load in [*self._loads.values(), *self._pulls.values()]:
+            if load.supervisor is None and load.task is not None:
+                load.task.cancel()
+        await asyncio.gather(*(group.stop() for group in self.groups.values()))
+        await self._tasks.cancel()
+        for files in self._asleep.values():
+            files.close()
+        self._asleep.clear()
+
+    def set_log_level(self, change: Change) -> None:
+        self._log_level = change
+        for group in self.groups.values():
+            group.set_log_level(change)
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def group_beats(self) -> list[GroupBeat]:
+        self._count_own()
+        return [group.beat() for group in self.groups.values()]
+
+    def beat(self) -> HostBeat:
+        models = dict(self._told)
+        for load in [*self._pulls.values(), *self._loads.values()]:
+            if (told := load.told()) is not None:
+                last = models.get(load.spec.name)
+                seconds = last.load_seconds if last is not None else 0.0
+                models[load.spec.name] = msgspec.structs.replace(told, load_seconds=seconds)
+        return HostBeat(
+            memory=self.memory.total,
+            used=self.memory.used,
+            devices=self.memory.devices,
+            models=[*models.values()][-MOST_TOLD:],
+            takes_models=self._settings.is_host and not self._stopping,
+        )
+
+    def _tell(self, model: HostModel) -> None:
+        """From now on, in place of what was said of it before; how long it takes to load is not forgotten."""
+        last = self._told.pop(model.model, None)
+        if last is not None:
+            seconds, memory = model.load_seconds or last.load_seconds, model.memory or last.memory
+            model = msgspec.structs.replace(model, load_seconds=seconds, memory=memory)
+        self._told[model.model] = model
+        while len(self._told) > MOST_TOLD:
+            self._told.pop(next(iter(self._told)))
+
+    async def _note_stored(self) -> None:
+        """Models whose files are in the cache, by the names that they have there."""
+        cache = self._settings.model_cache.expanduser()
+        for local in await asyncio.to_thread(catalog.list_models, cache):
+            if local.name not in self._told:
+                self._tell(HostModel(local.name, "stored", total=local.bytes))
+
+    # --- commands --------------------------------------------------------------------------------
+
+    async def on_command(self, command: HostCommand) -> HostReply:
+        """The answer, which waits for none of what was begun."""
+        try:
+            if not self._settings.is_host or self._stopping:
+                raise InvalidRequest(
+                    f"The executor {self._service.instance} takes no models; start it with --takes-models."
+                )
+            match command:
+                case LoadModel(group, spec):
+                    return await self._load(group, spec)
+                case UnloadModel():
+                    return self._unload(command)
+                case PullModel(spec):
+                    return self._pull(spec)
+                case RemoveModel(spec):
+                    return await self._remove(spec)
+            raise InvalidRequest(f"The executor {self._service.instance} does not know this command.")
+        except RyzansteinError as error:
+            return HostReply(ok=False, code=error.code, error=error.message)
+
+    async def _load(self, group: str, spec: ModelSpec) -> HostReply:
+        known = self._loads.get(group)
+        if known is not None:
+            return _same(known, spec)
+        if group in self.groups:
+            raise InvalidRequest(f"The group {group} is the executor's own; name another one.")
+        if len(self._loads) >= MOST_GROUPS:
+            raise ModelDoesNotFit(f"The host has {MOST_GROUPS} groups already; unload one of them.")
+        load = _Load(group, spec, settings_of(self._settings, spec))
+        self._loads[group] = load  # before anything is waited for: two that ask at once get one load
+        try:
+            placed = await self._place_stored(load)
+        except ModelDoesNotFit as error:
+            del self._loads[group]
+            return HostReply(ok=False, code=error.code, error=error.message, memory=load.memory)
+        except BaseException:
+            del self._loads[group]
+            raise
+        load.task = self._tasks.spawn(self._live(load, placed), f"group {group}")
+        return HostReply(ok=True, memory=load.memory)
+
+    async def _place_stored(self, load: _Load) -> Placement | None:
+        """Where the files are there: at once, so that who has asked knows whether there is room. Raises
+        `ModelDoesNotFit`; what else is wrong is told by heartbeats."""
+        model = StoredModel(load.settings)
+        if not model.is_ready:
+            return None
+        try:
+            return self._place(load, await asyncio.to_thread(model.size))
+        except ModelDoesNotFit:
+            raise
+        except (RyzansteinError, OSError):
+            return None
+
+    def _unload(self, command: UnloadModel) -> HostReply:
+        load = self._loads.get(command.group)
+        if load is None:
+            if command.group in self.groups:
+                raise InvalidRequest(
+                    f"The group {command.group} is the executor's own; end the executor instead."
+                )
+            return HostReply(ok=True)
+        if load.unload is None or command.force:
+            load.unload = command
+            self._tasks.spawn(self._end(load, command), f"unload {load.group}")
+        return HostReply(ok=True)
+
+    def _pull(self, spec: ModelSpec) -> HostReply:
+        if spec.name not in self._pulls:
+            pull = _Load("", spec, settings_of(self._settings, spec))
+            self._pulls[spec.name] = pull
+            pull.task = self._tasks.spawn(self._fetch(pull), f"pull {spec.name}")
+        return HostReply(ok=True)
+
+    async def _remove(self, spec: ModelSpec) -> HostReply:
+        """Raises `InvalidRequest` while some group has these files."""
+        settings = settings_of(self._settings, spec)
+        users = [load.group for load in self._loads.values() if load.settings.model == settings.model]
+        if users or settings.model == self._settings.model:
+            group = users[0] if users else self._settings.group or self._service.instance
+            raise InvalidRequest(
+                f"The files of the model {spec.name} are those of the group {group}; unload that first."
+            )
+        if (pull := self._pulls.get(spec.name)) is not None and pull.task is not None:
+            pull.task.cancel()
+        self._wake([spec.name])
+        await asyncio.to_thread(StoredModel(settings).remove)
+        self._told.pop(spec.name, None)
+        return HostReply(ok=True)
+
+    # --- loads -----------------------------------------------------------------------------------
+
+    async def _live(self, load: _Load, placed: Placement | None) -> None:
+        """The whole life of a group."""
+        name, began = load.spec.name, time.monotonic()
+        try:
+            if placed is None:
+                await self._make_ready(load)
+                began = time.monotonic()
+                placed = self._place(load, await asyncio.to_thread(StoredModel(load.settings).size))
+            await self._serve(load, placed, began)
+        except asyncio.CancelledError:
+            if not self._stopping and load.unload is None:
+                raise
+        except Exception as error:
+            self._fail(load, error)
+        finally:
+            self.memory.release(load.group)
+            self.groups.pop(load.group, None)
+            if load.unload is not None and load.unload.sleep:
+                await self._put_to_sleep(load)
+            self._loads.pop(load.group, None)
+            log.info("model_unloaded", group=load.group, model=name)
+            await self._beat()
+
+    async def _serve(self, load: _Load, placed: Placement, began: float) -> None:
+        """From the first of its processes to the end of the last. Raises why it has failed."""
+        self._wake(placed.woken)
+        if load.unload is not None:
+            return
+        kv = placed.footprint.kv // load.settings.tp
+        settings = load.settings.model_copy(update={"kv_memory": kv})
+        group = GroupSupervisor(settings, load.group, self._service, variables=self._variables(placed))
+        group.memory = placed.footprint.total
+        group.set_log_level(self._log_level)
+        load.supervisor = self.groups[load.group] = group
+        running = asyncio.create_task(group.run())
+        ready = asyncio.create_task(group.ready.wait())
+        try:
+            await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                seconds = time.monotonic() - began
+                self.metrics.loaded(seconds)
+                self._wake([load.spec.name])  # its weights are the group's now
+                self._tell(HostModel(load.spec.name, "stored", memory=load.memory, load_seconds=seconds))
+                log.info("model_loaded", group=load.group, model=load.spec.name, seconds=round(seconds, 3))
+                await self._beat()
+            if (error := await running) is not None:
+                raise error
+        finally:
+            ready.cancel()
+            if not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+
+    def _place(self, load: _Load, size: ModelSize) -> Placement:
+        """Raises `ModelDoesNotFit`."""
+        settings = load.settings
+        try:
+            placed = self.memory.place(load.group, size, settings.tp, settings.kv_memory * settings.tp)
+        except ModelDoesNotFit:
+            load.memory = self.memory.least(size, settings.tp, settings.kv_memory * settings.tp)
+            raise
+        load.memory = placed.footprint.total
+        return placed
+
+    async def _make_ready(self, load: _Load) -> None:
+        """Fetches and converts what is not there; from then on its settings name a directory."""
+
+        def report(stage: str, done: int, total: int) -> None:
+            load.stage = (stage, done, total)
+
+        directory = await StoredModel(load.settings).prepare(report)
+        load.settings = load.settings.model_copy(update={"model": directory})
+
+    async def _fetch(self, pull: _Load) -> None:
+        try:
+            await self._make_ready(pull)
+            size = await asyncio.to_thread(StoredModel(pull.settings).bytes_on_disk)
+            self._tell(HostModel(pull.spec.name, "stored", total=size))
+        except Exception as error:
+            self._fail(pull, error)
+        finally:
+            self._pulls.pop(pull.spec.name, None)
+            await self._beat()
+
+    async def _end(self, load: _Load, command: UnloadModel) -> None:
+        if load.supervisor is not None:
+            await load.supervisor.stop(command.grace, force=command.force)
+        elif load.task is not None:
+            load.task.cancel()
+
+    def _fail(self, load: _Load, error: Exception) -> None:
+        if load.unload is not None:
+            return  # it was told to end
+        told = error if isinstance(error, RyzansteinError) else _fault(load, error)
+        self.metrics.failed()
+        log.warning("model_load_failed", group=load.group, model=load.spec.name, error=told.message)
+        self._tell(
+            HostModel(load.spec.name, "failed", error=told.message, memory=load.memory, failed_at=time.time())
+        )
+
+    def _variables(self, placed: Placement) -> dict[str, str]:
+        names = [self._gpu_names[device] for device in placed.devices]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+
+    async def _beat(self) -> None:
+        """Between two ticks, and where the broker is away not at all: the next one tells."""
+        try:
+            await self._service.beat_now()
+        except RyzansteinError as error:
+            log.debug("beat_not_sent", error=str(error))
+
+    # --- sleep -----------------------------------------------------------------------------------
+
+    async def _put_to_sleep(self, load: _Load) -> None:
+        name = load.spec.name
+        try:
+            files = await asyncio.to_thread(StoredModel(load.settings).resident)
+        except (RyzansteinError, OSError) as error:
+            log.warning("model_not_asleep", model=name, reason=str(error))
+            return
+        self._wake([name])
+        woken = self.memory.put_to_sleep(name, files.size)
+        if woken is None:
+            log.info(
+                "model_not_asleep", model=name, reason="there is no room for its weights", bytes=files.size
+            )
+            files.close()
+            return
+        self._wake(woken)
+        self._asleep[name] = files
+        self._tell(HostModel(name, "sleeping", total=files.size))
+        log.info("model_asleep", model=name, bytes=files.size)
+
+    def _wake(self, names: Iterable[str]) -> None:
+        """Their weights are not held any more."""
+        for name in names:
+            self.memory.wake(name)
+            if (files := self._asleep.pop(name, None)) is not None:
+                files.close()
+                self._tell(HostModel(name, "stored"))
+
+
+def _memory_of(settings: ExecutorSettings, gpus: list[int]) -> HostMemory:
+    if not gpus:
+        return HostMemory([settings.host_memory or int(host_bytes() * MEMORY_SHARE)], gpus=False)
+    share = settings.host_memory / sum(gpus) if settings.host_memory else MEMORY_SHARE
+    capacities = [int(size * min(share, 1.0)) for size in gpus]
+    return HostMemory(capacities, gpus=True, asleep_limit=int(host_bytes() * MEMORY_SHARE))
+
+
+def _same(known: _Load, spec: ModelSpec) -> HostReply:
+    """The answer to a load of a group that is there, or on its way. Raises `InvalidRequest`."""
+    if known.unload is not None:
+        raise ModelDoesNotFit(f"The group {known.group} is being unloaded; load it again when it is gone.")
+    if (known.spec.name, known.spec.source, known.spec.revision, known.spec.settings) != (
+        spec.name,
+        spec.source,
+        spec.revision,
+        spec.settings,
+    ):
+        raise InvalidRequest(
+            f"The group {known.group} serves the model {known.spec.name} with other settings; unload it first."
+        )
+    return HostReply(ok=True, memory=known.memory)
+
+
+def _fault(load: _Load, error: Exception) -> RyzansteinError:
+    log.exception("model_load_fault", group=load.group, exc_info=error)
+    return InternalError(
+        f"The model {load.spec.name} could not be loaded by a fault of the executor ({type(error).__name__}); its log "
+        "says where."
+    )
