@@ -235,6 +235,8 @@ class WaitingModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds that the first of them has waited."""
     arrived: int = 0
     """Requests since the scheduler started."""
+    idle: float = 0.0
+    """Seconds since the last of them arrived."""
 
 
 class SchedulerDemand(msgspec.Struct, frozen=True, omit_defaults=True):
