@@ -63,7 +63,8 @@ def test_the_one_that_is_asked_for_least_makes_room() -> None:
     cluster.ask("c")
     cluster.run(15)
     assert [c.model for c in cluster.commands if isinstance(c.command, UnloadModel)] == ["b"]
-    assert cluster.serving("c") and cluster.serving("a")
+    assert cluster.serving("c")
+    assert cluster.serving("a")
 
 
 def test_what_was_loaded_only_now_stays_for_a_while() -> None:
@@ -139,7 +140,8 @@ def test_a_size_that_nobody_knows_is_learned_from_a_refusal() -> None:
     assert isinstance(command.command, LoadModel)
     cluster.placer.refused(command, 50 * GB, "no room")
     (command,) = cluster.step().commands
-    assert isinstance(command.command, UnloadModel) and command.reason == "room"
+    assert isinstance(command.command, UnloadModel)
+    assert command.reason == "room"
     cluster.placer.refused(command, 0, "no such group")
 
 
@@ -183,10 +185,13 @@ def test_load_and_unload_by_name() -> None:
     cluster.groups("a")[0].running = 1
     cluster.register(spec("a", action="unload", action_at=cluster.now, least=1))
     said = cluster.step()
-    assert not said.commands and said.placements["a"].cordoned == ["h1/a"]
+    assert not said.commands
+    assert said.placements["a"].cordoned == ["h1/a"]
     cluster.register(spec("a", action="unload", action_at=cluster.now, force=True))
     (command,) = cluster.step().commands
-    assert isinstance(command.command, UnloadModel) and command.command.force and not command.command.sleep
+    assert isinstance(command.command, UnloadModel)
+    assert command.command.force
+    assert not command.command.sleep
     cluster.run(20)
     assert not cluster.groups("a")
     cluster.ask("a")  # a request brings it back
@@ -245,7 +250,8 @@ def test_what_another_scheduler_has_ordered_is_not_ordered_again() -> None:
     cluster.ask("a")
     said = cluster.step()
     assert not said.commands
-    assert said.placements["a"].hosts == ["h2"] and said.placements["a"].expected_at > cluster.now
+    assert said.placements["a"].hosts == ["h2"]
+    assert said.placements["a"].expected_at > cluster.now
 
 
 def test_no_host_is_no_refusal() -> None:
@@ -253,7 +259,8 @@ def test_no_host_is_no_refusal() -> None:
     cluster.register(spec("a"))
     cluster.ask("a")
     said = cluster.step()
-    assert said.unplaced == ["a"] and said.placements["a"].code == ""
+    assert said.unplaced == ["a"]
+    assert said.placements["a"].code == ""
     beat = HostBeat(GB, 0, takes_models=False)
     cluster.view.host(HostRecord("old", beat, "ready"))
     assert "No executor" in cluster.step().placements["a"].reason
