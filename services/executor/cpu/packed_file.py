@@ -21,6 +21,7 @@ from torch import Tensor
 from services.executor.core.layer_state import LayerStates
 from services.executor.core.sharding import HeadCounts
 from services.executor.cpu.packed_model import PackedModel
+from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.loading.arena import fresh
 
 _MAGIC = b"RYZPACK1"
@@ -49,6 +50,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     heads: HeadCounts
     widths: list[int]
     """Each rank's share of the vocabulary."""
+    adapter_targets: list[AdapterTarget] = []
+    """The linears that LoRA adapters may change, as this rank holds them."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):

@@ -127,6 +127,7 @@ def _over_step(
     if decodes:
         rows = _rows(others, hidden.shape[1], 0, decodes, side_by_side=True)
         states = _gathered(tensors, batch)
+        step.narrow(0, decodes)
         made = call(hidden[0, :decodes].unsqueeze(1), rows, StateCache(states, fresh=False))
         parts.append(_end_to_end(made, decodes))
         for name, tensor in tensors.items():
@@ -135,10 +136,12 @@ def _over_step(
                 tensor[copy] = tensor[source]
     for piece in batch.pieces:
         rows = _rows(others, hidden.shape[1], piece.start, piece.stop, side_by_side=False)
+        step.narrow(piece.start, piece.stop)
         parts.append(call(hidden[:, piece.start : piece.stop], rows, _cache_of(tensors, piece)))
         for tensor in tensors.values():
             for copy in piece.copies:
                 tensor[copy] = tensor[piece.slot]
+    step.narrow(0, hidden.shape[1])
     step.on_layer()
     return _joined(parts)
 

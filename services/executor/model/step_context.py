@@ -248,6 +248,8 @@ class StepContext:
         self.of_backend: Any = None if backend is None else backend.begin(plan)
         self.on_layer = on_layer
         """Called once per layer, as a sign of progress."""
+        self.narrow: Callable[[int, int], None] = lambda start, stop: None
+        """Told of the rows [start, stop) that modules are called with, where it is not all of the step's."""
         self.num_decodes = plan.num_decodes
         self.slots = self.to_device(as_int32(plan.slots))
         """int64 [T]"""

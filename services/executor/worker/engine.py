@@ -261,6 +261,8 @@ class RingMember:
         laps.over("kv_cache")
         limits = step_limits(settings, context) if device.type == "cuda" else None
         runner = share.runner(storage.store, storage.spill, limits)
+        if settings.max_adapters:
+            runner.serve_adapters(share.facts.adapter_targets, share.dtype, settings.max_adapter_rank)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))
@@ -287,6 +289,7 @@ class RingMember:
             kernels=runner.kernels,
             exact=runner.is_exact,
             layers=described(share.facts.states),
+            max_adapters=settings.max_adapters if runner.takes_adapters else 0,
             **storage.facts,
         )
         return cls(runner, collectives, engine_spec, share)

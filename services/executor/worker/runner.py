@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.adapters.holder import AdapterHolder
+from services.executor.model.adapters.modules import AdapterSlots, ModuleAdapters
+from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowering import Decoder, sums_of
 from services.executor.model.parallel.layers import VocabParallelHead
 from services.executor.model.step_context import AttentionBackend, StepContext
@@ -118,10 +122,24 @@ class ModelRunner:
         self._collectives = collectives
         self._device = device
         self._widths = widths
+        self._adapters: AdapterSlots | None = None
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
         self.scored: Scores = no_scores()
         """What the last step's `plan.score_rows` gave, on rank 0."""
+
+    def serve_adapters(self, targets: Sequence[AdapterTarget], dtype: torch.dtype, max_rank: int) -> None:
+        """Has steps load and use LoRA adapters of up to `max_rank`, where what computes can; `targets`: this rank's,
+        `dtype`: the model's."""
+        holder: Any = self._decoder
+        if self._decoder is None:
+            holder = ModuleAdapters(self._model, targets, self._device)
+        if isinstance(holder, AdapterHolder):
+            self._adapters = AdapterSlots(holder, targets, dtype, max_rank)
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self._adapters is not None
 
     def connect(self, endpoint: Endpoint) -> None:
         self._copier.endpoint = endpoint
@@ -220,6 +238,8 @@ class ModelRunner:
             failed = self._copier.run(plan)
         if failed and self._is_leader:
             raise RestoreFailed(failed)
+        if self._adapters is not None:
+            self._adapters.load(plan.adapter_loads)
         return not failed
 
     def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
@@ -254,14 +274,16 @@ class ModelRunner:
         return local
 
     def _compute_with_pytorch(self, plan: StepPlan, progress: Progress) -> Tensor:
+        step = StepContext(plan, self._store, progress.tick, self._attention)
         # The model's own forward applies what some do to logits (scaling, soft caps): both work on shares.
-        local: Tensor = self._model(
-            input_ids=self._int64(plan.token_ids).unsqueeze(0),
-            position_ids=self._int64(plan.positions).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=self._int64(plan.sample_rows),
-            step=StepContext(plan, self._store, progress.tick, self._attention),
-        ).logits[0]
+        with nullcontext() if self._adapters is None else self._adapters.computing(plan, step):
+            local: Tensor = self._model(
+                input_ids=self._int64(plan.token_ids).unsqueeze(0),
+                position_ids=self._int64(plan.positions).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=self._int64(plan.sample_rows),
+                step=step,
+            ).logits[0]
         return local
 
     def _compute_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:

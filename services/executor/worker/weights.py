@@ -169,6 +169,7 @@ class _BuiltShare(Share):
         cache: WeightCache | None,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
+        from services.executor.model.adapters.targets import targets_of
         from services.executor.model.catalogue import check_supported
         from services.executor.model.layer_states import layer_states
         from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
@@ -214,6 +215,7 @@ class _BuiltShare(Share):
             context_length=context_length(config),
             heads=HeadCounts.from_config(config),
             widths=vocabulary_widths(self._model),
+            adapter_targets=targets_of(self._model),
         )
         self._cache = cache
         self._module = type(self._model).__module__

@@ -212,6 +212,8 @@ class _Files:
                     return found, ""
         if module.rpartition(".")[2] in ("lm_head", "embed_tokens", "embed_out", "wte"):
             raise self._wrong(name, "adapts an embedding or the output layer, which is not served")
+        if re.search(r"(^|\.)(gate|router|shared_expert_gate)(\.\w+)?$", module):
+            raise self._wrong(name, "adapts what chooses experts, which is not served; train without it")
         raise self._wrong(
             name, "is of a module that the model does not have, or in which adapters are not served"
         )

@@ -1,7 +1,7 @@
 """What holds the adapters of a rank, whatever computes its steps, and the rows of a step by their adapters."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from services.executor.model.adapters.files import LowRank
 Int64Array = NDArray[np.int64]
 
 
+@runtime_checkable
 class AdapterHolder(Protocol):
     """The adapters in a rank's slots. Steps name slots (`StepPlan.adapters`); between steps slots get other ones."""
 

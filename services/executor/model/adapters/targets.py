@@ -7,6 +7,7 @@ A rank cuts an adapter's factors as its base's weights are cut, so that no sum o
     experts            the same, of each expert
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -17,12 +18,19 @@ from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
+    LatentWeight,
     LinearShard,
     TensorSlice,
     VocabParallelHead,
     expert_weight_of,
     piece_of,
 )
+
+_NOT_SERVED = re.compile(
+    r"(\.(mixer|mamba)\.dt_proj|(^|\.)(gate|router|shared_expert_gate)(\.\w+)?|^lm_head\.\w+)$"
+)
+"""Steps of Mamba 1, by whose weight its code multiplies without a call; what chooses or weights experts, which
+decoders multiply by in one product with others; layers of an output layer, which see the sampled rows alone."""
 
 Spans = list[tuple[int, int]]
 """Half-open ranges of a dimension, end to end."""
@@ -49,10 +57,14 @@ def targets_of(model: Any) -> list[AdapterTarget]:
     found: list[AdapterTarget] = []
     output = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if module is output or isinstance(module, VocabParallelHead) or _is_passed_by(name, model.config):
+        if module is output or isinstance(module, VocabParallelHead) or _NOT_SERVED.search(name):
             continue
         if isinstance(module, LinearShard):
             found.append(_of_shard(name, module))
+        elif isinstance(module, LatentWeight):
+            piece = piece_of(module, "weight")
+            assert piece is not None, "a share of a linear says of what"
+            found.append(AdapterTarget(name, module.weight.shape[1], piece.full, rows=_cut(piece)))
         elif type(module) is nn.Linear:
             found.append(AdapterTarget(name, module.in_features, module.out_features))
         elif takes_adapters(module):
@@ -104,8 +116,3 @@ def _of_experts(path: str, experts: Any, leaf: str) -> AdapterTarget:
 def _cut(piece: TensorSlice) -> Spans | None:
     spans = [(span.start, span.stop) for span in piece.spans]
     return None if spans == [(0, piece.full)] else spans
-
-
-def _is_passed_by(name: str, config: Any) -> bool:
-    """Whether the model's code multiplies by this module's weight without calling it for each row of a step."""
-    return False

@@ -109,6 +109,7 @@ def latent_attention(
     keep_lines(step, page, (lines,))
     out = rows.new_empty(*rows.shape[:2], weight.value_width)
     if count := step.num_decodes:
+        step.narrow(0, count)
         latents = rows.new_empty(count, 1, weight.heads, weight.rank)
         absorbed = weight.absorbed(rows[:count])
         chosen = None if indices is None else indices.decodes
@@ -118,7 +119,9 @@ def latent_attention(
         seen = lines_of(step, page, chunk, (lines,))[0][0]
         mask = _among(chunk, None if indices is None else indices.prefills[index])
         own = slice(chunk.start, chunk.stop)
+        step.narrow(chunk.start, chunk.stop)
         out[own] = _attend_chunk(rows[own], seen, mask, weight, rule)
+    step.narrow(0, len(rows))
     step.on_layer()
     return out.unsqueeze(0), None
 

@@ -183,6 +183,11 @@ class LinearShard(WeightShard):
         super().__init__()
         self._packed: Tensor | None = None
         self._product: Callable[[Tensor], Tensor] | None = None
+        self._added: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def add_to_products(self, added: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """From now on `multiply` returns what `added` makes of `x` and its product, before ranks are summed."""
+        self._added = added
 
     def multiply_by(self, product: Callable[[Tensor], Tensor]) -> None:
         """From now on multiplies by `product`, [T, in] -> [T, out], which holds weight and bias."""
@@ -195,7 +200,11 @@ class LinearShard(WeightShard):
             self.weight = nn.Parameter(torch.empty(0, dtype=self.weight.dtype), requires_grad=False)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """`x` [..., in] times the share, plus its bias: [..., out]."""
+        """`x` [..., in] times the share, plus its bias and what was asked to be added: [..., out]."""
+        product = self._multiply(x)
+        return product if self._added is None else self._added(x, product)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         if self._product is not None:
             made = self._product(x.reshape(-1, x.shape[-1]))
             return made.view(*x.shape[:-1], made.shape[1])
@@ -404,6 +413,9 @@ class LatentWeight(nn.Module):
         saved = 2 * self.rank - rows
         self.expands_from: float = self.rank * rows / saved if saved > 0 else 0.0
         """Rows of a chunk from which on keys and values are made of the lines."""
+        self.low_rank: Callable[[], list[tuple[Tensor, Tensor, Tensor]]] = list
+        """(rows, A [n, r], B [this rank's outputs, n]) of each adapter of the rows that are computed: the weight is
+        more by B A for these rows."""
 
     @property
     def of_keys(self) -> Tensor:
@@ -419,15 +431,30 @@ class LatentWeight(nn.Module):
         """`query` [T, heads, n + d] -> [T, 1, heads, r + d], to be multiplied with lines."""
         plain, rotated = torch.split_with_sizes(query, (self._plain, self.rotated), dim=-1)
         within = torch.bmm(plain.transpose(0, 1), self.of_keys).transpose(0, 1)
+        for rows, a, b in self.low_rank():
+            more = torch.einsum("thn,hnr->thr", plain[rows], self._heads_of(b)[:, : self._plain]) @ a
+            within = within.index_add(0, rows, more)
         return torch.cat((within, rotated), dim=-1).unsqueeze(1)
 
     def outputs(self, latents: Tensor) -> Tensor:
         """Weighted sums of latents [T, 1, heads, r] -> [T, heads, v]."""
-        return torch.bmm(latents[:, 0].transpose(0, 1), self.of_values.mT).transpose(0, 1)
+        made = torch.bmm(latents[:, 0].transpose(0, 1), self.of_values.mT).transpose(0, 1)
+        for rows, a, b in self.low_rank():
+            values = self._heads_of(b)[:, self._plain :]
+            made = made.index_add(0, rows, torch.einsum("thr,hvr->thv", latents[rows, 0] @ a.T, values))
+        return made
 
     def expanded(self, lines: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """`lines` [K, r + d] -> keys [heads, K, n + d] and values [heads, K, v] of these heads."""
+        """`lines` [K, r + d], of one sequence -> keys [heads, K, n + d] and values [heads, K, v] of these heads."""
         latents, rotated = torch.split_with_sizes(lines, (self.rank, self.rotated), dim=-1)
         plain = torch.matmul(latents, self.of_keys[heads].mT)
+        values = torch.matmul(latents, self.of_values[heads].mT)
+        for _, a, b in self.low_rank():
+            low, more = latents @ a.T, self._heads_of(b)[heads]
+            plain = plain + low @ more[:, : self._plain].mT
+            values = values + low @ more[:, self._plain :].mT
         keys = torch.cat((plain, rotated.expand(plain.shape[0], -1, -1)), dim=-1)
-        return keys, torch.matmul(latents, self.of_values[heads].mT)
+        return keys, values
+
+    def _heads_of(self, b: Tensor) -> Tensor:
+        return b.view(self.heads, -1, b.shape[1])
