@@ -34,6 +34,7 @@ from shared.errors import (
     InvalidRequest,
     ModelDoesNotFit,
     RyzansteinError,
+    Unavailable,
 )
 from shared.messages import (
     GroupBeat,
@@ -88,12 +89,18 @@ class _Load:
         self.spec = spec
         self.settings = settings
         self.supervisor: GroupSupervisor | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.preparing: asyncio.Task[str] | None = None
+        """Fetches its files; cancelled where they are not wanted any more."""
         self.stage = ("", 0, 0)
         """What is done to the files before they are loaded, bytes done, bytes in all."""
         self.memory = 0
         self.unload: UnloadModel | None = None
         """How it was told to end."""
+
+    def cancel(self) -> None:
+        """Its files are not fetched any more."""
+        if self.preparing is not None:
+            self.preparing.cancel()
 
     def told(self) -> HostModel | None:
         """None: its group tells."""
@@ -155,8 +162,8 @@ class ModelHost:
         """Drains all groups, side by side; what is being made ready is not any more."""
         self._stopping = True
         for load in [*self._loads.values(), *self._pulls.values()]:
-            if load.supervisor is None and load.task is not None:
-                load.task.cancel()
+            load.unload = load.unload or UnloadModel(load.group)
+            load.cancel()
         await asyncio.gather(*(group.stop() for group in self.groups.values()))
         await self._tasks.cancel()
         for files in self._asleep.values():
@@ -246,7 +253,7 @@ class ModelHost:
         except BaseException:
             del self._loads[group]
             raise
-        load.task = self._tasks.spawn(self._live(load, placed), f"group {group}")
+        self._tasks.spawn(self._live(load, placed), f"group {group}")
         return HostReply(ok=True, memory=load.memory)
 
     async def _place_stored(self, load: _Load) -> Placement | None:
@@ -279,20 +286,25 @@ class ModelHost:
         if spec.name not in self._pulls:
             pull = _Load("", spec, settings_of(self._settings, spec))
             self._pulls[spec.name] = pull
-            pull.task = self._tasks.spawn(self._fetch(pull), f"pull {spec.name}")
+            self._tasks.spawn(self._fetch(pull), f"pull {spec.name}")
         return HostReply(ok=True)
 
     async def _remove(self, spec: ModelSpec) -> HostReply:
         """Raises `InvalidRequest` while some group has these files."""
         settings = settings_of(self._settings, spec)
-        users = [load.group for load in self._loads.values() if load.settings.model == settings.model]
-        if users or settings.model == self._settings.model:
+        users = [
+            load.group
+            for load in self._loads.values()
+            if load.spec.name == spec.name or (settings.model and load.settings.model == settings.model)
+        ]
+        if users or (settings.model and settings.model == self._settings.model):
             group = users[0] if users else self._settings.group or self._service.instance
             raise InvalidRequest(
                 f"The files of the model {spec.name} are those of the group {group}; unload that first."
             )
-        if (pull := self._pulls.get(spec.name)) is not None and pull.task is not None:
-            pull.task.cancel()
+        if (pull := self._pulls.get(spec.name)) is not None:
+            pull.unload = UnloadModel("")
+            pull.cancel()
         self._wake([spec.name])
         await asyncio.to_thread(StoredModel(settings).remove)
         self._told.pop(spec.name, None)
@@ -309,9 +321,6 @@ class ModelHost:
                 began = time.monotonic()
                 placed = self._place(load, await asyncio.to_thread(StoredModel(load.settings).size))
             await self._serve(load, placed, began)
-        except asyncio.CancelledError:
-            if not self._stopping and load.unload is None:
-                raise
         except Exception as error:
             self._fail(load, error)
         finally:
@@ -370,8 +379,13 @@ class ModelHost:
         def report(stage: str, done: int, total: int) -> None:
             load.stage = (stage, done, total)
 
-        directory = await StoredModel(load.settings).prepare(report)
-        load.settings = load.settings.model_copy(update={"model": directory})
+        if load.unload is not None:
+            raise _unwanted(load)
+        load.preparing = asyncio.create_task(StoredModel(load.settings).prepare(report))
+        await asyncio.wait({load.preparing})
+        if load.preparing.cancelled():
+            raise _unwanted(load)
+        load.settings = load.settings.model_copy(update={"model": load.preparing.result()})
 
     async def _fetch(self, pull: _Load) -> None:
         try:
@@ -385,10 +399,9 @@ class ModelHost:
             await self._beat()
 
     async def _end(self, load: _Load, command: UnloadModel) -> None:
+        load.cancel()
         if load.supervisor is not None:
             await load.supervisor.stop(command.grace, force=command.force)
-        elif load.task is not None:
-            load.task.cancel()
 
     def _fail(self, load: _Load, error: Exception) -> None:
         if load.unload is not None:
@@ -453,7 +466,7 @@ def _memory_of(settings: ExecutorSettings, gpus: list[int]) -> HostMemory:
 def _same(known: _Load, spec: ModelSpec) -> HostReply:
     """The answer to a load of a group that is there, or on its way. Raises `InvalidRequest`."""
     if known.unload is not None:
-        raise ModelDoesNotFit(f"The group {known.group} is being unloaded; load it again when it is gone.")
+        raise Unavailable(f"The group {known.group} is being unloaded; load it again when it is gone.")
     if (known.spec.name, known.spec.source, known.spec.revision, known.spec.settings) != (
         spec.name,
         spec.source,
@@ -464,6 +477,10 @@ def _same(known: _Load, spec: ModelSpec) -> HostReply:
             f"The group {known.group} serves the model {known.spec.name} with other settings; unload it first."
         )
     return HostReply(ok=True, memory=known.memory)
+
+
+def _unwanted(load: _Load) -> RyzansteinError:
+    return Unavailable(f"The model {load.spec.name} is not wanted any more.")
 
 
 def _fault(load: _Load, error: Exception) -> RyzansteinError:

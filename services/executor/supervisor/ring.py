@@ -177,7 +177,15 @@ class Ring:
         if rank < self._settings.ranks_here:
             threads = thread_count(self._settings)
             local = await LocalRank.start(threads, self._settings, self._forks, self._variables)
-            log.info("rank_started", rank=rank, pid=local.pid, forked=local.is_forked, epoch=self.epoch)
+            forked = local.is_forked
+            log.info(
+                "rank_started",
+                group=self._group,
+                rank=rank,
+                pid=local.pid,
+                forked=forked,
+                epoch=self.epoch,
+            )
             process: LocalRank | RemoteRank = local
         else:
             assert self._nodes is not None, "ranks elsewhere are started by their hosts"

@@ -1,0 +1,312 @@
+"""An executor as a host: models come, sleep and go while others answer, and its own process stays."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from services.executor.supervisor.host_memory import RANK_OVERHEAD
+from shared.config import CommonSettings
+from shared.messages import (
+    DispatchBatch,
+    DispatchReply,
+    GenerationRequest,
+    GroupBeat,
+    Heartbeat,
+    HostCommand,
+    HostModel,
+    HostReply,
+    LoadModel,
+    ModelSettings,
+    ModelSpec,
+    PullModel,
+    RemoveModel,
+    SamplingParams,
+    TokenFrame,
+    UnloadModel,
+)
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from tests.integration.executor.reader import Reader
+from tests.processes import ServiceProcess, service_process
+
+INSTANCE = "host"
+KV = 1 << 20
+MEMORY = 3 * (RANK_OVERHEAD + KV)
+"""Of three groups of the stub."""
+
+
+class Host:
+    """A real executor process without a model."""
+
+    def __init__(self, bus: Bus, process: ServiceProcess) -> None:
+        self.bus = bus
+        self.process = process
+
+    async def tell(self, command: HostCommand) -> HostReply:
+        return await self.bus.request(subjects.host_control(INSTANCE), command, HostReply, timeout=30)
+
+    async def load(self, model: str, source: str = "stub", **settings: object) -> HostReply:
+        return await self.tell(LoadModel(f"{model}-group", spec(model, source, **settings)))
+
+    async def load_again(self, model: str, source: str = "stub", **settings: object) -> None:
+        """One that may be on its way out still."""
+        while not (reply := await self.load(model, source, **settings)).ok:
+            assert "is being unloaded" in reply.error
+            await self.until(lambda beat: True)
+
+    async def unload(self, model: str, **how: object) -> HostReply:
+        return await self.tell(UnloadModel(f"{model}-group", **how))  # type: ignore[arg-type]
+
+    async def until(self, holds: Callable[[Heartbeat], bool]) -> Heartbeat:
+        return await self.process.wait_for(holds)
+
+    async def ready(self, *models: str) -> list[GroupBeat]:
+        """Waits until these are its groups, and all of them ready."""
+        beat = await self.until(
+            lambda beat: (
+                sorted(group.group for group in beat.groups) == sorted(f"{model}-group" for model in models)
+                and all(group.state == "ready" for group in beat.groups)
+            )
+        )
+        return sorted(beat.groups, key=lambda group: group.group)
+
+    async def said(self, model: str, state: str) -> HostModel:
+        beat = await self.until(lambda beat: model_of(beat, model).state == state)
+        return model_of(beat, model)
+
+    async def gone(self, model: str) -> None:
+        """Waits until its group is gone, and its memory given back."""
+        await self.until(
+            lambda beat: (
+                f"{model}-group" not in [group.group for group in beat.groups]
+                and beat.host is not None
+                and beat.host.used == sum(group.memory for group in beat.groups)
+            )
+        )
+
+    async def dispatch(self, model: str, name: str, tokens: int = 8) -> None:
+        request = GenerationRequest(
+            generation_id=name,
+            request_id=name,
+            model=model,
+            consumer="me",
+            prompt=[1, 2, 3],
+            max_tokens=tokens,
+            sampling=SamplingParams(seed=1),
+        )
+        subject = subjects.dispatch(f"{model}-group")
+        reply = await self.bus.request(subject, DispatchBatch([request]), DispatchReply, timeout=30)
+        assert reply.accepted == [name], reply
+
+
+def spec(model: str, source: str = "stub", **settings: object) -> ModelSpec:
+    given = {"kv_memory": KV, **settings}
+    return ModelSpec(model, source, settings=ModelSettings(**given))  # type: ignore[arg-type]
+
+
+def model_of(beat: Heartbeat, model: str) -> HostModel:
+    models = beat.host.models if beat.host is not None else []
+    return next((one for one in models if one.model == model), HostModel(model, "stored", error="not told"))
+
+
+@pytest.fixture
+async def host(bus: Bus, nats_settings: CommonSettings, tmp_path: Path) -> AsyncIterator[Host]:
+    async with host_with(bus, nats_settings, tmp_path) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def host_with(
+    bus: Bus, settings: CommonSettings, directory: Path, *more: str, engine: str = "stub"
+) -> AsyncIterator[Host]:
+    arguments = ("--engine", engine, "--takes-models", "--host-memory", str(MEMORY), "--stub-step-ms", "5")
+    arguments += ("--model-cache", str(directory / "cache"), "--handover-timeout", "0", *more)
+    async with service_process(
+        bus, settings, "services.executor", directory, *arguments, instance=INSTANCE
+    ) as process:
+        beat = await process.wait_ready()
+        assert not beat.groups
+        assert beat.host is not None
+        assert beat.host.takes_models
+        yield Host(bus, process)
+
+
+@pytest.fixture
+async def reader(bus: Bus) -> Reader:
+    found = Reader()
+    await bus.subscribe(subjects.tokens("me"), TokenFrame, found.on_frame)
+    return found
+
+
+async def test_two_models_answer_side_by_side_and_one_is_unloaded(host: Host, reader: Reader) -> None:
+    assert (await host.load("a")).ok
+    assert (await host.load("b")).memory == RANK_OVERHEAD + KV
+    a, b = await host.ready("a", "b")
+    assert (a.model, b.model) == ("a", "b")
+    await asyncio.gather(host.dispatch("a", "one"), host.dispatch("b", "two"))
+    assert len((await reader.finish("one"))[0]) == len((await reader.finish("two"))[0]) == 8
+    told = await host.said("a", "stored")
+    assert told.load_seconds > 0
+    address = host.process.beats[-1].address
+    metrics = await asyncio.to_thread(_read, f"http://{address}/metrics")
+    assert metrics.count("# TYPE ryzanstein_executor_output_tokens_total") == 1
+    for name in ("a", "b"):
+        assert f'executor_output_tokens_total{{group="{name}-group",model="{name}"}} 8.0' in metrics
+    [promised] = re.findall(r"\nryzanstein_executor_host_memory_promised_bytes (\S+)", metrics)
+    assert float(promised) == 2 * (RANK_OVERHEAD + KV)
+    assert 'ryzanstein_executor_model_loads_total{result="loaded"} 2.0' in metrics
+
+    pids = [rank.pid for rank in a.ranks]
+    assert (await host.unload("a")).ok
+    await host.gone("a")
+    assert not any(map(psutil.pid_exists, pids))
+    assert (await host.unload("a")).ok, "what is gone already is no error"
+    await host.dispatch("b", "three")
+    await reader.finish("three")
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+async def test_a_killed_rank_of_one_group_leaves_the_others_untouched(host: Host, reader: Reader) -> None:
+    await host.load("a", tp=2)
+    await host.load("b")
+    a, b = await host.ready("a", "b")
+    os.kill(a.ranks[1].pid, signal.SIGKILL)
+    beat = await host.until(
+        lambda beat: any(
+            group.group == "a-group" and group.state == "ready" and group.epoch > a.epoch
+            for group in beat.groups
+        )
+    )
+    [same] = [group for group in beat.groups if group.group == "b-group"]
+    assert (same.epoch, [rank.pid for rank in same.ranks]) == (b.epoch, [rank.pid for rank in b.ranks])
+    await host.dispatch("b", "one")
+    await reader.finish("one")
+
+
+async def test_what_does_not_fit_is_refused_with_its_bytes_before_anything_starts(host: Host) -> None:
+    reply = await host.load("a", kv_memory=MEMORY)
+    assert (reply.ok, reply.code, reply.memory) == (False, "model_does_not_fit", MEMORY + RANK_OVERHEAD)
+    assert f"takes {MEMORY + RANK_OVERHEAD} bytes" in reply.error
+    for name in ("a", "b", "c"):
+        assert (await host.load(name)).ok
+    assert not (await host.load("d")).ok
+    await host.ready("a", "b", "c")
+    await host.unload("b", force=True)
+    await host.gone("b")
+    assert (await host.load("d")).ok
+    await host.ready("a", "c", "d")
+
+
+async def test_two_loads_at_once_are_one_and_another_spec_is_refused(host: Host) -> None:
+    replies = await asyncio.gather(*(host.load("a") for _ in range(5)))
+    assert [reply.ok for reply in replies] == [True] * 5
+    [group] = await host.ready("a")
+    assert len(group.ranks) == 1
+    other = await host.load("a", max_waiting=3)
+    assert (other.ok, "with other settings" in other.error) == (False, True)
+    wrong = await host.load("x", tp=65)
+    assert not wrong.ok
+    assert "tp: " in wrong.error
+
+
+async def test_a_load_is_cancelled_by_an_unload(host: Host) -> None:
+    """Again and again: each load is at another point by then."""
+    for _ in range(5):
+        await host.load_again("a", tp=2)
+        assert (await host.unload("a", force=True)).ok
+    await host.load_again("a")
+    await host.ready("a")
+    assert not [model for beat in host.process.beats if (model := model_of(beat, "a")).state == "failed"]
+
+
+async def test_a_model_sleeps_and_wakes_and_makes_way(host: Host) -> None:
+    await host.load("a")
+    await host.ready("a")
+    await host.unload("a", sleep=True)
+    await host.gone("a")
+    await host.said("a", "sleeping")
+    await host.load("a")
+    await host.ready("a")
+    assert (await host.said("a", "stored")).load_seconds > 0
+
+
+async def test_files_that_are_no_model_fail_with_the_reason_and_the_host_lives(
+    host: Host, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    assert (await host.load("a", str(broken))).ok
+    failed = await host.said("a", "failed")
+    assert "vocab_size" in failed.error
+    assert failed.failed_at > 0
+    assert (await host.load("b")).ok
+    await host.ready("b")
+
+
+async def test_commands_that_nobody_understands_are_answered(host: Host) -> None:
+    subject = subjects.host_control(INSTANCE)
+    answer = await host.bus.client.request(subject, b"\xc1", timeout=10)
+    reply = msgspec.msgpack.decode(answer.data, type=HostReply)
+    assert (reply.ok, reply.code) == (False, "invalid_request")
+    assert (await host.tell(PullModel(spec("p")))).ok
+    await host.said("p", "stored")
+    assert (await host.tell(RemoveModel(spec("p")))).ok
+
+
+async def test_an_executor_that_ends_drains_all_its_groups(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    async with host_with(bus, nats_settings, tmp_path, "--drain-grace", "20") as host:
+        await host.load("a")
+        await host.load("b")
+        groups = await host.ready("a", "b")
+        for name in ("a", "b"):
+            await host.dispatch(name, f"of {name}", tokens=64)
+        pids = [rank.pid for group in groups for rank in group.ranks]
+        assert await host.process.end() == 0
+        for name in ("a", "b"):
+            tokens, last = await reader.finish(f"of {name}")
+            assert (len(tokens), last.finish) == (64, "length"), "what ran was let finish"
+        assert not any(map(psutil.pid_exists, pids))
+
+
+async def test_a_download_is_cancelled_by_an_unload_and_by_the_end(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    """Its process reads a file that never comes to an end."""
+    file = tmp_path / "model.gguf"
+    os.mkfifo(file)
+    async with host_with(bus, nats_settings, tmp_path, engine="torch") as host:
+        assert (await host.load("a", str(file))).ok
+        await host.said("a", "downloading")
+        await host.unload("a")
+        await host.load_again("a", str(file))
+        await host.said("a", "downloading")
+        assert (await host.tell(PullModel(spec("p", str(file))))).ok
+        await host.said("p", "downloading")
+        assert await host.process.end() == 0
+
+
+async def test_an_executor_with_a_model_takes_no_others_unless_it_is_told_to(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
+) -> None:
+    async with service_process(
+        bus, nats_settings, "services.executor", tmp_path, "--engine", "stub", instance=INSTANCE
+    ) as process:
+        await process.wait_ready()
+        reply = await Host(bus, process).load("a")
+        assert (reply.ok, reply.code) == (False, "invalid_request")
