@@ -46,6 +46,8 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     revoked: float = 0.0
     """0: it is not."""
     limits: KeyLimits = KeyLimits()
+    manage_models: bool = False
+    """Whether it may register, load, unload and remove models and adapters over the API."""
 
     def state(self, now: float) -> str:
         """`active`, `expired` or `revoked`."""
@@ -63,11 +65,25 @@ class NewKey(msgspec.Struct, frozen=True):
 
 
 def new_key(
-    tenant: str, now: float, *, name: str = "", expires: float = 0.0, limits: KeyLimits | None = None
+    tenant: str,
+    now: float,
+    *,
+    name: str = "",
+    expires: float = 0.0,
+    limits: KeyLimits | None = None,
+    manage_models: bool = False,
 ) -> NewKey:
     """A key of 256 random bits. Times are unix seconds."""
     identity, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
-    record = KeyRecord(digest_of(secret), tenant, now, name, expires, limits=limits or KeyLimits())
+    record = KeyRecord(
+        digest_of(secret),
+        tenant,
+        now,
+        name,
+        expires,
+        limits=limits or KeyLimits(),
+        manage_models=manage_models,
+    )
     return NewKey(f"rz-{identity}-{secret}", identity, record)
 
 

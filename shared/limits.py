@@ -274,6 +274,38 @@ RESERVED_CONNECTIONS = Limit(
 GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
 )
+COLD_REQUESTS = Limit(
+    "cold_requests",
+    1024,
+    "entries",
+    "requests held for models that were never loaded",
+    "gateway",
+    "RYZANSTEIN_COLD_REQUESTS",
+)
+COLD_MODEL_REQUESTS = Limit(
+    "cold_model_requests",
+    256,
+    "entries",
+    "of those for one model",
+    "gateway",
+    "RYZANSTEIN_COLD_MODEL_REQUESTS",
+)
+COLD_BYTES = Limit(
+    "cold_bytes",
+    256 << 20,
+    "bytes",
+    "requests held for models that were never loaded",
+    "gateway",
+    "RYZANSTEIN_COLD_BYTES",
+)
+COLD_MODEL_BYTES = Limit(
+    "cold_model_bytes",
+    64 << 20,
+    "bytes",
+    "of those for one model",
+    "gateway",
+    "RYZANSTEIN_COLD_MODEL_BYTES",
+)
 READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
 TENANT_GRAMMARS = Limit(
     "tenant_grammars", 16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant"

@@ -39,6 +39,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """Why it has failed, or is not loaded, in a sentence."""
     expected_seconds: float = 0.0
     """Seconds until the first request could be taken; 0: at once, or not known."""
+    failed_at: float = 0.0
+    """Unix seconds of the failure; 0: it has not failed."""
 
     @property
     def ready(self) -> bool:
@@ -110,9 +112,8 @@ def _status(
     if failed:
         last = max(failed, key=lambda one: one[1].failed_at)[1]
         hosts = sorted(instance for instance, _ in failed)
-        return ModelStatus(
-            "failed", hosts=hosts, memory=memory, reason=last.error or "It could not be loaded."
-        )
+        reason = last.error or "It could not be loaded."
+        return ModelStatus("failed", hosts=hosts, memory=memory, reason=reason, failed_at=last.failed_at)
     return ModelStatus(memory=memory, reason=_why_unloaded(spec, groups), expected_seconds=seconds)
 
 

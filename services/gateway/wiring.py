@@ -20,7 +20,9 @@ from services.gateway.batches.results import Results
 from services.gateway.batches.runners import Runners
 from services.gateway.batches.service import Batches
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Parts as IntakeParts
@@ -71,7 +73,9 @@ class Work:
         tokenizers = self._tokenizers = TokenizerStore(
             bus, special_tokens_in_messages=settings.special_tokens_in_messages
         )
-        catalog = self.catalog = Catalog(bus, on_card=tokenizers.prefetch)
+        models = self._registry = ModelRegistry(bus)
+        catalog = self.catalog = Catalog(bus, models, on_card=tokenizers.prefetch)
+        cold = self._cold_starts = ColdStarts(bus, instance, settings, catalog)
         runs = Runs(catalog, tokenizers)
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
         store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
@@ -90,6 +94,7 @@ class Work:
         intake = Intake(
             IntakeParts(settings, answers, metrics),
             catalog,
+            cold,
             tokenizers,
             keys,
             reading,
@@ -106,7 +111,15 @@ class Work:
         self._queue = BatchQueue(bus, batches, files)
         authenticator = backend.authenticator
         parts = BatchParts(
-            files, results, endpoints, catalog, BatchMetrics(registry), settings, authenticator, instance
+            files,
+            results,
+            endpoints,
+            catalog,
+            cold,
+            BatchMetrics(registry),
+            settings,
+            authenticator,
+            instance,
         )
         self._runners = Runners(bus, jobs, parts)
         self._parts = Parts(
@@ -128,6 +141,10 @@ class Work:
             self._spawn(self._api_keys.run(), "keys"),
             self._spawn(self.catalog.watch_models(), "models"),
             self._spawn(self.catalog.watch_groups(self.generations), "groups"),
+            self._spawn(self._registry.watch_specs(), "registry"),
+            self._spawn(self._registry.watch_hosts(), "hosts"),
+            self._spawn(self._registry.watch_placements(), "placements"),
+            self._spawn(self._cold_starts.run(), "cold starts"),
             self._spawn(self.generations.run(), "timeouts"),
             self._spawn(self.generations.suspects.run(), "suspects"),
         )
@@ -137,7 +154,8 @@ class Work:
                 await self._api_keys.wait()
         except TimeoutError:
             raise BrokerUnavailable(
-                "NATS answers, but its buckets `models`, `groups` and `keys` cannot be read; is JetStream enabled?"
+                "NATS answers, but its buckets `models`, `groups`, `registry` and `keys` cannot be read; is JetStream "
+                "enabled?"
             ) from None
         await self._open()
 

@@ -201,7 +201,8 @@ class HostReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelDemand(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Broadcast to schedulers by a gateway that holds requests for a model of which no card is known yet."""
+    """Broadcast to schedulers, once a second, by a gateway that holds requests for a model of which no card is known
+    yet, or batches of which no line can begin; 0 once it holds none any more."""
 
     model: str
     gateway: str

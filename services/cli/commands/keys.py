@@ -23,7 +23,18 @@ from shared.nats.kv import Bucket
 T = TypeVar("T")
 
 DEFAULT_TENANT = "default"
-HEADINGS = ["id", "tenant", "name", "state", "created", "expires", "requests/min", "tokens/min", "concurrent"]
+HEADINGS = [
+    "id",
+    "tenant",
+    "name",
+    "state",
+    "created",
+    "expires",
+    "requests/min",
+    "tokens/min",
+    "concurrent",
+    "models",
+]
 
 keys_app = typer.Typer(
     help="API keys. Once one exists, the gateways ask for it.", no_args_is_help=True, rich_markup_mode=None
@@ -46,6 +57,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
     expires: float
     revoked: float
     limits: KeyLimits
+    manage_models: bool
 
 
 @keys_app.command()
@@ -63,6 +75,10 @@ def create(
     expires: Annotated[
         str, typer.Option(help="After 90s, 30m, 12h, 30d or 4w, or on a date (ISO 8601).", metavar="WHEN")
     ] = "",
+    manage_models: Annotated[
+        bool,
+        typer.Option("--manage-models", help="It may register, load, unload and remove models over the API."),
+    ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
@@ -78,6 +94,7 @@ def create(
         name=name or what_for,
         expires=when(expires, now),
         limits=KeyLimits(requests_per_minute, tokens_per_minute, concurrent),
+        manage_models=manage_models,
     )
     _with_bucket(data_dir, nats_url, lambda bucket: _store(bucket, key))
     print(key.token)  # noqa: T201  # alone on standard output: scripts take it from there
@@ -191,6 +208,7 @@ def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
             record.expires,
             record.revoked,
             record.limits,
+            record.manage_models,
         )
         for identity, record in sorted(records.items(), key=lambda item: item[1].created)
     ]
@@ -199,7 +217,15 @@ def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
 def _row(key: KeyStatus) -> list[str]:
     limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
     times = (_date(key.created), _date(key.expires))
-    return [key.id, key.tenant, key.name or "-", key.state, *times, *map(_limit, limits)]
+    return [
+        key.id,
+        key.tenant,
+        key.name or "-",
+        key.state,
+        *times,
+        *map(_limit, limits),
+        "manage" if key.manage_models else "-",
+    ]
 
 
 def _limit(limit: int) -> str:

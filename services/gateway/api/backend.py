@@ -19,6 +19,7 @@ from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import RouteError
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
@@ -157,6 +158,22 @@ class Ask:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
         await self.parts.intake.count(self.principal, self.answer_headers)
         return self.parts.intake
+
+    def check_manages_models(self) -> None:
+        """For what changes which models or adapters are served. Raises `RouteError`."""
+        if not self.settings.manage_models:
+            raise RouteError(
+                "Models are not managed over the API here (RYZANSTEIN_MANAGE_MODELS is off); use `ryzanstein models`.",
+                status=403,
+                reason="model_management_off",
+            )
+        if not self.principal.manages_models:
+            raise RouteError(
+                "This API key may not manage models; use one that was made with `ryzanstein keys create "
+                "--manage-models`.",
+                status=403,
+                reason="insufficient_permissions",
+            )
 
     def of_model(self, model: str) -> None:
         """For logs and metrics."""

@@ -12,6 +12,7 @@ generations, and nothing of them is made ahead.
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
@@ -45,11 +46,26 @@ class Turn(Generic[MessageT]):
         """None until the request is prepared."""
         self.ended: BaseException | None = None
         """Why it ends before its answer does."""
+        self._preparing: asyncio.Task[object] | None = None
 
     def end(self, reason: BaseException) -> None:
         self.ended = reason
         if self.run is not None:
             self.run.end(reason)
+        elif self._preparing is not None:
+            self._preparing.cancel()
+
+    async def prepared(self, making: Awaitable[Run]) -> Run:
+        """What `making` makes, which may wait for its model. Raises what it was ended with meanwhile."""
+        task = self._preparing = asyncio.current_task()
+        try:
+            return await making
+        except asyncio.CancelledError:
+            if self.ended is None or task is None or task.uncancel():
+                raise
+            raise self.ended from None
+        finally:
+            self._preparing = None
 
     def begin(self, run: Run) -> None:
         """Raises what it was ended with while its request was prepared."""
@@ -166,7 +182,7 @@ class Session(Generic[MessageT]):
 
     async def _answer(self, turn: Turn[MessageT]) -> None:
         self._backend.check_draining()
-        run = await self.prepare(turn.message)
+        run = await turn.prepared(self.prepare(turn.message))
         try:
             turn.begin(run)
             await run.begin()

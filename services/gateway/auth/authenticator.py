@@ -33,6 +33,13 @@ class Principal(msgspec.Struct, frozen=True):
     limits: KeyLimits = KeyLimits()
     vouched: bool = False
     """Work that was accepted from this principal earlier: what becomes of its key since then stops it not."""
+    manage_models: bool = False
+    """As its key says."""
+
+    @property
+    def manages_models(self) -> bool:
+        """Whether it may say what is served: with a key of that right or, while no key exists, as everybody."""
+        return self.manage_models or not self.key
 
 
 ANONYMOUS = Principal()
@@ -87,7 +94,7 @@ class Authenticator:
         if not hmac.compare_digest(digest_of(secret), record.digest) or record is _NOBODY:
             raise AuthenticationFailed(f"Incorrect API key provided. Send a key that is valid {_HOW}")
         self._check_state(record)
-        return Principal(identity, record.tenant, record.limits)
+        return Principal(identity, record.tenant, record.limits, manage_models=record.manage_models)
 
     def check(self, principal: Principal) -> None:
         """For a connection that was let in earlier: raises as `authenticate` where its key is good no longer."""

@@ -16,6 +16,7 @@ from services.gateway.batches.lines import refuse_for_lines
 from services.gateway.batches.results import Results
 from services.gateway.batches.service import LineUrl
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Endpoint, Intake
@@ -43,7 +44,7 @@ class LineEndpoint:
         """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
         request = self._intake.check(self._endpoint, body)
         refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
-        return self._catalog.card(request.model).model
+        return self._catalog.resolve(request.model).model
 
     async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
         """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets
@@ -86,6 +87,7 @@ class BatchParts(msgspec.Struct, frozen=True):
     results: Results
     endpoints: dict[str, LineEndpoint]
     catalog: Catalog
+    cold_starts: ColdStarts
     metrics: BatchMetrics
     settings: GatewaySettings
     authenticator: Authenticator

@@ -56,8 +56,7 @@ class LineRunner:
         self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: CompletionBitmap
     ) -> bool:
         """Begins `request` as soon as there is room and a group for it; False when no more are to be begun."""
-        while not self._ended and not self._has_room(job.model):
-            await self._change()
+        await self._wait_for_room(job.model)
         if self._ended:
             return False
         task = asyncio.create_task(self._run(job, request, endpoint, tally))
@@ -65,6 +64,19 @@ class LineRunner:
         task.add_done_callback(self._done)
         self._parts.metrics.in_flight.inc()
         return True
+
+    async def _wait_for_room(self, model: str) -> None:
+        while not self._ended and not self._has_room(model):
+            if self._parts.catalog.has_ready_group(model):
+                await self._change()
+            else:
+                await self._wait_for_group(model)
+
+    async def _wait_for_group(self, model: str) -> None:
+        """The model is asked for meanwhile: the batch's lines are in no queue that shows it."""
+        with self._parts.cold_starts.wanted(model):
+            while not self._ended and not self._parts.catalog.has_ready_group(model):
+                await self._change()
 
     def _has_room(self, model: str) -> bool:
         """While no group is up nothing is begun: what waits is the batch, not its lines in a queue."""

@@ -81,10 +81,15 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The request body is larger than {limit:,} bytes; shorten the request.")
 
 
-async def watch_disconnect(receive: Receive, gone: Callable[[BaseException], None]) -> None:
-    """Calls `gone` with `ClientGone` when the client goes. The body has been read."""
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client goes. The body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def watch_disconnect(receive: Receive, gone: Callable[[BaseException], None]) -> None:
+    """Calls `gone` with `ClientGone` when the client goes. The body has been read."""
+    await disconnected(receive)
     gone(ClientGone())
 
 

@@ -1,11 +1,17 @@
 """Which models there are, and which groups serve them, as NATS KV tells it."""
 
 import asyncio
+import difflib
+import time
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.errors import UnknownModel
+import msgspec
+
+from services.gateway.core.registry import ModelRegistry
+from shared.errors import Unavailable, UnknownModel
 from shared.messages import GroupRecord, ModelCard
+from shared.model_status import ModelStatus, status_of, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -25,51 +31,188 @@ class RingListener(Protocol):
 
 _SERVING = ("ready", "busy")
 _AT_WORK = (*_SERVING, "draining")
+STALE = 15.0
+"""Seconds without a heartbeat after which a record that was there before this gateway is of an earlier start: the
+health monitor, which would say so, may be starting too."""
+NAMED = 16
+"""Models that a refusal names."""
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """What a name that a client gives stands for."""
+
+    model: str
+    adapter: str = ""
+    """Digest of a LoRA adapter on it; empty: none."""
+
+
+class ModelNotLoaded(Unavailable):
+    """A registered model that no executor has loaded so far: nothing is known of its tokens."""
+
+    code = "model_not_loaded"
 
 
 class Catalog:
-    """A live copy of the buckets `models` and `groups`.
+    """A live copy of the buckets `models` and `groups`, beside the registry.
 
-    A card stays when its groups go, so that requests for the model can wait until one is back. What is
-    listed is what is served: a model with a group that is not gone and that has been at work since this gateway
+    What is accepted: models of the registry, their aliases, and models that executors serve of their own accord. A
+    card stays when its groups go, so that requests for the model can wait until one is back; one of a model that is in
+    no registry and of which no group is there any more is of an earlier start, and accepted no longer.
+
+    What is served (`listed`): a model with a group that is not gone and that has been at work since this gateway
     started (one that starts again, hangs or drains counts: it comes back, or others take over). While there is none,
     what was at work; while there is no group either, models of whose groups nothing is known. A model whose ring
-    has not come up yet, or is of an earlier start, is not listed.
+    has not come up yet, or is of an earlier start, is not served.
     """
 
-    def __init__(self, bus: Bus, *, on_card: Callable[[ModelCard], None]) -> None:
-        """`on_card` gets the card of each model that is served, and again when it changes."""
+    def __init__(
+        self,
+        bus: Bus,
+        registry: ModelRegistry,
+        *,
+        on_card: Callable[[ModelCard], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`on_card` gets the card of each model that is served, and again when it changes. `clock` gives unix
+        seconds."""
         self._bus = bus
+        self.registry = registry
         self._on_card = on_card
+        self._clock = clock
         self.cards: dict[str, ModelCard] = {}
         self._worked: set[str] = set()
         """Models that had a group at work since this gateway started."""
+        self._removed: set[str] = set()
+        """Models that were in the registry, and whose groups are not gone yet."""
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
+        self._stale: set[str] = set()
+        """Groups of which nothing was heard since long before this gateway started."""
         self.changed = asyncio.Event()
         """Set when other models may be listed than before."""
         self._caught_up = (asyncio.Event(), asyncio.Event())
+        self._on_loaded: list[Callable[[str], None]] = []
+        registry.on_change(self._registry_changed)
 
-    def card(self, model: str) -> ModelCard:
-        """The card of a model, whether it has a group now or not. Raises `UnknownModel`."""
-        card = self.cards.get(model)
+    def on_loaded(self, told: Callable[[str], None]) -> None:
+        """`told` gets the name of each model of which a card or a group has come."""
+        self._on_loaded.append(told)
+
+    # --- names -----------------------------------------------------------------------------------
+
+    def resolve(self, name: str) -> Resolved:
+        """What a client's `model` stands for: a model, or an alias of one. Raises `UnknownModel`."""
+        model = self.registry.model_of(name)
+        if not self._accepts(model):
+            raise self._unknown(name)
+        return Resolved(model)
+
+    def card(self, name: str) -> ModelCard:
+        """The card of a model, whether it has a group now or not. Raises `UnknownModel`, `ModelNotLoaded`."""
+        model = self.resolve(name).model
+        card = self.known_card(model)
         if card is None:
-            names = ", ".join(card.model for card in self.listed())
-            known = names or "none yet; wait until an executor has loaded one"
-            raise UnknownModel(
-                f"The model '{model[:128]}' does not exist here; the models are: {known}.", param="model"
+            expected = self.expected_seconds(model)
+            raise ModelNotLoaded(
+                f"The model '{model[:128]}' is not loaded, and never was: nothing is known of its tokens; send it a "
+                "request for text, or load it (POST /models/load).",
+                param="model",
+                retry_after=expected or None,
             )
         return card
+
+    def known_card(self, model: str) -> ModelCard | None:
+        """The card of a model by its own name; None: it was never loaded as the registry has it now."""
+        card = self.cards.get(model)
+        spec = self.registry.specs.get(model)
+        if card is None or spec is None or card.created >= spec.created or self._is_present(model):
+            return card
+        return None
+
+    def card_of_record(self, model: str) -> ModelCard:
+        """For a generation that was accepted earlier, whatever is served now. Raises `UnknownModel`."""
+        card = self.cards.get(model)
+        if card is None:
+            raise self._unknown(model)
+        return card
+
+    def _accepts(self, model: str) -> bool:
+        if model in self.registry.specs:
+            return True
+        if model not in self.cards:
+            return False
+        if model in self._worked or self._is_present(model):
+            return True
+        if self.registry.specs:
+            return False
+        known = any(record.model == model for record in self._groups.values())
+        return known or not self._present()
+
+    def _unknown(self, name: str) -> UnknownModel:
+        names = self.names()
+        near = difflib.get_close_matches(name[:128], names, NAMED) if len(names) > NAMED else names
+        known = ", ".join(near or names[:NAMED])
+        if not names:
+            known = "none yet; wait until an executor has loaded one"
+        elif len(near) < len(names):
+            known += f" and {len(names) - len(near or names[:NAMED])} more (GET /v1/models)"
+        return UnknownModel(
+            f"The model '{name[:128]}' does not exist here; the models are: {known}.", param="model"
+        )
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Models of the registry, and those that are served of their own accord, by name."""
+        served = (card.model for card in self.listed() if self._accepts(card.model))
+        return sorted({*self.registry.specs, *served})
 
     def listed(self) -> list[ModelCard]:
         """The models that are served, by name; none while the first one starts."""
         worked = self._worked & self.cards.keys()
-        present = {record.model for record in self._groups.values() if record.state != "gone"}
+        present = self._present()
         served = worked & present or worked
-        if not served and not present:
+        if not served and not present and not self.registry.specs:
             served = self.cards.keys() - {record.model for record in self._groups.values()}
         return [self.cards[name] for name in sorted(served)]
+
+    def status(self, model: str) -> ModelStatus:
+        """Of one model, by its own name."""
+        spec = self.registry.specs.get(model)
+        hosts = self.registry.hosts.values()
+        return self._planned(model, status_of(model, spec, self._live(), hosts, self._clock()))
+
+    def statuses(self) -> dict[str, ModelStatus]:
+        """Of all of `names`."""
+        wanted = {name: self.registry.specs.get(name) for name in self.names()}
+        found = statuses(wanted, self._live(), self.registry.hosts.values(), self._clock())
+        return {name: self._planned(name, status) for name, status in found.items()}
+
+    def expected_seconds(self, model: str) -> float:
+        """Seconds until a model that is not loaded could take a request; 0: not known, or it can."""
+        return self.status(model).expected_seconds
+
+    def _planned(self, model: str, status: ModelStatus) -> ModelStatus:
+        """`status` with what the scheduler that decides says of the model."""
+        plan = self.registry.placements.get(model)
+        if plan is None or status.ready:
+            return status
+        left = plan.expected_at - self._clock()
+        if left > 0:
+            status = msgspec.structs.replace(status, expected_seconds=left)
+        if plan.reason and not status.reason:
+            status = msgspec.structs.replace(status, reason=plan.reason)
+        return status
+
+    def _live(self) -> list[GroupRecord]:
+        return [record for name, record in self._groups.items() if name not in self._stale]
+
+    def _present(self) -> set[str]:
+        return {record.model for record in self._live() if record.state != "gone"}
+
+    def _is_present(self, model: str) -> bool:
+        return any(record.model == model and record.state != "gone" for record in self._live())
 
     def groups(self) -> list[GroupRecord]:
         """The groups that are known, those that are gone among them."""
@@ -103,6 +246,7 @@ class Catalog:
         """Until everything present in the buckets has been read once."""
         for event in self._caught_up:
             await event.wait()
+        await self.registry.wait()
 
     async def watch_models(self) -> None:
         """Runs until it is cancelled."""
@@ -115,13 +259,32 @@ class Catalog:
 
     def _card_changed(self, model: str, card: ModelCard | None) -> None:
         self._told.discard(model)
-        self.changed.set()
+        self._news()
         if card is None:
             self.cards.pop(model, None)
             return
         self.cards[model] = card
-        if any(record.model == model and record.state != "gone" for record in self._groups.values()):
+        if self._is_present(model):
             self._tell(card)
+        self._loaded(model)
+
+    def _registry_changed(self, model: str) -> None:
+        if model in self.registry.specs:
+            self._removed.discard(model)
+        else:
+            self._removed.add(model)
+            self._forget_removed(model)
+        self.changed.set()
+
+    def _forget_removed(self, model: str) -> None:
+        """A model that was removed from the registry is served until its groups are gone, and no longer."""
+        if model in self._removed and not self._is_present(model):
+            self._removed.discard(model)
+            self._worked.discard(model)
+
+    def _news(self) -> None:
+        self.changed.set()
+        self.registry.tell()
 
     async def watch_groups(self, listener: RingListener) -> None:
         """Runs until it is cancelled."""
@@ -136,23 +299,41 @@ class Catalog:
         """A loss is seen here too: events on `health.events` can be missed, records cannot."""
         if record is None:
             gone = self._groups.pop(group, None)
+            self._stale.discard(group)
             if gone is not None:
-                self.changed.set()
+                self._news()
+                self._forget_removed(gone.model)
                 listener.on_group_lost(group, gone.epoch, gone.model, 0.0)
             return
         before = self._groups.get(group)
         self._groups[group] = record
-        if before is None or (before.state, before.model) != (record.state, record.model):
-            self.changed.set()
-        if record.state in (*_AT_WORK, "hung"):
+        self._stale.discard(group)
+        from_before = before is None and not self._caught_up[1].is_set()
+        if from_before and 0 < record.heard_at < self._clock() - STALE:
+            self._stale.add(group)
+        if before is None or _shown(before) != _shown(record):
+            self._news()
+        if record.state in (*_AT_WORK, "hung") and group not in self._stale:
             self._worked.add(record.model)
+        self._forget_removed(record.model)
         over = record.epoch if record.state in ("hung", "gone") else record.epoch - 1
         listener.on_group_lost(group, over, record.model, record.updated_at)
         if record.state in _AT_WORK:
             listener.on_group_alive(group, record.epoch, record.updated_at)
         if record.state != "gone" and record.model not in self._told and record.model in self.cards:
             self._tell(self.cards[record.model])
+        if before is None or before.state != record.state:
+            self._loaded(record.model)
+
+    def _loaded(self, model: str) -> None:
+        for told in self._on_loaded:
+            told(model)
 
     def _tell(self, card: ModelCard) -> None:
         self._told.add(card.model)
         self._on_card(card)
+
+
+def _shown(record: GroupRecord) -> tuple[str, str, float]:
+    """What the status of its model depends on."""
+    return record.state, record.model, record.loaded

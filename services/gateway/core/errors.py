@@ -69,6 +69,14 @@ class QuotaExceeded(InvalidRequest):
     """Asks OpenAI's clients, which would try again after a 429, not to."""
 
 
+class ModelLoadFailed(Unavailable):
+    """A model that was asked for could not be loaded: the same request fails again until somebody changes something."""
+
+    code = "model_load_failed"
+    retryable = False
+    headers = {"x-should-retry": "false"}
+
+
 _STATUS: list[tuple[type[RyzansteinError], int]] = [
     (AuthenticationFailed, 401),
     (UnknownModel, 404),

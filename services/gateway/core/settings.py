@@ -35,6 +35,20 @@ class GatewaySettings(CommonSettings):
     limit."""
     token_timeout: float = Field(default=600.0, gt=0)
     """Seconds to wait for the first token, and for each next one."""
+    cold_requests: int = Field(default=1024, ge=0)
+    """Requests held for models that were never loaded, until they are; beyond them 429."""
+    cold_model_requests: int = Field(default=256, ge=0)
+    """The same for each model."""
+    cold_bytes: int = Field(default=256 << 20, ge=0)
+    """Bytes of those requests."""
+    cold_model_bytes: int = Field(default=64 << 20, ge=0)
+    """The same for each model."""
+    manage_models: bool = True
+    """Whether models may be registered, loaded, unloaded and removed over the API, by keys with that right
+    (`ryzanstein keys create --manage-models`) or, while no key exists, by everybody. Off: by the command line alone."""
+    model_directories: str = ""
+    """Directories on the executors' hosts, separated by commas, below which a model registered over the API may lie,
+    beside the model cache; hub names and built-in names need none."""
     stall_timeout: float = Field(default=10.0, gt=0)
     """Seconds without a token after which the journal is read for a frame that was missed."""
     max_generations: int = Field(default=4096, gt=0)

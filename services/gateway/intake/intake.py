@@ -10,6 +10,7 @@ import structlog
 
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog
+from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
@@ -48,6 +49,7 @@ class Intake:
         self,
         parts: Parts,
         catalog: Catalog,
+        cold_starts: ColdStarts,
         tokenizers: TokenizerStore,
         keys: IdempotencyKeys,
         reading: Reading,
@@ -64,6 +66,7 @@ class Intake:
         self._parts = parts
         self._strict = parts.settings.strict_fields
         self._catalog = catalog
+        self._cold_starts = cold_starts
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
@@ -235,7 +238,7 @@ class Intake:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         rules.check_chat(request)
         context = self._named(request, context)
-        card = self._catalog.card(request.model)
+        card = await self.loaded(request, context)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
@@ -278,6 +281,16 @@ class Intake:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
+    async def loaded(self, request: Decoded | ResponseRequest, context: Context) -> ModelCard:
+        """The card of the model that `request` names; one that was never loaded is waited for. Raises as
+        `ColdStarts.card`."""
+        return await self._cold_starts.card(
+            request.model,
+            size=lambda: len(msgspec.json.encode(request)),
+            deadline=min(time.time() + self._parts.settings.token_timeout, context.deadline),
+            gone=context.gone,
+        )
+
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         return self._catalog.card(model).context_length
@@ -318,7 +331,7 @@ class Intake:
 
     async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
-        card = self._catalog.card(request.model)
+        card = await self.loaded(request, context)
         embeddings.check(request, card)
         tokenizer = await self._tokenizers.get(card)
         limit = self._parts.settings.prompt_limit
@@ -329,7 +342,7 @@ class Intake:
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         rules.check_completion(request)
         context = self._named(request, context)
-        card = self._catalog.card(request.model)
+        card = await self.loaded(request, context)
         given = rules.prompts_of(request)
         grammar = await self._grammars.of(request, context.tenant)
         tokenizer = await self._tokenizers.get(card)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -60,6 +60,8 @@ class Context(msgspec.Struct, frozen=True):
     principal: Principal = ANONYMOUS
     answer_headers: dict[str, str] = {}
     """Gets what the answer's head should say of limits, by the time that the answer begins."""
+    gone: Callable[[], Awaitable[object]] | None = None
+    """Returns when the client has gone, where nothing else ends what waits for it."""
     admission: Admission | None = None
     """Set by the intake, where something is limited."""
 

@@ -460,7 +460,7 @@ class Generations:
         else:
             error = NoGroupAvailable(
                 f"No executor group for the model '{model}' was ready within {seconds:g} s; try again later.",
-                retry_after=5,
+                retry_after=self._rings.expected_seconds(model) or 5,
             )
         generation.fail(error)
         self._remove(generation)

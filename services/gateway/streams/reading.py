@@ -86,7 +86,7 @@ class Runs:
         view: View | None = None,
     ) -> Run:
         """As `new_run`. Raises `UnknownModel`, `Unavailable`."""
-        card = self._catalog.card(answer.record.requests[0].model)
+        card = self._catalog.card_of_record(answer.record.requests[0].model)
         tokenizer = await self._tokenizers.get(card)
         return new_run(answer, tokenizer, answers, after=after, view=view)
 

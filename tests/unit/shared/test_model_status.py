@@ -73,6 +73,7 @@ def test_the_last_failure_is_told_until_it_is_asked_for_again() -> None:
     ]
     found = status(hosts=hosts)
     assert (found.state, found.reason, found.hosts) == ("failed", "No memory.", ["h1", "h2"])
+    assert found.failed_at == NOW - 5
     asked = ModelSpec("m", "hub/m", action="load", action_at=NOW - 1)
     assert status(spec=asked, hosts=hosts).state == "loading"
     late = ModelSpec("m", "hub/m", action="load", action_at=NOW - JUST_ASKED)

@@ -3,12 +3,20 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from services.gateway.api.backend import Ask, Backend
-from services.gateway.core.asgi import EventStream, header, read_body, send_json, watch_disconnect
+from services.gateway.core.asgi import (
+    EventStream,
+    disconnected,
+    header,
+    read_body,
+    send_json,
+    watch_disconnect,
+)
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
@@ -35,7 +43,7 @@ class CompletionsRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         intake = self._backend.parts.intake
         settings = self._settings
-        context = context_of(scope, settings)
+        context = msgspec.structs.replace(context_of(scope, settings), gone=partial(disconnected, receive))
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
         run = await intake.prepare(self._endpoint, body, context)
         with reading(run, scope, receive):

@@ -35,6 +35,7 @@ from services.gateway.streams.response_items import Item
 from services.gateway.streams.run import Run
 from shared import limits
 from shared.errors import ContextLengthExceeded
+from shared.messages import ModelCard
 
 _LEAST_ROOM = 64 << 10
 
@@ -146,6 +147,10 @@ class Chat(Protocol):
         """Raises as `Intake.prepare`."""
         ...
 
+    async def loaded(self, request: ResponseRequest, context: Context) -> ModelCard:
+        """The card of its model, once there is one. Raises as `chat_run`."""
+        ...
+
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         ...
@@ -170,6 +175,7 @@ class ResponseIntake:
     async def prepare(self, body: bytes | msgspec.Raw, context: Context, *, always_streamed: bool) -> Run:
         """Raises as `Intake.prepare`."""
         request = self.check(body, always_streamed=always_streamed)
+        await self._chat.loaded(request, context)
         identity = new_identity(self._writer, time.time())
         past, own = await self._items(request, identity, context.tenant)
         make = MakeResponse(identity, request, own)

@@ -2,14 +2,24 @@
 
 from typing import Any, cast
 
-from services.gateway.core.catalog import Catalog
-from shared.messages import GroupLoad, GroupRecord, GroupStatus, ModelCard
+import msgspec
+import pytest
+
+from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
+from services.gateway.core.registry import ModelRegistry
+from shared.errors import UnknownModel
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, ModelCard, ModelPlacement, ModelSpec
+
+NOW = 1_800_000_000.0
 
 
 def catalog(told: list[str]) -> Catalog:
+    bus = cast(Any, None)
     return Catalog(
-        cast(Any, None),
+        bus,
+        ModelRegistry(bus),
         on_card=lambda card: told.append(f"{card.model} {card.created}"),
+        clock=lambda: NOW,
     )
 
 
@@ -84,3 +94,97 @@ def test_what_is_listed_has_been_up_since_this_gateway_started() -> None:
     for state in ("starting", "hung", "gone"):
         known._group_changed("ring-1", group("new", state), Nobody())  # type: ignore[arg-type]
         assert [one.model for one in known.listed()] == ["new"]
+
+
+def registered(known: Catalog, *specs: ModelSpec) -> None:
+    for spec in specs:
+        known.registry.spec_changed(spec.name, spec, 1)
+
+
+def refused(known: Catalog, name: str) -> str:
+    with pytest.raises(UnknownModel) as error:
+        known.resolve(name)
+    return error.value.message
+
+
+def test_a_model_of_the_last_start_is_neither_listed_nor_accepted() -> None:
+    """Another model was served over the same data directory, and its stack was killed: its card is there, and the
+    record of its group says that it is ready."""
+    known = catalog([])
+    known._card_changed("old", card("old"))
+    dead = msgspec.structs.replace(group("old", "ready"), heard_at=NOW - STALE - 1)
+    known._group_changed("g", dead, Nobody())
+    known._caught_up[1].set()
+    registered(known, ModelSpec("new", "hub/new"))
+    assert "the models are: new." in refused(known, "old")
+    assert (known.names(), known.listed()) == (["new"], [])
+    known._card_changed("new", card("new"))
+    known._group_changed("g", msgspec.structs.replace(group("new", "ready"), heard_at=NOW), Nobody())
+    assert [one.model for one in known.listed()] == ["new"]
+    refused(known, "old")
+
+
+def test_without_a_registry_a_card_alone_is_accepted_while_no_group_is_there() -> None:
+    known = catalog([])
+    known._card_changed("old", card("old"))
+    assert known.resolve("old").model == "old"
+    known._group_changed("g", group("new", "starting"), Nobody())
+    refused(known, "old")
+    known._group_changed("h", group("old", "gone"), Nobody())  # it may come back
+    assert known.resolve("old").model == "old"
+
+
+def test_a_registered_model_is_there_before_it_is_loaded_and_by_its_aliases() -> None:
+    known = catalog([])
+    registered(known, ModelSpec("m", "hub/m", aliases=["gpt-4", "a/b"]))
+    assert [known.resolve(name).model for name in ("m", "gpt-4", "a/b")] == ["m"] * 3
+    assert (known.names(), known.listed()) == (["m"], [])
+    with pytest.raises(ModelNotLoaded):
+        known.card("gpt-4")
+    known._card_changed("m", card("m"))
+    assert known.card("gpt-4").model == "m"
+    known.registry.spec_changed("m", None, 0)
+    refused(known, "gpt-4")
+    refused(catalog([]), "nothing")
+
+
+def test_a_card_of_another_model_of_that_name_counts_only_while_a_group_serves_it() -> None:
+    known = catalog([])
+    known._card_changed("m", card("m", created=5))
+    registered(known, ModelSpec("m", "hub/other", created=6))
+    assert known.known_card("m") is None
+    known._group_changed("g", group("m", "ready"), Nobody())
+    assert known.known_card("m") == card("m", created=5)
+
+
+def test_a_removed_model_is_served_until_its_groups_are_gone() -> None:
+    known = catalog([])
+    registered(known, ModelSpec("m", "hub/m"), ModelSpec("n", "hub/n"))
+    known._card_changed("m", card("m"))
+    known._group_changed("g", group("m", "ready"), Nobody())
+    known.registry.spec_changed("m", None, 0)
+    known._group_changed("g", group("m", "draining"), Nobody())
+    assert known.resolve("m").model == "m"
+    known._group_changed("g", group("m", "gone"), Nobody())
+    refused(known, "m")
+    assert known.names() == ["n"]
+
+
+def test_a_refusal_names_the_nearest_of_many_models() -> None:
+    known = catalog([])
+    registered(known, *(ModelSpec(f"model-{index:03}", "hub/m") for index in range(100)))
+    said = refused(known, "model-042b")
+    assert "model-042" in said
+    assert "more (GET /v1/models)" in said
+    assert "16 more" not in refused(known, "zzz")
+
+
+def test_the_expected_time_is_that_of_the_scheduler_that_decides() -> None:
+    known = catalog([])
+    registered(known, ModelSpec("m", "hub/m"))
+    assert known.expected_seconds("m") == 0
+    known.registry.placements["m"] = ModelPlacement("m", expected_at=NOW + 7, reason="Because.")
+    assert (known.expected_seconds("m"), known.status("m").reason) == (7, "Because.")
+    assert known.statuses()["m"] == known.status("m")
+    known._group_changed("g", group("m", "ready"), Nobody())
+    assert (known.expected_seconds("m"), known.status("m").state) == (0, "loaded")

@@ -1,0 +1,212 @@
+"""The registry of models in NATS KV, as a gateway sees and changes it (ADR 0029).
+
+KV `registry`    what is wanted   ──▶ specs, aliases ◀── put, delete, ask: by compare-and-set
+KV `hosts`       what hosts have  ──▶ hosts
+KV `placements`  what is planned  ──▶ placements
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeVar
+
+import msgspec
+
+from services.gateway.core.errors import RouteError
+from shared.messages import HostRecord, ModelPlacement, ModelSpec
+from shared.messages.registry import MAX_MODELS
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+T = TypeVar("T")
+
+TRIES = 8
+"""Of a change that others overtake."""
+
+
+class Changed(RouteError):
+    """Somebody else was first."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model '{name[:128]}' was changed by somebody else in the meantime; read it again and repeat the "
+            "change.",
+            status=412,
+            reason="precondition_failed",
+        )
+
+
+class ModelRegistry:
+    """A live copy of what is registered, and the writes to it. Writes raise `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.specs: dict[str, ModelSpec] = {}
+        self.revisions: dict[str, int] = {}
+        """By model: the revision that a conditional change names."""
+        self.aliases: dict[str, str] = {}
+        """The model that each alias stands for."""
+        self.hosts: dict[str, HostRecord] = {}
+        self.placements: dict[str, ModelPlacement] = {}
+        self._news = asyncio.Event()
+        self._caught_up = tuple(asyncio.Event() for _ in range(3))
+        self._listeners: list[Callable[[str], None]] = []
+
+    # --- what is known ---------------------------------------------------------------------------
+
+    def on_change(self, told: Callable[[str], None]) -> None:
+        """`told` gets the name of each model whose entry comes, changes or goes."""
+        self._listeners.append(told)
+
+    def model_of(self, name: str) -> str:
+        """The model that `name`, which may be an alias, stands for."""
+        return name if name in self.specs else self.aliases.get(name, name)
+
+    def next_news(self) -> Awaitable[object]:
+        """Done when anything has changed since this call."""
+        return self._news.wait()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Until everything present in the buckets has been read once."""
+        for event in self._caught_up:
+            await event.wait()
+
+    # --- following -------------------------------------------------------------------------------
+
+    async def watch_specs(self) -> None:
+        """Runs until it is cancelled, as the others."""
+        bucket = await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        async for update in bucket.watch_revisions():
+            if update is None:
+                self._caught_up[0].set()
+                continue
+            self.spec_changed(*update)
+
+    async def watch_hosts(self) -> None:
+        bucket = await Bucket.open(self._bus, subjects.HOSTS_BUCKET, HostRecord)
+        async for update in bucket.watch():
+            if update is None:
+                self._caught_up[1].set()
+                continue
+            _set(self.hosts, *update)
+            self.tell()
+
+    async def watch_placements(self) -> None:
+        bucket = await Bucket.open(self._bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
+        async for update in bucket.watch():
+            if update is None:
+                self._caught_up[2].set()
+                continue
+            _set(self.placements, *update)
+            self.tell()
+
+    def spec_changed(self, name: str, spec: ModelSpec | None, revision: int) -> None:
+        """The entry of `name` is this now; None: there is none any more. Old news of what was written here is none."""
+        if 0 < revision < self.revisions.get(name, 0):
+            return
+        _set(self.specs, name, spec)
+        _set(self.revisions, name, None if spec is None else revision)
+        self.aliases = {alias: one.name for one in self.specs.values() for alias in one.aliases}
+        for told in self._listeners:
+            told(name)
+        self.tell()
+
+    # --- changing --------------------------------------------------------------------------------
+
+    async def put(self, spec: ModelSpec, *, revision: int | None = None) -> tuple[int, bool]:
+        """Writes an entry as it is; `revision`: only over that one, 0: only where there is none. Returns the new
+        revision and whether the entry is new. Raises `Changed`, `RouteError` where there are too many."""
+        bucket = await self._bucket()
+        known = await bucket.get(spec.name)
+        if known is None:
+            if revision:
+                raise Changed(spec.name)
+            self._check_room()
+            given = await bucket.create(spec.name, spec)
+        else:
+            if revision is not None and revision != known.revision:
+                raise Changed(spec.name)
+            given = await bucket.update(spec.name, spec, known.revision)
+        if given is None:
+            raise Changed(spec.name)
+        self.spec_changed(spec.name, spec, given)
+        return given, known is None
+
+    async def change(
+        self, name: str, change: Callable[[ModelSpec], ModelSpec], *, revision: int | None = None
+    ) -> tuple[ModelSpec, int]:
+        """Applies `change` to the newest entry, again where others are first; `revision`: only to that one. Raises
+        `Changed`, `RouteError` where there is no entry, and what `change` raises."""
+        bucket = await self._bucket()
+        for _ in range(TRIES):
+            known = await bucket.get(name)
+            if known is None:
+                raise not_registered(name)
+            if revision is not None and revision != known.revision:
+                break
+            spec = change(known.value)
+            if spec == known.value:
+                return spec, known.revision
+            given = await bucket.update(name, spec, known.revision)
+            if given is not None:
+                self.spec_changed(name, spec, given)
+                return spec, given
+        raise Changed(name)
+
+    async def ask(self, name: str, action: Literal["load", "unload"], *, force: bool = False) -> ModelSpec:
+        """Says that the model is to be loaded or unloaded; the scheduler that decides acts. Raises as `change`."""
+        now = time.time()
+        spec, _ = await self.change(
+            name,
+            lambda known: msgspec.structs.replace(known, action=action, action_at=now, force=force),
+        )
+        return spec
+
+    async def delete(self, name: str, *, revision: int | None = None) -> ModelSpec:
+        """Removes the entry, and returns what it was. Raises as `change`."""
+        bucket = await self._bucket()
+        for _ in range(TRIES):
+            known = await bucket.get(name)
+            if known is None:
+                raise not_registered(name)
+            if revision is not None and revision != known.revision:
+                break
+            if await bucket.delete(name, known.revision):
+                self.spec_changed(name, None, 0)
+                return known.value
+        raise Changed(name)
+
+    async def _bucket(self) -> Bucket[ModelSpec]:
+        return await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
+
+    def _check_room(self) -> None:
+        if len(self.specs) >= MAX_MODELS:
+            raise RouteError(
+                f"The registry has {len(self.specs):,} models and may have no more; remove one first "
+                f"(limit registered_models: {MAX_MODELS:,}, fixed).",
+                status=409,
+                reason="registry_full",
+            )
+
+
+def not_registered(name: str) -> RouteError:
+    """The error for a name of which the registry has no entry."""
+    return RouteError(
+        f"The model '{name[:128]}' is not in the registry; GET /v1/registry/models shows what is.",
+        status=404,
+        reason="model_not_found",
+        param="model",
+    )
+
+
+def _set(into: dict[str, T], key: str, value: T | None) -> None:
+    if value is None:
+        into.pop(key, None)
+    else:
+        into[key] = value
