@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
+from services.gateway.api.management import Management
 from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
 from services.gateway.batches.files import Files
@@ -131,6 +132,7 @@ class Work:
             files,
             batches,
             Cluster(bus, catalog, answers),
+            Management(bus, catalog, settings),
         )
 
     async def start(self) -> None:

@@ -37,7 +37,9 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     command: Command, bus: Bus
 ) -> None:
     limits = ("--requests-per-minute", "5", "--tokens-per-minute", "700", "--concurrent", "2")
-    made = await command.run("create", "--tenant", "acme", "--name", "ci", "--expires", "30d", *limits)
+    made = await command.run(
+        "create", "--tenant", "acme", "--name", "ci", "--expires", "30d", "--manage-models", *limits
+    )
     token = made.stdout.strip()
     identity, secret = parse(token) or ("", "")
     keys = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
@@ -46,6 +48,7 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     record = entry.value
     assert (record.digest, record.tenant, record.name) == (digest_of(secret), "acme", "ci")
     assert record.limits == KeyLimits(5, 700, 2)
+    assert record.manage_models
     assert abs(record.expires - time.time() - 30 * 86_400) < 60
 
     other = (await command.run("create", "nightly evaluation")).stdout.strip()
@@ -53,7 +56,9 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     assert "named twice" in str(twice.exception)
     table = (await command.run("list")).stdout
     assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
+    assert [line.split()[-1] for line in table.splitlines()] == ["models", "manage", "-"]
     shown = json.loads((await command.run("show", token, "--json")).stdout)
+    assert shown["manage_models"] is True
     assert (shown["id"], shown["state"], shown["limits"]["tokens_per_minute"]) == (identity, "active", 700)
 
     assert (await command.run("revoke", identity)).exit_code == 0

@@ -12,6 +12,8 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, page_routes
+from services.gateway.api.models.registry import registry_routes
+from services.gateway.api.models.routes import model_routes
 from services.gateway.api.openai import completions, operations, vllm
 from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.completions import CompletionsRoute
@@ -78,8 +80,8 @@ class GatewayApp:
                 *(one((item, vllm.tokenize)) for item in operations.TOKENIZE),
                 *(one((item, vllm.detokenize)) for item in operations.DETOKENIZE),
                 *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),
-                one((operations.MODELS, completions.list_models)),
-                one((operations.MODEL, completions.retrieve_model)),
+                *model_routes(backend, settings),
+                *registry_routes(backend, settings),
                 one(
                     (operations.GENERATION, completions.retrieve_generation),
                     (operations.CANCEL, completions.cancel_generation),

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from services.gateway.api.cluster import Cluster
+from services.gateway.api.management import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.batches.files import Files
@@ -51,6 +52,7 @@ class Parts(msgspec.Struct, frozen=True):
     files: Files
     batches: Batches
     cluster: Cluster
+    management: Management
 
 
 class Backend:

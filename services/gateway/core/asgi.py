@@ -115,6 +115,10 @@ class EventStream:
         self._send = send
         self.started = False
 
+    async def comment(self) -> None:
+        """Keeps the connection from looking idle; no event."""
+        await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+
     async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
         """Events of (data, id) or (data, id, type), in one write; an empty id or type is left out."""
         body = b""

@@ -104,9 +104,13 @@ CLIENT_GONE = 499
 class InvalidParameter(InvalidRequest):
     """A field of the request is wrong; `reason` is OpenAI's code for how, e.g. `invalid_type`."""
 
-    def __init__(self, message: str, *, param: str | None, reason: str) -> None:
+    def __init__(
+        self, message: str, *, param: str | None, reason: str, problems: "Sequence[FieldProblem]" = ()
+    ) -> None:
         super().__init__(message, param=param)
         self.reason = reason
+        self.problems = problems
+        """Everything that is wrong, where more than one thing is told."""
 
 
 class RouteError(InvalidRequest):
@@ -122,6 +126,13 @@ class RouteError(InvalidRequest):
         """Methods that the URL takes, for the header of that name."""
 
 
+class FieldProblem(msgspec.Struct, frozen=True):
+    """One of several things that are wrong."""
+
+    field: str
+    message: str
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """OpenAI's error object."""
 
@@ -129,6 +140,8 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     type: str
     param: str | None
     code: str | None
+    errors: list[FieldProblem] | msgspec.UnsetType = msgspec.UNSET
+    """Of a model's entry in the registry: all that is wrong with it."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -157,7 +170,8 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
         return ErrorBody(ErrorDetail(redact(message), "server_error", None, "internal_error"))
     code = getattr(error, "reason", None) or error.code
     kind = getattr(error, "kind", None) or _type(status)
-    return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code))
+    errors = list(getattr(error, "problems", ())) or msgspec.UNSET
+    return ErrorBody(ErrorDetail(redact(error.message), kind, error.param, code, errors))
 
 
 def _type(status: int) -> str:

@@ -7,7 +7,7 @@ KV `placements`  what is planned  ──▶ placements
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -63,9 +63,10 @@ class ModelRegistry:
         """The model that `name`, which may be an alias, stands for."""
         return name if name in self.specs else self.aliases.get(name, name)
 
-    def next_news(self) -> Awaitable[object]:
-        """Done when anything has changed since this call."""
-        return self._news.wait()
+    @property
+    def news(self) -> asyncio.Event:
+        """Set when anything changes after it was got."""
+        return self._news
 
     def tell(self) -> None:
         """Something has changed."""

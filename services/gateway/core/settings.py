@@ -1,5 +1,8 @@
 """The gateway's settings."""
 
+from pathlib import Path
+
+from platformdirs import user_cache_path
 from pydantic import Field
 
 from shared.config import CommonSettings
@@ -49,6 +52,8 @@ class GatewaySettings(CommonSettings):
     model_directories: str = ""
     """Directories on the executors' hosts, separated by commas, below which a model registered over the API may lie,
     beside the model cache; hub names and built-in names need none."""
+    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
+    """Where executors keep models: a model that is registered over the API may lie below it."""
     stall_timeout: float = Field(default=10.0, gt=0)
     """Seconds without a token after which the journal is read for a frame that was missed."""
     max_generations: int = Field(default=4096, gt=0)

@@ -17,6 +17,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.api_keys import Keys
+from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import FakeRing, until
 
 
@@ -59,6 +60,14 @@ async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
     await fake.start()
     yield fake
     await fake.stop()
+
+
+@pytest.fixture
+async def hosts(bus: Bus) -> FakeHosts:
+    """Hosts that have nothing, and a registry without entries."""
+    fake = FakeHosts(bus)
+    await fake.start()
+    return fake
 
 
 @pytest.fixture

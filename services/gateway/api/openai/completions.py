@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -25,8 +24,6 @@ from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import GenerationState
 from services.gateway.streams.run import Run
-from shared.errors import Unavailable
-from shared.messages import ModelCard
 from shared.service.endpoints import Receive, Scope, Send
 
 DONE = b"[DONE]"
@@ -110,37 +107,6 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
         if events.started:
             await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
         raise
-
-
-class Model(msgspec.Struct, frozen=True):
-    """OpenAI's model object; `max_model_len` as vLLM has it."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    max_model_len: int
-
-    @classmethod
-    def of(cls, card: ModelCard) -> "Model":
-        return cls(card.model, "model", card.created, "ryzanstein", card.context_length)
-
-
-async def list_models(ask: Ask) -> dict[str, Any]:
-    """The models that are served."""
-    models = [Model.of(card) for card in ask.backend.started.catalog.listed()]
-    if not models:  # clients read the first one
-        raise Unavailable(
-            "No model is served yet: its executors are loading it, or there are none; try again in a moment "
-            "(`ryzanstein status` shows them).",
-            retry_after=2,
-        )
-    return {"object": "list", "data": models}
-
-
-async def retrieve_model(ask: Ask) -> Model:
-    """One model, also while it waits for a group. Names may have slashes."""
-    return Model.of(ask.backend.started.catalog.card(ask.named("model")))
 
 
 class Cancelled(msgspec.Struct, frozen=True):

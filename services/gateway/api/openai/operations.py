@@ -2,7 +2,7 @@
 
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.openai import shapes
-from services.gateway.api.openai.completions import Cancelled, Model
+from services.gateway.api.openai.completions import Cancelled
 from services.gateway.api.openai.vllm import (
     PING,
     Detokenized,
@@ -101,14 +101,6 @@ TOKENIZER_INFO = tuple(
         errors=(404,),
     )
     for prefix, name in (("", "tokenizerInfo"), ("/v1", "retrieveTokenizer"))
-)
-MODELS = Operation("GET /v1/models", "listModels", "What is served.", "Models", response=shapes.ModelList)
-MODEL = Operation(
-    "GET /v1/models/{model:path}",
-    "retrieveModel",
-    "One model, also while it waits for a group.",
-    "Models",
-    response=Model,
 )
 GENERATION = Operation(
     "GET /v1/generations/{generation}",

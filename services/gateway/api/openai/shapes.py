@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.api.openai.completions import Model
 from services.gateway.streams.formats import Usage
 
 StopReason = str | int | None
@@ -158,11 +157,6 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
-
-
-class ModelList(msgspec.Struct):
-    object: Literal["list"]
-    data: list[Model]
 
 
 class Embedding(msgspec.Struct):

@@ -20,11 +20,12 @@ ERROR = {"$ref": REF.format(name="ErrorBody")}
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",
     401: "The API key is missing or not known.",
-    403: "The Host, or the page that asks (Origin), is not allowed.",
+    403: "The Host, the page that asks (Origin), or what the API key asks for is not allowed.",
     404: "No such thing, or no longer.",
     405: "Another method is needed; `Allow` has those that are possible.",
     408: "The body was not complete in time.",
     409: "It is in another state than the request needs.",
+    412: "It was changed by somebody else meanwhile: `If-Match` or `If-None-Match` does not hold.",
     413: "The body is over the limit.",
     415: "The body is not JSON by its Content-Type.",
     422: "The Idempotency-Key came with another body before.",

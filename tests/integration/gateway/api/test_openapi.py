@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from services.gateway.api.app import GatewayApp
 from services.gateway.api.backend import Backend
+from services.gateway.api.models.shapes import ModelList
 from services.gateway.api.openai import shapes
 from services.gateway.api.openapi.document import STATUSES, document
 from services.gateway.api.openapi.operation import ApiRoute, Operation
@@ -104,7 +105,7 @@ async def test_answers_are_what_it_says_to_the_last_field(
     answers = [
         ((await http.post("/v1/chat/completions", json=asked)).content, shapes.ChatCompletion),
         ((await http.post("/v1/completions", json=plain)).content, shapes.Completion),
-        ((await http.get("/v1/models")).content, shapes.ModelList),
+        ((await http.get("/v1/models")).content, ModelList),
     ]
     for path, sent, kind in (
         ("/v1/chat/completions", asked | usage, shapes.ChatCompletionChunk),

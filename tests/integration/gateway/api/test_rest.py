@@ -220,7 +220,9 @@ async def test_what_is_listed_is_what_is_served(
         await ring.put_record(state)
         await listed(MODEL)
     assert (await http.get("/v1/models/another")).status_code == 404
-    answer = await http.post(CHAT, json=body(model="another"))  # of an earlier start: nobody will ever serve it
+    answer = await http.post(
+        CHAT, json=body(model="another")
+    )  # of an earlier start: nobody will ever serve it
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert f"the models are: {MODEL}." in (await http.get("/v1/models/nobody")).json()["error"]["message"]
     await ring.put_record("gone")  # it may come back

@@ -33,7 +33,8 @@ from tests.integration.gateway.batches.helpers import (
     until_status,
 )
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence, stub_card, until
+from tests.integration.gateway.fake_hosts import FakeHosts
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence, until
 
 
 async def results_left(bus: Bus) -> int:
@@ -175,12 +176,10 @@ async def test_a_file_that_is_wrong_fails_the_batch_with_line_numbers(
 
 
 async def test_two_models_are_two_batches(
-    served: openai.AsyncOpenAI, gateway: RunningGateway, ring: FakeRing
+    served: openai.AsyncOpenAI, gateway: RunningGateway, hosts: FakeHosts
 ) -> None:
-    await ring.add_model(stub_card("second"))
-    catalog = gateway.service.work.catalog
-    assert catalog is not None
-    await until(lambda: "second" in catalog.cards)
+    await hosts.register("second")
+    await until(lambda: "second" in gateway.service.work.catalog.registry.specs)
     done = await until_status(
         served, (await submit(served, jsonl([line("a"), line("b", model="second")]))).id
     )

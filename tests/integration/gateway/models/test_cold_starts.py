@@ -13,8 +13,8 @@ from openai.types import Batch
 from shared.config import CommonSettings
 from shared.messages import HostModel
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
+from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import FakeRing, stub_card, until
-from tests.integration.gateway.models.fake_hosts import FakeHosts
 
 CHAT = "/v1/chat/completions"
 

@@ -1,0 +1,274 @@
+"""What may be done to models over HTTP: the rules, and the writes to the registry. The scheduler that decides acts.
+
+load, unload ──▶ action of the entry ──▶ placement ──▶ hosts
+pull, delete of files ──▶ hosts.<instance>.control
+"""
+
+import asyncio
+import posixpath
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import FieldProblem, InvalidParameter, RouteError
+from services.gateway.core.registry import not_registered
+from services.gateway.core.settings import GatewaySettings
+from shared.errors import (
+    BrokerUnavailable,
+    ModelDoesNotFit,
+    NoGroupAvailable,
+    RyzansteinError,
+    Unavailable,
+    error_from_code,
+)
+from shared.messages import HostCommand, HostReply, ModelSpec, PullModel, RemoveModel
+from shared.model_store.catalog import BUILT_IN
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.registry import Problem, of_hub, problems_of, read_partly
+
+log = structlog.get_logger(__name__)
+
+REFUSAL_TIMEOUT = 2.0
+"""Seconds in which the scheduler that decides may say that a model has no place, before the load counts as begun."""
+COMMAND_TIMEOUT = 5.0
+"""Seconds for a host's answer."""
+COMMANDS_AT_ONCE = 16
+_HUB_NAME = re.compile(r"(hf://)?[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?", re.ASCII)
+
+
+class Management:
+    """One per gateway. Methods raise `RouteError`, `InvalidParameter`, `UnknownModel`, `BrokerUnavailable`."""
+
+    def __init__(self, bus: Bus, catalog: Catalog, settings: GatewaySettings) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._registry = catalog.registry
+        given = [one.strip() for one in settings.model_directories.split(",") if one.strip()]
+        cache = str(settings.model_cache.expanduser())
+        self._directories = [posixpath.normpath(one) for one in (*given, cache)]
+
+    # --- entries ---------------------------------------------------------------------------------
+
+    async def put(self, name: str, fields: Any, revision: int | None) -> tuple[ModelSpec, int]:
+        """Writes the entry that `fields` declare; returns it and its revision. `revision`: see `ModelRegistry.put`."""
+        fields = _object(fields)
+        if fields.setdefault("name", name) != name:
+            raise InvalidParameter(
+                f"The path names the model {name[:128]!r} and the body another; name one.",
+                param="name",
+                reason="invalid_value",
+            )
+        known = self._registry.specs.get(name)
+        spec, found = read_partly(fields)
+        self._check(spec, found, known)
+        assert spec is not None, "it has a name"
+        if known is None or _other_files(known, spec):
+            spec = msgspec.structs.replace(spec, created=int(time.time()))
+        if known is not None:
+            kept = {"action": known.action, "action_at": known.action_at, "force": known.force}
+            created = spec.created or known.created
+            spec = msgspec.structs.replace(spec, created=created, **kept)
+        given, new = await self._registry.put(spec, revision=revision)
+        log.info("model_registered" if new else "model_changed", model=name, source=spec.source)
+        return spec, given
+
+    async def patch(self, name: str, fields: Any, revision: int | None) -> tuple[ModelSpec, int]:
+        """Changes the fields that are given."""
+        changes = _object(fields)
+        if changes.get("name", name) != name:
+            raise InvalidParameter(
+                "A model cannot be renamed; give it an alias, or add it under another name.",
+                param="name",
+                reason="invalid_value",
+            )
+
+        def change(known: ModelSpec) -> ModelSpec:
+            spec, found = read_partly(changes, base=known)
+            self._check(spec, found, known)
+            assert spec is not None, "there is a base"
+            if _other_files(known, spec):
+                spec = msgspec.structs.replace(spec, created=int(time.time()))
+            return spec
+
+        spec, given = await self._registry.change(name, change, revision=revision)
+        log.info("model_changed", model=name, fields=sorted(changes))
+        return spec, given
+
+    async def delete(self, name: str, revision: int | None = None, *, files: bool = False) -> str:
+        """Removes an entry, and with `files` what hosts have on disk of it. Returns its own name."""
+        spec = self._spec(name)
+        if spec.pinned:
+            raise _conflict(
+                f"The model '{spec.name}' is pinned; unpin it before it is removed.", "model_pinned"
+            )
+        held = self._hosts_with(spec.name) if files else []
+        removed = await self._registry.delete(spec.name, revision=revision)
+        log.info("model_removed", model=spec.name, files=files)
+        if held:
+            await self._command(held, RemoveModel(removed))
+        return spec.name
+
+    # --- actions ---------------------------------------------------------------------------------
+
+    async def load(self, name: str) -> None:
+        """Has a model loaded, if it is not. Raises `ModelDoesNotFit` where no host can take it."""
+        model = self._catalog.resolve(name).model
+        if self._catalog.status(model).ready:
+            return
+        before = self._spec(model)
+        asked = await self._registry.ask(model, "load")
+        if error := await self._refusal(model):
+            back = {"action": before.action, "action_at": before.action_at, "force": before.force}
+            await self._registry.change(
+                model, lambda known: msgspec.structs.replace(known, **back) if known == asked else known
+            )
+            raise error
+        log.info("model_load_asked", model=model)
+
+    async def unload(self, name: str, *, force: bool) -> None:
+        """Has a model unloaded; with `force` what runs ends with an error, else it is waited for."""
+        model = self._catalog.resolve(name).model
+        spec = self._registry.specs.get(model)
+        if spec is None:
+            raise _conflict(
+                f"The model '{model[:128]}' is served by an executor that was started with it; stop that executor.",
+                "model_not_managed",
+            )
+        if spec.pinned:
+            raise _conflict(f"The model '{model}' is pinned; unpin it before it is unloaded.", "model_pinned")
+        await self._registry.ask(model, "unload", force=force)
+        log.info("model_unload_asked", model=model, force=force)
+
+    async def pull(self, name: str, hosts: int) -> None:
+        """Has the files of a model fetched by so many hosts; one that is not registered is, under that name."""
+        model = self._registry.model_of(name)
+        spec = self._registry.specs.get(model)
+        if spec is None:
+            spec, _ = await self.put(name, {"name": name, "source": name}, 0)
+        held = set(self._hosts_with(spec.name))
+        ready = sorted(
+            host.instance
+            for host in self._registry.hosts.values()
+            if host.state == "ready" and host.host.takes_models
+        )
+        if not ready:
+            raise Unavailable(
+                "No host takes models now: start an executor without a model, or with RYZANSTEIN_TAKES_MODELS.",
+                retry_after=5,
+            )
+        wanted = sorted(ready, key=lambda one: one not in held)[:hosts]
+        await self._command(wanted, PullModel(spec))
+        log.info("model_pull_asked", model=spec.name, hosts=wanted)
+
+    # --- rules -----------------------------------------------------------------------------------
+
+    def _spec(self, name: str) -> ModelSpec:
+        model = self._registry.model_of(name)
+        spec = self._registry.specs.get(model)
+        if spec is None:
+            raise not_registered(name)
+        return spec
+
+    def _check(self, spec: ModelSpec | None, found: Iterable[Problem], known: ModelSpec | None) -> None:
+        """Raises `InvalidParameter` with everything that is wrong."""
+        problems = list(found)
+        if spec is not None:
+            others = [other for other in self._registry.specs.values() if other.name != spec.name]
+            problems += problems_of(spec, others)
+            if (known is None or known.source != spec.source) and (wrong := self._wrong_source(spec.source)):
+                problems.append(Problem("source", wrong))
+        if problems:
+            raise InvalidParameter(
+                " ".join(one.text for one in problems),
+                param=problems[0].field or None,
+                reason="invalid_model",
+                problems=[FieldProblem(one.field, one.text) for one in problems],
+            )
+
+    def _wrong_source(self, source: str) -> str:
+        """Why a model may not come from there over the API; empty: it may."""
+        if source in BUILT_IN or (of_hub(source) and _HUB_NAME.fullmatch(source)):
+            return ""
+        path = posixpath.normpath(source)
+        if posixpath.isabs(source) and any(
+            path.startswith(f"{one.rstrip('/')}/") for one in self._directories
+        ):
+            return ""
+        return (
+            "Over the API a source is a hub name (ORGANISATION/NAME), a built-in name, or an absolute path below "
+            f"{' or '.join(self._directories)} (RYZANSTEIN_MODEL_DIRECTORIES changes it)."
+        )
+
+    # --- what schedulers and hosts say -----------------------------------------------------------
+
+    async def _refusal(self, model: str) -> RyzansteinError | None:
+        """What the scheduler that decides has against it, within its time; None: it is on its way, or waits."""
+        give_up = time.monotonic() + REFUSAL_TIMEOUT
+        seen = self._registry.placements.get(model)
+        while (left := give_up - time.monotonic()) > 0:
+            news, plan = self._registry.news, self._registry.placements.get(model)
+            moving = self._catalog.status(model).hosts or (plan is not None and plan.hosts)
+            if moving:
+                return None
+            if plan is not None and plan.code and plan is not seen:
+                break
+            try:
+                await asyncio.wait_for(news.wait(), left)
+            except TimeoutError:
+                break
+        plan = self._registry.placements.get(model)
+        if plan is None or not plan.code:
+            return None
+        error = error_from_code(plan.code, plan.reason)
+        return error if isinstance(error, (ModelDoesNotFit, Unavailable)) else NoGroupAvailable(plan.reason)
+
+    def _hosts_with(self, model: str) -> list[str]:
+        return [
+            host.instance
+            for host in self._registry.hosts.values()
+            if host.state != "gone" and any(one.model == model for one in host.host.models)
+        ]
+
+    async def _command(self, hosts: Iterable[str], command: HostCommand) -> None:
+        """Raises what a host has against it, and `BrokerUnavailable` where none answers."""
+        gate = asyncio.Semaphore(COMMANDS_AT_ONCE)
+
+        async def one(host: str) -> HostReply | BrokerUnavailable:
+            async with gate:
+                try:
+                    subject = subjects.host_control(host)
+                    return await self._bus.request(subject, command, HostReply, timeout=COMMAND_TIMEOUT)
+                except BrokerUnavailable as error:
+                    return error
+
+        replies = await asyncio.gather(*map(one, hosts))
+        if any(isinstance(reply, HostReply) and reply.ok for reply in replies):
+            return
+        for reply in replies:
+            if isinstance(reply, BrokerUnavailable):
+                raise Unavailable(f"The host does not answer: {reply}", retry_after=2) from reply
+            error = error_from_code(reply.code, reply.error)
+            raise error if isinstance(error, Unavailable) else _conflict(reply.error, reply.code or "refused")
+
+
+def _object(fields: Any) -> dict[str, Any]:
+    if not isinstance(fields, Mapping):
+        raise InvalidParameter(
+            "The body is an object with the fields of a model.", param=None, reason="invalid_type"
+        )
+    return dict(fields)
+
+
+def _other_files(known: ModelSpec, spec: ModelSpec) -> bool:
+    """Whether what was known of the model's tokens holds no longer."""
+    return (known.source, known.revision) != (spec.source, spec.revision)
+
+
+def _conflict(message: str, reason: str) -> RouteError:
+    return RouteError(message, status=409, reason=reason, param="model")

@@ -1,0 +1,1 @@
+"""Models over HTTP: the list with their status, loading and unloading, the registry."""

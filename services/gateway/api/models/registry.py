@@ -1,0 +1,228 @@
+"""/v1/registry/models: the entries themselves, changed under their revision (RFC 9110, section 13)."""
+
+import re
+import time
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.models.shapes import Deleted, Status
+from services.gateway.api.openapi.operation import Operation, Parameter
+from services.gateway.core.asgi import header
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.registry import not_registered
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from shared.messages import ModelSettings, ModelSpec
+
+PATH = "/v1/registry/models"
+_TAG = re.compile(r'(?:W/)?"(\d{1,20})"')
+
+
+class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What people declare of a model; what is left out is as it would be. PATCH leaves it as it is."""
+
+    name: str
+    source: str = ""
+    """Hub name (ORGANISATION/NAME), built-in name, or a path below the directories that are allowed; left out: the
+    name."""
+    revision: str = ""
+    """Of a hub name: branch, tag or commit."""
+    settings: ModelSettings = ModelSettings()
+    least: int = 0
+    """Replicas that are there at all times."""
+    most: int = 1
+    """Replicas at most."""
+    pinned: bool = False
+    """Never unloaded to make room for others."""
+    idle: float | str = 0.0
+    """Seconds, or a time such as 10m, without a request after which replicas beyond `least` are unloaded; 0: when
+    others need the memory."""
+    aliases: list[str] = []
+
+
+class RegisteredModel(msgspec.Struct, frozen=True):
+    """An entry with its revision and what becomes of it."""
+
+    name: str
+    source: str
+    revision: str
+    settings: ModelSettings
+    least: int
+    most: int
+    pinned: bool
+    idle: float
+    aliases: list[str]
+    created: int
+    object: str
+    status: Status
+
+
+class RegisteredModels(msgspec.Struct, frozen=True):
+    object: str
+    data: list[RegisteredModel]
+
+
+IF_MATCH = Parameter(
+    "If-Match",
+    "The ETag that the entry must still have; else 412.",
+    {"type": "string", "pattern": r'^(\*|(W/)?"[0-9]{1,20}")$'},
+    example='"7"',
+)
+IF_NONE_MATCH = Parameter(
+    "If-None-Match",
+    "`*`: only where there is no entry of that name; else 412.",
+    {"type": "string", "enum": ["*"]},
+)
+LIST = Operation(
+    f"GET {PATH}", "listRegisteredModels", "The registry.", TAG, MANAGING.strip(), response=RegisteredModels
+)
+GET = Operation(
+    f"GET {PATH}/{{model:path}}",
+    "retrieveRegisteredModel",
+    "One entry; its ETag is the revision.",
+    TAG,
+    MANAGING.strip(),
+    response=RegisteredModel,
+)
+PUT = Operation(
+    f"PUT {PATH}/{{model:path}}",
+    "registerModel",
+    "Adds a model, or replaces its entry.",
+    TAG,
+    "All that is wrong with it is told at once, in `error.errors`." + MANAGING,
+    request=ModelEntry,
+    example={"name": "smol", "source": "HuggingFaceTB/SmolLM2-360M-Instruct", "least": 1},
+    response=RegisteredModel,
+    parameters=(IF_MATCH, IF_NONE_MATCH),
+    errors=(409, 412),
+)
+PATCH = Operation(
+    f"PATCH {PATH}/{{model:path}}",
+    "changeModel",
+    "Changes some fields of an entry.",
+    TAG,
+    MANAGING.strip(),
+    request_content={"application/json": {"type": "object"}},
+    response=RegisteredModel,
+    parameters=(IF_MATCH,),
+    errors=(409, 412, 413),
+)
+
+
+class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: bool = False
+
+
+DELETE = Operation(
+    f"DELETE {PATH}/{{model:path}}",
+    "unregisterModel",
+    "Removes an entry; `files`: what hosts have on disk of it too.",
+    TAG,
+    "409 while it is pinned." + MANAGING,
+    response=Deleted,
+    query=DeleteQuery,
+    parameters=(IF_MATCH,),
+    errors=(409, 412),
+)
+
+
+async def list_entries(ask: Ask) -> RegisteredModels:
+    ask.check_manages_models()
+    catalog = ask.backend.started.catalog
+    statuses, now = catalog.statuses(), time.time()
+    data = [
+        _shown(spec, Status.of(statuses[name], spec, now))
+        for name, spec in sorted(catalog.registry.specs.items())
+        if name in statuses
+    ]
+    return RegisteredModels("list", data)
+
+
+async def retrieve_entry(ask: Ask) -> RegisteredModel:
+    ask.check_manages_models()
+    registry = ask.backend.started.catalog.registry
+    name = registry.model_of(ask.named("model"))
+    spec = registry.specs.get(name)
+    if spec is None:
+        raise not_registered(ask.named("model"))
+    return _answer(ask, spec, registry.revisions[name])
+
+
+async def put_entry(ask: Ask) -> RegisteredModel:
+    ask.check_manages_models()
+    fields = decode(await ask.body(BODY), _fields)
+    revision = _revision_of(ask)
+    if revision is None and header(ask.scope, b"if-none-match") == "*":
+        revision = 0
+    return _answer(ask, *await ask.parts.management.put(ask.named("model"), fields, revision))
+
+
+async def patch_entry(ask: Ask) -> RegisteredModel:
+    ask.check_manages_models()
+    fields = decode(await ask.body(BODY), _fields)
+    return _answer(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
+
+
+async def delete_entry(ask: Ask) -> Deleted:
+    ask.check_manages_models()
+    files = ask.query(DeleteQuery).files
+    removed = await ask.parts.management.delete(ask.named("model"), _revision_of(ask), files=files)
+    return Deleted(removed, "model", True)
+
+
+def _revision_of(ask: Ask) -> int | None:
+    """Of If-Match; None: any. Raises `InvalidParameter`."""
+    given = header(ask.scope, b"if-match")
+    if given is None or given.strip() == "*":
+        return None
+    match = _TAG.fullmatch(given.strip())
+    if match is None:
+        raise InvalidParameter(
+            "Invalid header 'If-Match': send the ETag that GET has shown, such as \"7\".",
+            param="If-Match",
+            reason="invalid_header",
+        )
+    return int(match[1])
+
+
+def _answer(ask: Ask, spec: ModelSpec, revision: int) -> RegisteredModel:
+    ask.answer_headers["etag"] = f'"{revision}"'
+    return _shown(spec, Status.of(ask.parts.catalog.status(spec.name), spec, time.time()))
+
+
+def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
+    return RegisteredModel(
+        name=spec.name,
+        source=spec.source,
+        revision=spec.revision,
+        settings=spec.settings,
+        least=spec.least,
+        most=spec.most,
+        pinned=spec.pinned,
+        idle=spec.idle,
+        aliases=spec.aliases,
+        created=spec.created,
+        object="registered_model",
+        status=status,
+    )
+
+
+_fields: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+def registry_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        route(backend, settings, (LIST, list_entries)),
+        route(
+            backend,
+            settings,
+            (GET, retrieve_entry),
+            (PUT, put_entry),
+            (PATCH, patch_entry),
+            (DELETE, delete_entry),
+        ),
+    ]

@@ -1,0 +1,263 @@
+"""OpenAI's /v1/models; llama.cpp's /models, /models/load, /models/unload and /models/sse."""
+
+import asyncio
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.models.shapes import (
+    Deleted,
+    Done,
+    Model,
+    ModelEvent,
+    ModelList,
+    Models,
+    events_between,
+)
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.core.asgi import EventStream, watch_disconnect
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from shared.errors import Unavailable
+from shared.model_status import ModelStatus
+
+TAG = "Models"
+MANAGING = " Asks for a key with the right to manage models, once there is a key."
+BODY = 64 << 10
+"""Bytes of a body that names or describes a model."""
+SETTLE = 0.25
+"""Seconds between two looks at all models for a stream of events: what changes within is one event."""
+LOOK = 1.0
+"""Seconds after which a stream looks whether it may go on."""
+KEEP_ALIVE = 15.0
+"""Seconds of silence after which a comment is sent."""
+
+
+class NamedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+
+
+class UnloadRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    force: bool = False
+    """Do not wait for what runs: it ends with an error."""
+
+
+class PullRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    """A name of the registry, or a hub name, which is registered."""
+    hosts: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """On how many hosts."""
+
+
+class ListQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    reload: Annotated[int, Meta(description="As in llama.cpp; what is listed is always new.")] = 0
+
+
+class ModelQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(description="The model's name.")] = ""
+
+
+LIST = Operation(
+    "GET /v1/models",
+    "listModels",
+    "Models that are registered or served, loaded or not.",
+    TAG,
+    "An alias is an entry of its own, whose `root` is the model. `status` says what becomes of a model.",
+    response=ModelList,
+)
+MODEL = Operation(
+    "GET /v1/models/{model:path}",
+    "retrieveModel",
+    "One model, also while it is not loaded.",
+    TAG,
+    response=Model,
+)
+DELETE = Operation(
+    "DELETE /v1/models/{model:path}",
+    "deleteModel",
+    "Removes a model from the registry; what runs ends first.",
+    TAG,
+    "409 while it is pinned. Its files stay." + MANAGING,
+    response=Deleted,
+    errors=(409, 412),
+)
+ROUTER_LIST = Operation(
+    "GET /models",
+    "models",
+    "The same, without entries of aliases, as in llama.cpp's router.",
+    TAG,
+    response=ModelList,
+    query=ListQuery,
+)
+LOAD = Operation(
+    "POST /models/load",
+    "loadModel",
+    "Loads a model, as in llama.cpp's router.",
+    TAG,
+    "Answers when it has begun; a model that is loaded already is no error. 409 where no host can take it beside what "
+    "is pinned: the message says what would have to go." + MANAGING,
+    request=NamedModel,
+    example={"model": "SmolLM2-135M-Instruct"},
+    response=Done,
+    errors=(404, 409),
+)
+UNLOAD = Operation(
+    "POST /models/unload",
+    "unloadModel",
+    "Unloads a model, as in llama.cpp's router.",
+    TAG,
+    "What runs is waited for, unless `force` is set. It stays unloaded until it is loaded or asked for. 409 while it "
+    "is pinned." + MANAGING,
+    request=UnloadRequest,
+    example={"model": "SmolLM2-135M-Instruct"},
+    response=Done,
+    errors=(404, 409),
+)
+PULL = tuple(
+    Operation(
+        path,
+        name,
+        "Downloads a model's files, and loads nothing.",
+        TAG,
+        "`GET /models/sse` tells the progress. A name that is not registered is taken for a hub name."
+        + MANAGING,
+        request=PullRequest,
+        example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
+        response=Done,
+        errors=(409,),
+    )
+    for path, name in (("POST /models", "downloadModel"), ("POST /v1/registry/models:pull", "pullModel"))
+)
+ROUTER_DELETE = Operation(
+    "DELETE /models",
+    "removeModel",
+    "Removes a model and its files on the hosts, as in llama.cpp's router.",
+    TAG,
+    MANAGING.strip(),
+    query=ModelQuery,
+    response=Done,
+    errors=(404, 409),
+)
+EVENTS = Operation(
+    "GET /models/sse",
+    "modelEvents",
+    "What happens to the models, as it happens, as in llama.cpp's router.",
+    TAG,
+    "Begins with the status of each.",
+    events=(ModelEvent,),
+)
+
+
+async def list_models(ask: Ask) -> ModelList:
+    found = Models(ask.backend.started.catalog, time.time()).all(aliases=True)
+    if not found:  # clients read the first one
+        raise Unavailable(
+            "No model is served yet: its executors are loading it, or there are none; try again in a moment "
+            "(`ryzanstein status` shows them).",
+            retry_after=2,
+        )
+    return ModelList("list", found)
+
+
+async def router_models(ask: Ask) -> ModelList:
+    ask.query(ListQuery)
+    return ModelList("list", Models(ask.backend.started.catalog, time.time()).all(aliases=False))
+
+
+async def retrieve_model(ask: Ask) -> Model:
+    """Names may have slashes."""
+    return Models(ask.backend.started.catalog, time.time()).one(ask.named("model"))
+
+
+async def delete_model(ask: Ask) -> Deleted:
+    ask.check_manages_models()
+    return Deleted(await ask.parts.management.delete(ask.named("model")), "model", True)
+
+
+async def router_delete(ask: Ask) -> Done:
+    ask.check_manages_models()
+    await ask.parts.management.delete(ask.query(ModelQuery).model, files=True)
+    return Done(True)
+
+
+async def load(ask: Ask) -> Done:
+    ask.check_manages_models()
+    await ask.parts.management.load(decode(await ask.body(BODY), _named).model)
+    return Done(True)
+
+
+async def unload(ask: Ask) -> Done:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _unload)
+    await ask.parts.management.unload(request.model, force=request.force)
+    return Done(True)
+
+
+async def pull(ask: Ask) -> Done:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _pull)
+    await ask.parts.management.pull(request.model, request.hosts)
+    return Done(True)
+
+
+async def stream_events(ask: Ask) -> None:
+    """Until the client goes, its key is good no longer, or the gateway stops."""
+    gone = asyncio.Event()
+    watcher = asyncio.create_task(watch_disconnect(ask.receive, lambda _: gone.set()))
+    stream = EventStream(ask.send)
+    catalog = ask.parts.catalog
+    known: dict[str, ModelStatus] = {}
+    silent = 0.0
+    try:
+        while not gone.is_set():
+            news = catalog.registry.news
+            now, after = time.time(), catalog.statuses()
+            found = events_between(known, after, catalog.registry.specs, now)
+            known = after
+            if found or not stream.started:
+                await stream.write([(msgspec.json.encode(one), b"") for one in found])
+                silent = now
+            elif now - silent >= KEEP_ALIVE:
+                await stream.comment()
+                silent = now
+            await _rest(news, gone)
+            ask.backend.check_draining()
+            ask.backend.authenticator.check(ask.principal)
+    finally:
+        watcher.cancel()
+
+
+async def _rest(news: asyncio.Event, gone: asyncio.Event) -> None:
+    """Until there is something to look at; never at once."""
+    waiting = [asyncio.create_task(news.wait()), asyncio.create_task(gone.wait())]
+    try:
+        await asyncio.wait(waiting, timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
+    if not gone.is_set():
+        await asyncio.sleep(SETTLE)
+
+
+_named = msgspec.json.Decoder(NamedModel)
+_unload = msgspec.json.Decoder(UnloadRequest)
+_pull = msgspec.json.Decoder(PullRequest)
+
+
+def model_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        route(backend, settings, (LIST, list_models)),
+        route(backend, settings, (MODEL, retrieve_model), (DELETE, delete_model)),
+        route(
+            backend, settings, (ROUTER_LIST, router_models), (PULL[0], pull), (ROUTER_DELETE, router_delete)
+        ),
+        route(backend, settings, (LOAD, load)),
+        route(backend, settings, (UNLOAD, unload)),
+        route(backend, settings, (EVENTS, stream_events)),
+        route(backend, settings, (PULL[1], pull)),
+    ]
