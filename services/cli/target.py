@@ -241,6 +241,14 @@ def _directory(data_dir: Path | None) -> Path:
 
 def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
     """The NATS that was named, else the local stack's, else what the environment says."""
+    found = running_nats(data_dir, nats_url)
+    if found is None:
+        raise no_stack(_directory(data_dir), "name its NATS with --nats-url")
+    return found
+
+
+def running_nats(data_dir: Path | None, nats_url: str) -> CommonSettings | None:
+    """The same; None: no stack runs here, and none elsewhere was named."""
     environment = load_settings(CommonSettings, nats_connect_timeout=5.0)
     if nats_url:
         return existing_nats(environment, nats_url)
@@ -255,7 +263,7 @@ def nats_of_stack(data_dir: Path | None, nats_url: str) -> CommonSettings:
         )
     if "nats_url" in environment.model_fields_set:
         return existing_nats(environment, environment.nats_url)
-    raise no_stack(_directory(data_dir), "name its NATS with --nats-url")
+    return None
 
 
 def gateway_of_stack(data_dir: Path | None) -> Gateway:

@@ -267,3 +267,43 @@ class LoadBars:
         if not self._console.is_terminal and line not in self._told:
             self._told.add(line)
             say(self._console, line)
+
+
+class ModelBars:
+    """How far models of a running stack have come: one bar for each, in bytes where they are known."""
+
+    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+        """`quiet`: nothing is shown, for programs."""
+        self._console = console
+        self._quiet = quiet
+        self._progress = Progress(
+            *bar_columns(_AmountColumn()), console=console, disable=quiet or not console.is_terminal
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, str] = {}
+
+    def __enter__(self) -> "ModelBars":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, name: str, description: str, share: float, done: int, total: int) -> None:
+        """`share` from 0 to 1 counts where `done` and `total` (bytes) are not known."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=None)
+        amount = (done, total, True) if total else (share, 1.0 if share else None, False)
+        completed, whole, in_bytes = amount
+        self._progress.update(
+            self._tasks[name],
+            completed=completed,
+            total=whole,
+            bytes=in_bytes,
+            description=escape(description),
+        )
+        if not self._console.is_terminal and not self._quiet and self._told.get(name) != description:
+            self._told[name] = description
+            say(self._console, description)

@@ -1,4 +1,4 @@
-"""`ryzanstein models`: fetch, list, inspect and convert models."""
+"""`ryzanstein models`: fetch, list, inspect and convert models; what a running stack serves is in `serving`."""
 
 import asyncio
 import json
@@ -10,16 +10,23 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from services.cli.target import LocalSettings, find_stack
+from services.cli.commands import serving
+from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.model_store import catalog
 from shared.model_store.catalog import prepare_model
-from shared.model_store.downloads import Progress, run_module, size_of
+from shared.model_store.downloads import Progress, run_module
 from shared.models import hub_name
 
-models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True, rich_markup_mode=None)
+models_app = typer.Typer(
+    help="Models: of a running stack, and on this machine.", no_args_is_help=True, rich_markup_mode=None
+)
+for command in (serving.load, serving.unload, serving.show, serving.add, serving.remove):
+    models_app.command()(command)
+models_app.command("set")(serving.set_)
+models_app.command("apply")(serving.apply_)
 
 
 @models_app.command("pull")
@@ -27,8 +34,21 @@ def models_pull(
     name: Annotated[
         str, typer.Argument(help="Built-in name, hub name (ORG/NAME:Q4_K_M) or .gguf file.")
     ] = catalog.DEFAULT_MODEL,
+    hosts: Annotated[
+        bool,
+        typer.Option(
+            "--hosts",
+            help="Have the hosts of a cluster fetch it, instead of this machine. With --nats-url the default.",
+        ),
+    ] = False,
+    timeout: serving.Timeout = 0,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
 ) -> None:
-    """Fetch a model and make it ready to be served."""
+    """Fetch a model and make it ready to be served: into this machine's cache, or onto the hosts of a cluster."""
+    if hosts or nats_url:
+        serving.pull_on_hosts(name, data_dir, nats_url, timeout)
+        return
     settings = load_settings(LocalSettings)
     screen = console()
     with model_bars(screen) as report:
@@ -41,17 +61,29 @@ def models_list(
     supported: Annotated[
         bool, typer.Option("--supported", help="Instead the architectures that are served.")
     ] = False,
+    cached: Annotated[
+        bool,
+        typer.Option("--cached", help="Instead the models in this machine's cache, though a stack runs."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
 ) -> None:
-    """Show the models in the cache, the one that the local stack serves, and those with a built-in name."""
+    """Show the models of the running stack: status, replicas, memory. Where none runs, those in the cache and those
+    with a built-in name."""
     if supported:
         _list_supported(as_json=as_json)
         return
+    running = None if cached else running_nats(data_dir, nats_url)
+    if running is not None:
+        serving.list_running(running, as_json=as_json)
+        return
+    _list_cached(as_json=as_json)
+
+
+def _list_cached(*, as_json: bool) -> None:
     settings = load_settings(LocalSettings)
     local = catalog.list_models(settings.model_cache.expanduser())
-    stack = find_stack(None)
-    if stack is not None and stack.directory and stack.directory not in [model.directory for model in local]:
-        local.append(catalog.LocalModel(stack.model, stack.directory, size_of(Path(stack.directory))))
     if as_json:
         print(json.dumps({"models": [msgspec.to_builtins(model) for model in local]}))  # noqa: T201
         return

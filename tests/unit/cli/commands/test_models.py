@@ -54,7 +54,7 @@ def test_architectures_that_are_served() -> None:
 
 def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "find_stack", lambda _: None)
+    monkeypatch.setattr(models, "running_nats", lambda *_: None)
     (tmp_path / "org--name").mkdir()
     (tmp_path / "org--name" / "config.json").write_text("{}")
     (model,) = json.loads(run("list", "--json"))["models"]

@@ -1,0 +1,371 @@
+"""The models of a running stack or cluster, as the command line sees and changes them: over NATS, as the operator.
+
+registry (what is wanted) + groups, hosts, placements (what is) ──▶ Snapshot ──▶ status of each model
+add, change, remove ──compare and set──▶ registry ──▶ the scheduler that decides ──▶ hosts
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+
+import msgspec
+
+from shared.config import CommonSettings
+from shared.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    DeadlineExceeded,
+    ModelLoadError,
+    UnknownModel,
+    error_from_code,
+)
+from shared.messages import GroupRecord
+from shared.messages.registry import (
+    AdapterRecord,
+    HostCommand,
+    HostRecord,
+    HostReply,
+    ModelPlacement,
+    ModelSpec,
+)
+from shared.model_status import ModelStatus, statuses
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.registry import check, nearest
+
+HOST_TIMEOUT = 10.0
+"""Seconds that a host has to answer a command; the work goes on behind it."""
+LOOK_INTERVAL = 0.5
+"""Seconds between two looks at most: a status depends on the time too."""
+SETTLED = 3.0
+"""Seconds after an order in which the scheduler may still say what it said of the model before."""
+ATTEMPTS = 10
+"""To write an entry that others write at the same time."""
+
+Watch = Callable[["Snapshot"], None]
+
+
+class Snapshot(msgspec.Struct):
+    """What is wanted and what is, at one moment."""
+
+    specs: dict[str, ModelSpec] = {}
+    groups: dict[str, GroupRecord] = {}
+    hosts: dict[str, HostRecord] = {}
+    placements: dict[str, ModelPlacement] = {}
+    adapters: dict[str, AdapterRecord] = {}
+
+    def names(self) -> list[str]:
+        """Models of the registry, and those that groups serve without being in it."""
+        served = {record.model for record in self.groups.values() if record.state != "gone"}
+        return sorted(self.specs.keys() | served)
+
+    def statuses(self) -> dict[str, ModelStatus]:
+        """Of each of `names`."""
+        models = {name: self.specs.get(name) for name in self.names()}
+        return statuses(models, self.groups.values(), self.hosts.values(), time.time())
+
+    def status(self, model: str) -> ModelStatus:
+        found = {model: self.specs.get(model)}
+        return statuses(found, self.groups.values(), self.hosts.values(), time.time())[model]
+
+    def resolve(self, name: str) -> str:
+        """The model that has this name or this alias. Raises `UnknownModel`, with the nearest names."""
+        if name in self.names():
+            return name
+        for spec in self.specs.values():
+            if name in spec.aliases:
+                return spec.name
+        raise self.unknown(name)
+
+    def spec(self, name: str) -> ModelSpec:
+        """Its entry in the registry. Raises `UnknownModel`."""
+        model = self.resolve(name)
+        if model in self.specs:
+            return self.specs[model]
+        raise UnknownModel(
+            f"The model {model} is served by an executor that was started with it, and is not in the registry; add it "
+            f"with `ryzanstein models add {model} --source ...` to have it managed."
+        )
+
+    def unknown(self, name: str) -> UnknownModel:
+        every = [*self.names(), *(alias for spec in self.specs.values() for alias in spec.aliases)]
+        near = nearest(name, every)
+        if near:
+            told = f"{' or '.join(near)} may be meant"
+        else:
+            told = (
+                f"there are: {', '.join(every[:30])}"
+                if every
+                else "there is none yet; add one with `models add`"
+            )
+        return UnknownModel(f"There is no model {name!r} in the registry; {told}.")
+
+    def adapter_counts(self) -> Counter[str]:
+        """LoRA adapters of each model."""
+        return Counter(record.model for record in self.adapters.values() if record.digest)
+
+    def groups_of(self, model: str) -> list[GroupRecord]:
+        """Those that are not gone."""
+        return [record for record in self.groups.values() if record.model == model and record.state != "gone"]
+
+    def taking_hosts(self) -> list[str]:
+        """Instances that load and unload models when they are told to."""
+        return sorted(
+            host.instance for host in self.hosts.values() if host.host.takes_models and host.state != "gone"
+        )
+
+
+class ClusterModels:
+    """One connection; use `connect`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.registry = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        self._adapters = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+        self._groups = Bucket(bus, subjects.GROUPS_BUCKET, GroupRecord)
+        self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
+        self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(cls, settings: CommonSettings) -> AsyncIterator["ClusterModels"]:
+        """Raises `BrokerUnavailable`."""
+        async with Bus.session(settings, "ryzanstein models") as bus:
+            models = cls(bus)
+            await models.open()
+            yield models
+
+    async def open(self) -> None:
+        buckets = (self.registry, self._adapters, self._groups, self._hosts, self._placements)
+        await asyncio.gather(*(bucket.ensure() for bucket in buckets))
+
+    async def read(self) -> Snapshot:
+        return Snapshot(
+            await self.registry.items(),
+            await self._groups.items(),
+            await self._hosts.items(),
+            await self._placements.items(),
+            await self._adapters.items(),
+        )
+
+    async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
+        """What is now, and again after each change, and every `LOOK_INTERVAL`. For ever; close it."""
+        now, news = await self.read(), asyncio.Event()
+        watched = (
+            (self.registry, now.specs),
+            (self._groups, now.groups),
+            (self._hosts, now.hosts),
+            (self._placements, now.placements),
+        )
+        tasks = [asyncio.create_task(_follow(bucket, into, news)) for bucket, into in watched]  # type: ignore[arg-type]
+        try:
+            while True:
+                yield now
+                news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), LOOK_INTERVAL)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def add(self, spec: ModelSpec) -> bool:
+        """Writes a new entry; False: it stands there with these fields already. Raises `ConfigurationError` with all
+        that is wrong with it, or where another one has the name."""
+        now = await self.read()
+        known = now.specs.get(spec.name)
+        if known is None:
+            _raise(check(spec, now.specs.values(), now.adapters))
+            if await self.registry.create(spec.name, spec) is not None:
+                return True
+            known = (await self.read()).specs.get(spec.name)
+        if known is not None and declares_same(known, spec):
+            return False
+        raise ConfigurationError(
+            f"The model {spec.name} is in the registry already, with other fields; change it with `ryzanstein models "
+            f"set {spec.name}`, or remove it first."
+        )
+
+    async def change(self, name: str, made: Callable[[ModelSpec], ModelSpec]) -> tuple[ModelSpec, ModelSpec]:
+        """Writes what `made` makes of the entry, over writes of others; returns it before and after. Raises
+        `UnknownModel`, `ConfigurationError` with all that is wrong with it."""
+        for _ in range(ATTEMPTS):
+            now = await self.read()
+            entry = await self.registry.get(now.spec(name).name)
+            if entry is None:
+                continue
+            changed = made(entry.value)
+            _raise(check(changed, now.specs.values(), now.adapters))
+            if changed == entry.value:
+                return entry.value, changed
+            if await self.registry.update(entry.key, changed, entry.revision) is not None:
+                return entry.value, changed
+        raise BrokerUnavailable(f"Others change the model {name} all the time; try again.")
+
+    async def order(self, name: str, action: str, *, force: bool = False) -> ModelSpec:
+        """Has the model loaded or unloaded from now on; an unload waits for what runs unless `force`."""
+        at = time.time()
+
+        def made(spec: ModelSpec) -> ModelSpec:
+            return msgspec.structs.replace(spec, action=action, action_at=at, force=force)
+
+        return (await self.change(name, made))[1]
+
+    async def tell(self, instance: str, command: HostCommand) -> HostReply:
+        """One host's answer; that it gave none is one too."""
+        try:
+            return await self._bus.request(
+                subjects.host_control(instance), command, HostReply, timeout=HOST_TIMEOUT
+            )
+        except BrokerUnavailable as error:
+            return HostReply(
+                ok=False, code=error.code, error="The host does not answer; see `ryzanstein status`."
+            )
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    async def wait_loaded(
+        self, models: Sequence[str], since: float, timeout: float, report: Watch
+    ) -> Snapshot:
+        """Returns when each of `models` takes requests; `since`: unix seconds of the order.
+
+        Raises what has become of the first that cannot be loaded, and `DeadlineExceeded`.
+        """
+
+        def done(now: Snapshot) -> bool:
+            missing = [model for model in models if not _is_loaded(now, model, since)]
+            return not missing  # each was looked at: one that fails is told though another is not there yet
+
+        return await self.wait(done, timeout, report, f"{_listed(models)} could not be loaded")
+
+    async def wait_unloaded(self, model: str, timeout: float, report: Watch) -> Snapshot:
+        """Returns when no group serves it or is on its way to."""
+
+        def done(now: Snapshot) -> bool:
+            return not now.groups_of(model) and now.status(model).state not in (
+                "loading",
+                "downloading",
+                "loaded",
+            )
+
+        return await self.wait(done, timeout, report, f"{model} has not finished what it runs")
+
+    async def wait(
+        self, done: Callable[[Snapshot], bool], timeout: float, report: Watch, what: str
+    ) -> Snapshot:
+        """The first moment at which `done`; `timeout` in seconds, 0: for ever. Raises `DeadlineExceeded`."""
+        try:
+            async with asyncio.timeout(timeout or None), contextlib.aclosing(self.snapshots()) as moments:
+                async for now in moments:
+                    if done(now):
+                        return now
+                    report(now)
+        except TimeoutError:
+            pass
+        raise DeadlineExceeded(f"{what} within {timeout:g} s; it goes on. See `ryzanstein models list`.")
+
+
+async def _follow(bucket: Bucket[ModelSpec], into: dict[str, ModelSpec], news: asyncio.Event) -> None:
+    async for update in bucket.watch():
+        if update is None:
+            continue
+        name, value = update
+        if value is None:
+            into.pop(name, None)
+        else:
+            into[name] = value
+        news.set()
+
+
+def _is_loaded(now: Snapshot, model: str, since: float) -> bool:
+    """Raises why it will not be."""
+    status = now.status(model)
+    if status.ready:
+        return True
+    spec = now.specs.get(model)
+    if spec is None or (spec.action == "unload" and spec.action_at >= since):
+        raise ConfigurationError(
+            f"{model} was {'unloaded' if spec else 'removed'} meanwhile by somebody else."
+        )
+    if status.state == "failed":
+        raise ModelLoadError(f"{model} could not be loaded on {_listed(status.hosts)}: {status.reason}")
+    placement = now.placements.get(model)
+    if (
+        placement is not None
+        and placement.code
+        and status.state != "loading"
+        and time.time() - since > SETTLED
+    ):
+        raise error_from_code(placement.code, placement.reason)
+    return False
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigurationError("\n  ".join(problems))
+
+
+def declares_same(left: ModelSpec, right: ModelSpec) -> bool:
+    """Whether they differ at most in what those who write the registry keep for themselves."""
+    return declared(left) == declared(right)
+
+
+def declared(spec: ModelSpec) -> ModelSpec:
+    return msgspec.structs.replace(spec, action="", action_at=0.0, force=False, created=0, origin="")
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """What became of a set of declared models."""
+
+    added: list[str] = []
+    changed: list[str] = []
+    unchanged: list[str] = []
+    removed: list[str] = []
+
+
+def plan_apply(
+    wanted: Sequence[ModelSpec], now: Snapshot, origin: str, *, prune: bool = True
+) -> tuple[Applied, list[ModelSpec]]:
+    """What is to be written so that the registry has `wanted`; what `origin` declared earlier and does not now is
+    removed where `prune`. Pure. Raises `ConfigurationError` with all that is wrong; nothing is to be written then."""
+    names = {spec.name for spec in wanted}
+    removed = sorted(
+        name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names
+    )
+    beside = [spec for spec in now.specs.values() if spec.name not in names and spec.name not in removed]
+    problems: list[str] = []
+    for position, spec in enumerate(wanted):
+        problems += check(spec, [*beside, *wanted[:position]], now.adapters)
+    _raise(problems)
+    writes, added, changed, unchanged = list[ModelSpec](), list[str](), list[str](), list[str]()
+    for spec in wanted:
+        known = now.specs.get(spec.name)
+        if known is None:
+            writes.append(msgspec.structs.replace(spec, origin=origin, created=int(time.time())))
+            added.append(spec.name)
+            continue
+        kept = {name: getattr(known, name) for name in ("action", "action_at", "force", "created")}
+        entry = msgspec.structs.replace(spec, origin=origin, **kept)
+        if entry != known:
+            writes.append(entry)
+        (unchanged if declares_same(known, spec) else changed).append(spec.name)
+    return Applied(added, changed, unchanged, removed), writes
+
+
+async def apply(
+    models: ClusterModels, wanted: Sequence[ModelSpec], origin: str, *, prune: bool = True
+) -> Applied:
+    """Has the registry hold `wanted`. Raises `ConfigurationError`; nothing was written then."""
+    applied, writes = plan_apply(wanted, await models.read(), origin, prune=prune)
+    for spec in writes:
+        await models.registry.put(spec.name, spec)
+    for name in applied.removed:
+        await models.registry.delete(name)
+    return applied

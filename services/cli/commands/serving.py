@@ -1,0 +1,589 @@
+"""`ryzanstein models load`, `unload`, `add`, `set`, `show`, `remove` and `apply`: what a running stack serves."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, declared, plan_apply
+from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
+from services.cli.ui import ModelBars, console, megabytes, print_columns, say
+from shared.config import CommonSettings, load_settings
+from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
+from shared.messages.registry import ModelSpec, PullModel, RemoveModel
+from shared.model_status import ModelStatus
+from shared.model_store.catalog import BUILT_IN, is_ready
+from shared.registry import SETTINGS, of_hub, read_spec
+
+T = TypeVar("T")
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Its name in the registry, or an alias.")]
+Wait = Annotated[bool, typer.Option(help="Wait until it is done.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait; 0: no limit.", min=0)]
+Force = Annotated[
+    bool, typer.Option("--force", help="End running generations at once; they fail with an error.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub name (of a GGUF file ORG/NAME:Q4_K_M), built-in name, or directory or .gguf file on the hosts.",
+        show_default="the name",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
+]
+Least = Annotated[int | None, typer.Option(help="Replicas that are there at all times.", show_default="0")]
+Most = Annotated[
+    int | None, typer.Option(help="Replicas at most, however much is asked of it.", show_default="1")
+]
+Pin = Annotated[
+    bool | None,
+    typer.Option("--pin/--no-pin", help="Never unload it to make room for others.", show_default="no-pin"),
+]
+Idle = Annotated[
+    str | None,
+    typer.Option(
+        help="Unload replicas beyond --least after this time without a request: 90s, 10m, 2h. 0: when others need the "
+        "memory.",
+        metavar="TIME",
+        show_default="0",
+    ),
+]
+Alias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Another name for it; may be given several times, and replaces those that it has. '': none."
+    ),
+]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help=f"How it is run, where that differs from its host's own settings; '': as there. May be given several "
+        f"times. Keys: {', '.join(SETTINGS)}.",
+    ),
+]
+
+
+def add(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What clients call it.")],
+    source: Source = None,
+    revision: Revision = None,
+    least: Least = None,
+    most: Most = None,
+    pin: Pin = None,
+    idle: Idle = None,
+    alias: Alias = None,
+    setting: Setting = None,
+    wait: Wait = True,
+    timeout: Timeout = 0,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Add a model to the registry: with --least it is loaded at once, else by the first request for it."""
+    fields = _fields(source, revision, least, most, pin, idle, alias, setting)
+    spec = _checked({"name": name, **fields})
+    spec = msgspec.structs.replace(spec, source=_absolute(spec.source), created=int(time.time()))
+
+    async def run(models: ClusterModels) -> Snapshot:
+        since = time.time()
+        await models.add(spec)
+        if wait and spec.least:
+            return await _watched(models.wait_loaded, [name], since, timeout, quiet=json)
+        return await models.read()
+
+    _show_end(_run(data_dir, nats_url, run), name, as_json=json)
+
+
+def set_(
+    name: Name,
+    source: Source = None,
+    revision: Revision = None,
+    least: Least = None,
+    most: Most = None,
+    pin: Pin = None,
+    idle: Idle = None,
+    alias: Alias = None,
+    setting: Setting = None,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Change a model's entry in the registry. What is not given stays as it is."""
+    fields = _fields(source, revision, least, most, pin, idle, alias, setting)
+    if not fields:
+        raise ConfigurationError("Nothing is to be changed; see `ryzanstein models set --help`.")
+    if "source" in fields:
+        fields["source"] = _absolute(fields["source"])
+    if least is not None and most is None:
+        fields["most"] = None
+
+    def made(spec: ModelSpec) -> ModelSpec:
+        given = dict(fields)
+        if "most" in given and given["most"] is None:  # a higher floor raises the roof with it
+            given["most"] = max(spec.most, least or 0)
+        return _checked(given, spec)
+
+    async def run(models: ClusterModels) -> Snapshot:
+        await models.change(name, made)
+        return await models.read()
+
+    found = _run(data_dir, nats_url, run)
+    _show_end(found, found.resolve(name), as_json=json)
+
+
+def load(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Names in the registry; one that is not there yet and is a model of the hub, a built-in one, a "
+            "directory or a .gguf file is added.",
+        ),
+    ],
+    wait: Wait = True,
+    timeout: Timeout = 0,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Have models loaded now. One that is loaded already stays as it is."""
+
+    async def run(models: ClusterModels) -> tuple[Snapshot, list[str]]:
+        since = time.time()
+        wanted = [await _registered(models, name) for name in names]
+        for model in wanted:
+            if not (await models.read()).status(model).ready:
+                await models.order(model, "load")
+        if wait:
+            return await _watched(models.wait_loaded, wanted, since, timeout, quiet=json), wanted
+        return await models.read(), wanted
+
+    found, wanted = _run(data_dir, nats_url, run)
+    if json:
+        _print_json([_told(found, model) for model in wanted])
+        return
+    for model in wanted:
+        _say_status(found, model)
+
+
+def unload(
+    name: Name,
+    force: Force = False,
+    wait: Wait = True,
+    timeout: Timeout = 0,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Take a model out of memory; it finishes what it runs first. It stays in the registry: `load` or a request brings
+    it back."""
+
+    async def run(models: ClusterModels) -> Snapshot:
+        model = (await models.order(name, "unload", force=force)).name
+        if wait:
+            return await _watched(models.wait_unloaded, model, timeout, quiet=json)
+        return await models.read()
+
+    found = _run(data_dir, nats_url, run)
+    _show_end(found, found.resolve(name), as_json=json)
+
+
+def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
+    """Show one model: what is wanted of it, and what it is doing where."""
+    found = _run(data_dir, nats_url, ClusterModels.read)
+    model = found.resolve(name)
+    if json:
+        _print_json(_told(found, model))
+        return
+    spec, status = found.specs.get(model), found.status(model)
+    rows = [("model", model), ("status", words(status)), ("replicas", _replicas(spec, status))]
+    rows += [("memory", f"{megabytes(status.memory)} a replica")] if status.memory else []
+    rows += [("hosts", ", ".join(status.hosts))] if status.hosts else []
+    if (placement := found.placements.get(model)) and placement.reason:
+        rows.append(("placement", placement.reason))
+    for group in found.groups_of(model):
+        load = group.load
+        rows.append(
+            (f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting")
+        )
+    for field, value in (_declared(spec) if spec else {"source": "an executor's own --model"}).items():
+        if field not in ("name", "settings"):
+            rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
+    rows += [
+        (f"settings.{key}", str(value))
+        for key, value in (_declared(spec).get("settings", {}) if spec else {}).items()
+    ]
+    if adapters := sorted(one.name for one in found.adapters.values() if one.model == model and one.digest):
+        rows.append(("adapters", ", ".join(adapters)))
+    for field, value in rows:
+        say(console(), f"{field:<12}  {value}")
+
+
+def remove(
+    name: Name,
+    files: Annotated[
+        bool, typer.Option("--files", help="Delete its files from the hosts' disks too.")
+    ] = False,
+    force: Force = False,
+    wait: Wait = True,
+    timeout: Timeout = 0,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Take a model out of the registry, once it has finished what it runs. Its files stay, without --files."""
+    if files and not wait:
+        raise ConfigurationError("--files waits until the model is unloaded; leave out --no-wait.")
+
+    async def run(models: ClusterModels) -> str:
+        spec = (await models.read()).spec(name)
+        if wait:
+            # A pin is against being unloaded to make room, not against this.
+            await models.change(spec.name, lambda one: msgspec.structs.replace(one, pinned=False))
+            await models.order(spec.name, "unload", force=force)
+            await _watched(models.wait_unloaded, spec.name, timeout, quiet=json)
+        await models.registry.delete(spec.name)
+        if files:
+            await _remove_files(models, spec)
+        return spec.name
+
+    model = _run(data_dir, nats_url, run)
+    if json:
+        _print_json({"model": model, "removed": True, "files": files})
+    else:
+        say(console(), f"{model} is removed{' with its files' if files else '; its files stay'}.")
+
+
+def apply_(
+    file: Annotated[
+        list[str], typer.Option("--file", "-f", help="models.yaml, or - for standard input; several are one.")
+    ],
+    prune: Annotated[
+        bool, typer.Option(help="Remove models that an earlier file declared and this one does not.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option(help="Wait until all replicas that --least asks for are there.")
+    ] = False,
+    timeout: Timeout = 0,
+    json: AsJson = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Have the registry hold what a file declares. A file with errors changes nothing; all of them are told."""
+    wanted = [spec for one in file for spec in read_file(one)]
+
+    async def run(models: ClusterModels) -> Applied:
+        since = time.time()
+        if dry_run:
+            return plan_apply(wanted, await models.read(), "file", prune=prune)[0]
+        applied = await apply(models, wanted, "file", prune=prune)
+        if wait and (loaded := [spec.name for spec in wanted if spec.least]):
+            await _watched(models.wait_loaded, loaded, since, timeout, quiet=json)
+        return applied
+
+    applied = _run(data_dir, nats_url, run)
+    if json:
+        _print_json(msgspec.to_builtins(applied))
+        return
+    for what, names in msgspec.structs.asdict(applied).items():
+        for name in names:
+            say(console(), f"{name}: {what}")
+    if not wanted and not applied.removed:
+        say(console(), "The file declares no models.")
+
+
+def read_file(path: str) -> list[ModelSpec]:
+    """The models that a file declares. Raises `ConfigurationError` with every error."""
+    from shared.models_file import MAX_BYTES, read_models_file
+
+    try:
+        if path == "-":
+            return read_models_file(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
+        with Path(path).expanduser().open("rb") as stream:
+            return read_models_file(stream.read(MAX_BYTES + 1), path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The models file {path} cannot be read ({error.strerror}); check the path."
+        ) from None
+
+
+# --- fields --------------------------------------------------------------------------------------
+
+
+def _fields(
+    source: str | None,
+    revision: str | None,
+    least: int | None,
+    most: int | None,
+    pinned: bool | None,
+    idle: str | None,
+    aliases: list[str] | None,
+    settings: list[str] | None,
+) -> dict[str, Any]:
+    """What was given, as `read_spec` takes it."""
+    named = {"source": source, "revision": revision, "least": least, "most": most, "pinned": pinned}
+    fields: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if idle is not None:
+        fields["idle"] = idle
+    if aliases:
+        fields["aliases"] = [alias for alias in aliases if alias]
+    if settings:
+        fields["settings"] = dict(map(_setting, settings))
+    return fields
+
+
+def _setting(text: str) -> tuple[str, str | int | None]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigurationError(f"--setting {text!r} is not KEY=VALUE, such as context_length=8192.")
+    key = key.strip().replace("-", "_")
+    whole = value.strip().lstrip("-").isdecimal() and key != "speculation"
+    return key, int(value) if whole else value or None
+
+
+def _checked(fields: dict[str, Any], base: ModelSpec | None = None) -> ModelSpec:
+    spec, problems = read_spec(fields, base=base)
+    if spec is None:
+        raise ConfigurationError("\n  ".join(problem.text for problem in problems))
+    return spec
+
+
+def _absolute(source: str) -> str:
+    """A path of this machine as every process of it understands it; others as they are."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() and not of_hub(source) else source
+
+
+async def _registered(models: ClusterModels, name: str) -> str:
+    """The model's name in the registry, where it is added if it can be told from its name what it is. Raises
+    `UnknownModel`."""
+    now = await models.read()
+    try:
+        model = now.resolve(name)
+    except UnknownModel:
+        spec = spec_of(name)
+        if spec is None:
+            raise
+        if (known := now.specs.get(spec.name)) is not None and known.source == spec.source:
+            return known.name
+        await models.add(spec)
+        return spec.name
+    now.spec(model)
+    return model
+
+
+def spec_of(name: str) -> ModelSpec | None:
+    """A model as it is called by its source: hub name, built-in name, path, or a name in the cache; None: none."""
+    path = Path(name).expanduser()
+    built_in = next((known for known in BUILT_IN if known.lower() == name.lower()), "")
+    if built_in:
+        return ModelSpec(built_in, built_in, created=int(time.time()))
+    if path.exists() and (path.is_dir() or path.suffix == ".gguf"):
+        resolved = path.resolve()
+        served = resolved.name if resolved.is_dir() else resolved.stem
+        return ModelSpec(served, str(resolved), created=int(time.time()))
+    cache = load_settings(LocalSettings).model_cache.expanduser()
+    if of_hub(name) or is_ready(name, cache):
+        return ModelSpec(name.removeprefix("hf://"), name, created=int(time.time()))
+    return None
+
+
+def pull_on_hosts(name: str, data_dir: Path | None, nats_url: str, timeout: float) -> None:
+    """Has every host that takes models fetch one, registered or not. Raises what one of them says of it."""
+
+    async def run(models: ClusterModels) -> None:
+        now, since = await models.read(), time.time()
+        try:
+            spec = now.spec(name)
+        except UnknownModel:
+            spec = ModelSpec(name.removeprefix("hf://"), name)
+        hosts = now.taking_hosts()
+        if not hosts:
+            raise ConfigurationError("No host takes models at the moment; see `ryzanstein status`.")
+        replies = await asyncio.gather(*(models.tell(host, PullModel(spec)) for host in hosts))
+        for host, reply in zip(hosts, replies, strict=True):
+            if not reply.ok:
+                raise error_from_code(reply.code, f"{host}: {reply.error}")
+        with ModelBars(console()) as bars:
+            await models.wait(
+                lambda moment: _fetched(moment, spec.name, hosts, since, bars),
+                timeout,
+                lambda moment: None,
+                f"{spec.name} could not be fetched by all hosts",
+            )
+        say(console(), f"{spec.name} is ready on {', '.join(hosts)}")
+
+    _run(data_dir, nats_url, run)
+
+
+def _fetched(now: Snapshot, model: str, hosts: list[str], since: float, bars: ModelBars) -> bool:
+    """Whether all hosts have it, or have left. Raises why one could not."""
+    left = 0
+    for host in hosts:
+        record = now.hosts.get(host)
+        said = next((one for one in record.host.models if one.model == model), None) if record else None
+        if said is not None and said.state == "failed" and said.failed_at >= since:
+            raise ModelLoadError(f"{host} could not fetch {model}: {said.error}")
+        serves = any(group.instance == host for group in now.groups_of(model))
+        gone = record is None or record.state == "gone"
+        there = gone or serves or (said is not None and said.state in ("stored", "sleeping"))
+        state = "ready" if there else said.state if said is not None else "waiting"
+        done, total = (said.done, said.total) if said is not None else (0, 0)
+        bars.update(host, f"{host}: {state}", 1.0 if there else 0.0, done, total)
+        left += not there
+    return not left
+
+
+async def _remove_files(models: ClusterModels, spec: ModelSpec) -> None:
+    """From every host that takes models. Raises `ConfigurationError` where one could not."""
+    hosts = (await models.read()).taking_hosts()
+    replies = await asyncio.gather(*(models.tell(host, RemoveModel(spec)) for host in hosts))
+    failed = [f"{host}: {reply.error}" for host, reply in zip(hosts, replies, strict=True) if not reply.ok]
+    if failed:
+        raise ConfigurationError(f"{spec.name} is removed, and files of it are left on {'; '.join(failed)}")
+
+
+# --- showing -------------------------------------------------------------------------------------
+
+
+def _run(data_dir: Path | None, nats_url: str, work: Callable[[ClusterModels], Awaitable[T]]) -> T:
+    settings = nats_of_stack(data_dir, nats_url)
+
+    async def run() -> T:
+        async with ClusterModels.connect(settings) as models:
+            return await work(models)
+
+    return asyncio.run(run())
+
+
+async def _watched(wait: Callable[..., Awaitable[Snapshot]], *arguments: Any, quiet: bool) -> Snapshot:
+    """`wait`, with a bar for each model that it waits for."""
+    models = arguments[0] if isinstance(arguments[0], list) else [arguments[0]]
+    with ModelBars(console(), quiet=quiet) as bars:
+
+        def report(now: Snapshot) -> None:
+            for model in models:
+                status = now.status(model)
+                bars.update(
+                    model,
+                    f"{model}: {_doing(now, model, status)}",
+                    status.progress,
+                    status.done,
+                    status.total,
+                )
+
+        end = await wait(*arguments, report)
+        report(end)
+    return end
+
+
+def _doing(now: Snapshot, model: str, status: ModelStatus) -> str:
+    leaving = [group for group in now.groups_of(model) if group.state == "draining"]
+    if leaving:
+        return f"draining, {sum(group.load.running for group in leaving)} running"
+    return status.state
+
+
+def words(status: ModelStatus) -> str:
+    """A status for people: `loading 40%, 12 s left`."""
+    text: str = status.state
+    if status.state in ("loading", "downloading") and status.progress:
+        text += f" {status.progress:.0%}"
+    if status.state in ("loading", "downloading") and status.expected_seconds:
+        text += f", {status.expected_seconds:.0f} s left"
+    return f"{text} ({status.reason})" if status.reason else text
+
+
+def _replicas(spec: ModelSpec | None, status: ModelStatus) -> str:
+    if spec is None:
+        return str(status.replicas)
+    wanted = str(spec.most) if spec.least == spec.most else f"{spec.least} to {spec.most}"
+    return f"{status.replicas} (of {wanted})"
+
+
+def _declared(spec: ModelSpec) -> dict[str, Any]:
+    """What stands in its entry, without what is as it is by default."""
+    fields: dict[str, Any] = msgspec.to_builtins(declared(spec))
+    if spec.pinned:
+        fields["pinned"] = "yes"
+    return fields
+
+
+def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:
+    """A model as `--json` shows it; scripts rely on it."""
+    spec = found.specs.get(model)
+    fields: dict[str, Any] = {"name": model, "status": msgspec.to_builtins(status)}
+    fields["registry"] = msgspec.to_builtins(spec) if spec else None
+    fields["adapters"] = found.adapter_counts()[model]
+    placement = found.placements.get(model)
+    fields["placement"] = msgspec.to_builtins(placement) if placement else None
+    return fields
+
+
+def _told(found: Snapshot, model: str) -> dict[str, Any]:
+    return told(found, model, found.status(model))
+
+
+def list_running(settings: CommonSettings, *, as_json: bool) -> None:
+    """Every model of a running stack."""
+
+    async def run() -> Snapshot:
+        async with ClusterModels.connect(settings) as models:
+            return await models.read()
+
+    print_models(asyncio.run(run()), as_json=as_json)
+
+
+def print_models(found: Snapshot, *, as_json: bool) -> None:
+    """Every model of a running stack."""
+    every = found.statuses()
+    if as_json:
+        _print_json({"models": [told(found, name, status) for name, status in every.items()]})
+        return
+    adapters = found.adapter_counts()
+    rows = [("model", "status", "replicas", "memory", "adapters", "source")]
+    for name, status in every.items():
+        spec = found.specs.get(name)
+        memory = megabytes(status.memory) if status.memory else "-"
+        pin = ", pinned" if spec and spec.pinned else ""
+        source = spec.source if spec else "an executor's own"
+        aliases = f" (also {', '.join(spec.aliases)})" if spec and spec.aliases else ""
+        state = words(msgspec.structs.replace(status, reason=""))
+        rows.append(
+            (name + aliases, state + pin, _replicas(spec, status), memory, str(adapters[name]), source)
+        )
+    print_columns(console(), rows, right=(3, 4))
+    for name, status in every.items():
+        placement = found.placements.get(name)
+        reason = status.reason if status.state == "failed" else placement.reason if placement else ""
+        if reason:
+            say(console(), f"{name}: {reason}", "yellow")
+
+
+def _show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(_told(found, model))
+    else:
+        _say_status(found, model)
+
+
+def _say_status(found: Snapshot, model: str) -> None:
+    status = found.status(model)
+    where = f" on {', '.join(status.hosts)}" if status.ready else ""
+    say(console(), f"{model} is {words(status)}{where}.")
+
+
+def _print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())  # noqa: T201
