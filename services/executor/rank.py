@@ -60,6 +60,8 @@ def make_engine(
             num_blocks=settings.stub_blocks,
             context_length=settings.stub_context_length,
             fault=settings.stub_fault,
+            max_adapters=settings.max_adapters,
+            max_adapter_rank=settings.max_adapter_rank,
         )
     )
     return StubRing(stub, spec, board, PlanListener(settings.meeting_host), announce, directory)

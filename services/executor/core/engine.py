@@ -6,6 +6,7 @@ computes nothing at a set speed. The leader cannot tell them apart.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -167,6 +168,11 @@ class Engine(Protocol):
     def scored(self) -> Scores:
         """Of the last step whose result was asked for: what `plan.score_rows` give, with `plan.score_top` of the most
         likely tokens each."""
+        ...
+
+    def adapter_digest(self, directory: Path) -> str:
+        """Of the LoRA adapter whose files are in `directory`, once it has been checked against the loaded model. From
+        any thread. Raises `shared.errors.ModelLoadError`, one sentence, where it cannot be computed."""
         ...
 
     def close(self) -> None:

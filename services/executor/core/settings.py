@@ -206,6 +206,9 @@ class ExecutorSettings(CommonSettings):
     refused."""
     max_adapter_rank: int = Field(default=64, ge=1, le=256)
     """Highest rank of a LoRA adapter; others are refused."""
+    adapter_cache_bytes: int = Field(default=16 << 30, ge=0)
+    """Most bytes on disk for files of LoRA adapters, in `.adapters` of `model_cache`, shared by all groups of the host.
+    The least recently used that no group needs are deleted first."""
     batch_invariant: bool = False
     """Batch-invariant computation on GPUs: every row of a step has the bits that it would have alone, so that a
     text depends neither on the batch, nor on prefix hits, nor on the ring. Slower (docs/gpu.md). The native CPU

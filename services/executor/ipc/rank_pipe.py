@@ -72,7 +72,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """As in `supervisor/failure_detection.py`."""
 
 
-RankEvent = Rendezvous | Ready | Drained | Failed
+class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters"):
+    """Rank 0: digests of the LoRA adapters that the ranks hold in memory, where these are others than before."""
+
+    digests: list[str]
+
+
+RankEvent = Rendezvous | Ready | Drained | Failed | AdaptersHeld
 
 
 PREFIX = b"debug "

@@ -21,8 +21,10 @@ import structlog
 from services.executor.core.engine import Engine, EngineSpec
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.board import RingBoard, RingState
-from services.executor.ipc.rank_pipe import Drained, RankSpec, Ready, SupervisorPipe
+from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, SupervisorPipe
 from services.executor.kv_transfer.service import Handover
+from services.executor.leader.adapter_cache import AdapterCache
+from services.executor.leader.adapters import Adapters
 from services.executor.leader.diagnostics import LeaderDebug
 from services.executor.leader.frames import Gathering, RecentFrames, acknowledgements, in_frames
 from services.executor.leader.step_loop import Stepping, looks_ahead
@@ -162,12 +164,15 @@ class Leader:
         self._timer: asyncio.TimerHandle | None = None
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
+        self._told_adapters: list[str] = []
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
         loop = asyncio.get_running_loop()
         self._supervisor.listen(lambda grace: loop.call_soon_threadsafe(self._leave, grace))
         engine_spec = await loop.run_in_executor(self._thread, self._engine.load, lambda done, total: None)
+        if self._settings.nnodes > 1:  # other hosts have not the files that this one fetches
+            engine_spec = msgspec.structs.replace(engine_spec, max_adapters=0)
         self._batcher = ContinuousBatcher(
             engine_spec,
             BatchSettings(
@@ -202,6 +207,7 @@ class Leader:
             self._model,
             self._wake.set,
         )
+        self._adapters = self._adapters_of() if engine_spec.max_adapters else None
         self._report_load()
         self._bus = await Bus.connect(
             self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
@@ -216,9 +222,16 @@ class Leader:
             self._supervisor.send(Drained())
         finally:
             beating.cancel()
+            if self._adapters is not None:
+                await self._adapters.close()
             await self._bus.close()
             self._grammars.close()
             self._engine.close()
+
+    def _adapters_of(self) -> Adapters:
+        root = self._settings.model_cache.expanduser() / ".adapters"
+        cache = AdapterCache(root, self._settings.adapter_cache_bytes)
+        return Adapters(self._model, cache, self._batcher, self._engine.adapter_digest, self._wake.set)
 
     async def _announce(self, engine_spec: EngineSpec) -> None:
         """Tells the gateways of the model, listens for requests, and says that the group is ready."""
@@ -244,6 +257,8 @@ class Leader:
         await asyncio.to_thread(self._grammars.load, card, bundle)
         await self._bus.subscribe(subjects.dispatch(group), DispatchBatch, self._on_dispatch)
         await self._bus.subscribe(subjects.control(group), ControlCommand, self._on_control)  # type: ignore[arg-type]
+        if self._adapters is not None:
+            self._adapters.open(self._bus)
         await self._handover.open(self._bus, card.fingerprint)
         await self._bus.flush()
         freeze_gc_after_startup()
@@ -318,6 +333,8 @@ class Leader:
 
     def _add(self, request: GenerationRequest) -> Refusal | None:
         if not self._draining:
+            if request.adapter and self._adapters is not None:
+                self._adapters.want(request.adapter)
             return self._batcher.add(request, time.monotonic())
         reason = f"The group {self._spec.group} is draining; another takes the request."
         return Refusal(request.generation_id, NoGroupAvailable.code, reason)
@@ -443,6 +460,15 @@ class Leader:
         self._handed_back = True
         await self._tell()
 
+    def _tell_adapters(self) -> None:
+        """Tells the supervisor which adapters are in memory; lets go of files that nobody needs."""
+        if self._adapters is None:
+            return
+        self._adapters.release_unused()
+        if (held := self._batcher.adapters) != self._told_adapters:
+            self._told_adapters = held
+            self._supervisor.send(AdaptersHeld(held))
+
     async def _beat(self) -> None:
         """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
         with contextlib.suppress(asyncio.CancelledError):
@@ -451,4 +477,5 @@ class Leader:
                 self._debug.beat(self._thread)
                 if self._batcher.expire(time.time()):
                     self._wake.set()
+                self._tell_adapters()
                 await asyncio.sleep(LOOP_BEAT_INTERVAL)

@@ -346,6 +346,7 @@ class GroupSupervisor:
             kernels=ring.kernels,
             death=self._death_of(ring, ranks),
             memory=self.memory,
+            adapters=ring.adapters,
         )
 
     def _death_of(self, ring: Ring, ranks: list[RankBeat]) -> RingDeath | None:

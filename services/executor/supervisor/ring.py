@@ -24,6 +24,7 @@ from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import (
     DRAIN,
+    AdaptersHeld,
     Drained,
     Failed,
     RankEvent,
@@ -86,6 +87,8 @@ class Ring:
         self.imports: list[str] = []
         self.kernels = ""
         """What `Ready` tells of them."""
+        self.adapters: list[str] = []
+        """Digests of the LoRA adapters in memory."""
         self.given_up = ""
         """Why the supervisor has had enough of it, where it has."""
         self._directory = Path(tempfile.mkdtemp(prefix="ryzanstein-ring-"))
@@ -230,6 +233,8 @@ class Ring:
                 self.model, self.imports, self.kernels = model, imports, kernels
                 self.kv_bytes = kv_bytes * self._settings.tp
                 self.ready.set()
+            case AdaptersHeld(digests):
+                self.adapters = digests
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))
             case Failed(code, message, missed, cause):

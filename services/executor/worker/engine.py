@@ -54,9 +54,10 @@ from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 from shared.service.logs import adopt_loggers
 
-if TYPE_CHECKING:  # they import Triton, which not every host has
+if TYPE_CHECKING:  # they import Triton, which not every host has, or take their time
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import StepLimits
+    from services.executor.model.adapters.targets import AdapterTarget
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +84,8 @@ class RingEngine:
         self._sender = PlanSender([])
         self._member: RingMember | None = None
         self._directory = Path()
+        self._adapter_targets: list[AdapterTarget] | None = None
+        """What an adapter may change; found out when the first one comes."""
         self._launches = Launches(self._execute)
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
@@ -108,6 +111,15 @@ class RingEngine:
         card = read_card(self._directory, model, member.engine_spec, checked=member.share.is_cached)
         member.share.keep(member.runner)
         return card
+
+    def adapter_digest(self, directory: Path) -> str:
+        from services.executor.model.adapters.files import inspect_for
+        from services.executor.model.adapters.targets import whole_targets
+        from services.executor.model.loading.loader import load_config
+
+        if self._adapter_targets is None:
+            self._adapter_targets = whole_targets(load_config(self._directory))
+        return inspect_for(directory, self._adapter_targets, self._settings.max_adapter_rank).digest
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         return self._launches.launch(plan, samples).result()

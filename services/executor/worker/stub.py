@@ -2,11 +2,13 @@
 
 Its text is a pure function, so that every token of a stream can be checked from outside: the token
 at output position p of a generation is `stub_token(seed, p, vocab_size)`, whatever the prompt, the
-batch, the ring or the attempt; where that may not be drawn, the next letter that may. Tokens are bytes of
+batch, the ring or the attempt; where that may not be drawn, the next letter that may. With a LoRA adapter the seed is
+`adapted(seed, digest)`. Tokens are bytes of
 lower-case English letters and spaces; with a grammar, what `stub_choice` makes of the tokens that may follow. On a ring
 the other ranks get every plan and compute nothing either.
 """
 
+import hashlib
 import os
 import signal
 import time
@@ -14,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,8 +30,9 @@ from services.executor.ipc.board import RingBoard
 from services.executor.ipc.plan_channel import PlanListener, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
 from services.executor.structured_output import masks_of
-from shared.errors import ConfigurationError, InternalError
+from shared.errors import ConfigurationError, InternalError, ModelLoadError, reason_of
 from shared.messages import ModelCard, TokenLogprobs
+from shared.nats.adapters import CONFIG, WEIGHTS
 
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 """32 tokens, six of them spaces: words of about five letters."""
@@ -131,6 +134,26 @@ def _fail(fault: str) -> None:
         time.sleep(1.0)
 
 
+def adapted(seed: int, digest: str) -> int:
+    """The seed of what the stub writes with the adapter of that digest; empty: none."""
+    return seed ^ int(digest[:16] or "0", 16)
+
+
+def stub_adapter_digest(directory: Path, max_rank: int = 256) -> str:
+    """Of the files that stand for an adapter: a configuration with a rank `r`, and any weights. Raises
+    `ModelLoadError`."""
+    config, weights = directory / CONFIG, directory / WEIGHTS
+    try:
+        content = config.read_bytes()
+        rank = int(msgspec.json.decode(content, type=dict[str, Any])["r"])
+        digest = hashlib.sha256(content + weights.read_bytes()).hexdigest()
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{directory} holds no adapter: {reason_of(error)}.") from None
+    if not 1 <= rank <= max_rank:
+        raise ModelLoadError(f"{config} has rank {rank}, and --max-adapter-rank allows {max_rank}.")
+    return digest
+
+
 class StubSettings(msgspec.Struct, frozen=True):
     """How fast the stub is, and what it claims to hold."""
 
@@ -146,6 +169,8 @@ class StubSettings(msgspec.Struct, frozen=True):
     """Added to every token: the first ids of a real vocabulary are single bytes, which give no text."""
     fault: str = ""
     """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
+    max_adapters: int = 0
+    max_adapter_rank: int = 256
 
 
 class StubEngine:
@@ -167,6 +192,8 @@ class StubEngine:
         self._loaded = False
         self._pooled: Floats = np.zeros((0, STUB_EMBEDDING_SIZE), np.float32)
         self._scored = no_scores()
+        self._adapters = [""] * settings.max_adapters
+        """Digests by slot."""
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """At once: there are no weights."""
@@ -181,27 +208,34 @@ class StubEngine:
             pooling="mean",
             embedding_size=STUB_EMBEDDING_SIZE,
             exact=True,
+            max_adapters=settings.max_adapters,
         )
+
+    def adapter_digest(self, directory: Path) -> str:
+        return stub_adapter_digest(directory, self._settings.max_adapter_rank)
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Waits as long as the settings say, then one token per row that is sampled."""
         self._check(plan, samples)
+        seeds = self._seeds(plan, samples)
         self._pooled, self._scored = _sums(plan), _scores(plan)
         self._sleep(self._seconds(plan))
-        return self._drawn(samples)
+        return self._drawn(samples, seeds)
 
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         """As on a GPU: the step takes its time from now on, or from when the one before it is over. Its text does
         not depend on the tokens that it computes."""
         self._check(plan, samples)
         self._busy_until = max(self._busy_until, self._clock()) + self._seconds(plan)
-        return Later(partial(self._finish, plan, samples, self._busy_until))
+        return Later(partial(self._finish, plan, samples, self._seeds(plan, samples), self._busy_until))
 
-    def _finish(self, plan: StepPlan, samples: Sequence[SamplingState], at: float) -> list[SampledToken]:
+    def _finish(
+        self, plan: StepPlan, samples: Sequence[SamplingState], seeds: Sequence[int], at: float
+    ) -> list[SampledToken]:
         """Waits until `at`, when a step that was launched is over."""
         self._pooled, self._scored = _sums(plan), _scores(plan)
         self._sleep(max(0.0, at - self._clock()))
-        return self._drawn(samples)
+        return self._drawn(samples, seeds)
 
     def _check(self, plan: StepPlan, samples: Sequence[SamplingState]) -> None:
         if not self._loaded:
@@ -217,9 +251,25 @@ class StubEngine:
         tokens = len(plan.token_ids) // 4
         return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6
 
-    def _drawn(self, samples: Sequence[SamplingState]) -> list[SampledToken]:
+    def _seeds(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[int]:
+        """Of each row that is sampled; what the plan loads is loaded."""
+        for slot, directory in plan.adapter_loads:
+            self._adapters[slot] = Path(directory).name
+        seeds = [state.params.seed for state in samples]
+        if not plan.adapters:
+            return seeds
+        slots = np.repeat(as_int32(plan.adapters), as_int32(plan.query_lens))[as_int32(plan.sample_rows)]
+        return [
+            adapted(seed, self._adapters[slot] if slot >= 0 else "")
+            for seed, slot in zip(seeds, slots.tolist(), strict=True)
+        ]
+
+    def _drawn(self, samples: Sequence[SamplingState], seeds: Sequence[int]) -> list[SampledToken]:
         masks = masks_of(samples)
-        return [self._sample(state, masks.get(row)) for row, state in enumerate(samples)]
+        return [
+            self._sample(state, seed, masks.get(row))
+            for row, (state, seed) in enumerate(zip(samples, seeds, strict=True))
+        ]
 
     def pooled(self) -> Floats:
         return self._pooled
@@ -230,12 +280,12 @@ class StubEngine:
     def close(self) -> None:
         self._loaded = False
 
-    def _sample(self, state: SamplingState, allowed: Mask | None) -> SampledToken:
+    def _sample(self, state: SamplingState, seed: int, allowed: Mask | None) -> SampledToken:
         settings = self._settings
         if allowed is not None:
-            token = stub_choice(state.params.seed, state.position, allowed, settings.first_token)
+            token = stub_choice(seed, state.position, allowed, settings.first_token)
         else:
-            token = stub_token(state.params.seed, state.position, settings.vocab_size) + settings.first_token
+            token = stub_token(seed, state.position, settings.vocab_size) + settings.first_token
             if state.bans is not None:
                 token = _next_drawable(token, state.bans, settings)
         wanted = state.params.logprobs
@@ -289,6 +339,9 @@ class StubRing:
             return read_card(self._directory, model, spec)
         card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
         return msgspec.structs.replace(card, embedding_size=spec.embedding_size), b""
+
+    def adapter_digest(self, directory: Path) -> str:
+        return self._stub.adapter_digest(directory)
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         self._board.begin(plan.step)
