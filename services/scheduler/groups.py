@@ -206,6 +206,8 @@ class Group:
     """`at` of the last event that took it out of service: older records do not bring it back."""
     chosen: int = 0
     """When it was last chosen, in decisions: equals take turns."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the LoRA adapters that it had in memory when it was heard last."""
     place: int = -1
     """Its place in the list of open groups; -1: it is not open."""
 
@@ -257,6 +259,8 @@ class _Model:
     ranking: Rendezvous = field(default_factory=Rendezvous)
     """Of those that are up."""
     usual: Usual = field(default_factory=Usual)
+    holders: dict[str, dict[str, Group]] = field(default_factory=dict)
+    """By an adapter's digest: the groups that have it in memory, by name."""
 
 
 class GroupTable:
@@ -284,6 +288,10 @@ class GroupTable:
     def ranking(self, model: str) -> Rendezvous:
         """Which groups of `model` a key belongs to."""
         return self._of(model).ranking
+
+    def holders(self, model: str, adapter: str) -> Iterable[Group]:
+        """Groups of `model` that have the adapter of that digest in memory, whatever their state."""
+        return self._of(model).holders.get(adapter, {}).values()
 
     def breakers(self) -> Iterator[tuple[str, State]]:
         """Every group's name and the state of its breaker."""
@@ -328,6 +336,7 @@ class GroupTable:
         if record.load.version >= group.load.version:
             group.load = record.load
         group.weight = record.weight
+        self._set_adapters(group, frozenset(record.adapters))
         if not group.sent_requests:
             group.ttft.rested()
         self._set_status(group, group.status if stale else record.state)
@@ -337,6 +346,7 @@ class GroupTable:
         if group is None:
             return
         self._close(group)
+        self._set_adapters(group, frozenset())
         model = self._of(group.model)
         model.ranking.remove(name)
         del model.groups[name]
@@ -416,6 +426,17 @@ class GroupTable:
     def _of(self, model: str) -> _Model:
         """What is known of `model`; nothing is kept of one that no group has."""
         return self._models.get(model) or _Model()
+
+    def _set_adapters(self, group: Group, adapters: frozenset[str]) -> None:
+        holders = self._of(group.model).holders
+        for digest in group.adapters - adapters:
+            of_adapter = holders[digest]
+            del of_adapter[group.name]
+            if not of_adapter:
+                del holders[digest]
+        for digest in adapters - group.adapters:
+            holders.setdefault(digest, {})[group.name] = group
+        group.adapters = adapters
 
     def _set_status(self, group: Group, status: GroupStatus) -> None:
         group.status = status

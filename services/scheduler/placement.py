@@ -2,6 +2,8 @@
 
     session with a pin   its group, unless another one would answer sooner by more than moving costs
     no session           the home of the longest beginning that its prompt has a name for, within the same bound
+    with an adapter      a group that has it in memory, else the adapter's home, unless another would answer sooner by
+                         more than `ADAPTER_TOKENS` take; the home of a beginning only if it has the adapter
     otherwise            the soonest of a sample of the open groups; equals take turns
 
     expected seconds:     home, all cached     best, nothing cached          slack
@@ -38,18 +40,22 @@ SAMPLE = 16
 """Open groups that are compared; of fewer, all."""
 TOLERANCE = 1.05
 """Groups whose times differ by no more than this factor are equals."""
+ADAPTER_TOKENS = 1024
+"""What it is worth, in prompt tokens, to compute a request where its LoRA adapter is in memory: elsewhere that would
+be read from disk, and another's might have to make way."""
 HOLD = 30.0
 """Seconds that a session stays, at least, with the ring that it has moved to."""
 
 _CHOSEN = attrgetter("chosen")
 
-Reason = Literal["pinned", "spilled", "moved", "relieved", "prefix", "least_loaded"]
+Reason = Literal["pinned", "spilled", "moved", "relieved", "prefix", "adapter", "least_loaded"]
 
 
 class Decision(msgspec.Struct, frozen=True):
     """`pinned`: the session's group. `spilled`: that one is too busy or silent, this request goes elsewhere and
     the pin stays. `relieved`: that one is too busy, and the pin moves along. `moved`: that one is no more, so
-    the pin must move. `prefix`: the home of the prompt's beginning. `least_loaded`: the soonest."""
+    the pin must move. `prefix`: the home of the prompt's beginning. `adapter`: a group that has the request's LoRA
+    adapter in memory, or will have. `least_loaded`: the soonest."""
 
     group: Group
     reason: Reason
@@ -77,7 +83,26 @@ class Placement:
         if pin is not None:
             return self._by_pin(item, pin, best, now)
         home = self._home(item, best) if item.prefixes else None
-        return Decision(best, "least_loaded") if home is None else Decision(home, "prefix")
+        if home is not None and (not item.adapter or item.adapter in home.adapters):
+            return Decision(home, "prefix")
+        holder = self._holder(item, best) if item.adapter else None
+        return Decision(best, "least_loaded") if holder is None else Decision(holder, "adapter")
+
+    def _holder(self, item: WaitingRequest, best: Group) -> Group | None:
+        """The soonest group with the request's adapter in memory, else the first of those that the adapter's name
+        belongs to: so it is in memory of few groups, and the same ones whoever decides."""
+        holders = [
+            group for group in self._table.holders(item.model, item.adapter) if group.may_take(item.lane)
+        ]
+        if holders:
+            soonest = min(holders, key=lambda group: group.ttft.first_token(item.tokens))
+            return soonest if self._is_worth(soonest, best, item, item.tokens, ADAPTER_TOKENS) else None
+        for name in self._table.ranking(item.model).ranked(int(item.adapter[:15] or "0", 16)):
+            home = self._table.get(name)
+            worth = home is not None and self._is_worth(home, best, item, item.tokens, ADAPTER_TOKENS)
+            if home is not None and worth and home.may_take(item.lane):
+                return home
+        return None
 
     def _by_pin(self, item: WaitingRequest, pin: SessionPin, best: Group, now: float) -> Decision:
         if not self.alive(item.model, pin):

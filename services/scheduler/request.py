@@ -138,11 +138,14 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-def prefixes(model: str, prompt: Sequence[int], salt: str = "") -> tuple[Prefix, ...]:
+def prefixes(model: str, prompt: Sequence[int], salt: str = "", adapter: str = "") -> tuple[Prefix, ...]:
     """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take.
-    Prompts of different `salt` share no cache, hence no name."""
+    Prompts of different `salt` or LoRA `adapter` share no cache, hence no name."""
     found: list[Prefix] = []
-    digest, start = (f"{model}\0{salt}" if salt else model).encode(), 0
+    digest, start = (
+        "\0".join([model, salt, adapter] if adapter else [model, salt] if salt else [model]).encode(),
+        0,
+    )
     for length in LENGTHS:
         if len(prompt) < length:
             break
@@ -231,6 +234,8 @@ class WaitingRequest:
     """Of the gateway that handed it in."""
     priority: int = 0
     """Of a tenant's requests the one with the least goes first."""
+    adapter: str = ""
+    """Digest of its LoRA adapter."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
 
@@ -273,6 +278,9 @@ class WaitingRequest:
             due=request.deadline or published + PATIENCE,
             claim=request.claim,
             priority=request.priority,
-            prefixes=() if request.session else prefixes(request.model, request.prompt, request.cache_salt),
+            prefixes=()
+            if request.session
+            else prefixes(request.model, request.prompt, request.cache_salt, request.adapter),
+            adapter=request.adapter,
             arrived=arrived,
         )

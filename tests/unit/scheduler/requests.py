@@ -37,9 +37,11 @@ def waiting(
     due: float = math.inf,
     prefixes: tuple[Prefix, ...] = (),
     priority: int = 0,
+    adapter: str = "",
 ) -> WaitingRequest:
     return WaitingRequest(
         priority=priority,
+        adapter=adapter,
         generation_id=name,
         request_id=f"r-{name}",
         model=model,

@@ -1,5 +1,6 @@
 """Placement: where the first token is expected soonest, at home within bounds, and never back and forth."""
 
+import hashlib
 import itertools
 from typing import Any
 
@@ -43,6 +44,42 @@ def test_the_choice_is_among_the_soonest_that_are_up_and_have_room(
     soonest = min(each.ttft.first_token(10) for each in fit)
     assert decision.group in fit
     assert decision.group.ttft.first_token(10) <= soonest * TOLERANCE
+
+
+ADAPTERS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(40)]
+
+
+def holding(name: str, *adapters: str, load: GroupLoad = FREE) -> Any:
+    return msgspec.structs.replace(group(name, load=load), adapters=list(adapters))
+
+
+def test_an_adapter_is_computed_where_it_is_in_memory() -> None:
+    records = [holding("a"), holding("b", ADAPTERS[1]), holding("c", ADAPTERS[1], ADAPTERS[2])]
+    table = table_of(*records)
+    assert chosen(table, adapter=ADAPTERS[2]) == ("c", "adapter")
+    assert {chosen(table, adapter=ADAPTERS[1])[0] for _ in range(4)} <= {"b", "c"}
+    table.record(holding("c"))
+    assert chosen(table, adapter=ADAPTERS[1]) == ("b", "adapter")
+    table.forget("b")
+    homes = {chosen(table, adapter=ADAPTERS[1]) for _ in range(4)}
+    assert len(homes) == 1, "the adapter's home, until somebody has it"
+    spread = {chosen(table, adapter=adapter)[0] for adapter in ADAPTERS}
+    assert spread == {"a", "c"}, "adapters are spread over the groups"
+
+
+def test_a_busy_holder_is_passed_by() -> None:
+    busy = msgspec.structs.replace(FREE, running=20, waiting=15, waiting_tokens=1_000_000)
+    table = table_of(holding("a"), holding("b", ADAPTERS[1], load=busy))
+    assert chosen(table, adapter=ADAPTERS[1])[0] == "a"
+
+
+def test_beginnings_with_different_adapters_have_different_names() -> None:
+    prompt = list(range(300))
+    names = [prefixes("m", prompt, salt, adapter) for salt in ("", "s") for adapter in ("", *ADAPTERS[:2])]
+    assert len({prefix.key for found in names for prefix in found}) == 12
+    table = table_of(*map(holding, map(str, range(8))))
+    found = chosen(table, adapter=ADAPTERS[3], prefixes=prefixes("m", prompt, adapter=ADAPTERS[3]))
+    assert found[1] == "adapter", "the home of the beginning has not the adapter"
 
 
 @given(st.integers(1, SAMPLE), st.integers(1, 60))
