@@ -188,6 +188,10 @@ class RequestQueue:
         """The request of a generation; None when it does not wait here."""
         return self._by_id.get(generation_id)
 
+    def of(self, model: str) -> list[WaitingRequest]:
+        """All that wait for `model`, in no order."""
+        return [item for item in self._by_id.values() if item.model == model]
+
     def remove(self, generation_id: str) -> WaitingRequest | None:
         """Takes out the request of a generation; None when it does not wait here."""
         item = self._by_id.get(generation_id)

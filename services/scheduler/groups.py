@@ -13,7 +13,7 @@ A group is open, and a candidate for placement, while it is up, its breaker allo
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import attrgetter
@@ -210,6 +210,8 @@ class Group:
     """Digests of the LoRA adapters that it had in memory when it was heard last."""
     place: int = -1
     """Its place in the list of open groups; -1: it is not open."""
+    cordoned: bool = False
+    """Whether it makes room for another model: it gets nothing new."""
 
     @property
     def up(self) -> bool:
@@ -227,7 +229,7 @@ class Group:
     @property
     def takes(self) -> bool:
         """Whether it may be given a request now."""
-        return self.status in SERVING and self.breaker.allows and self.has_room
+        return self.status in SERVING and self.breaker.allows and self.has_room and not self.cordoned
 
     @property
     def has_room(self) -> bool:
@@ -271,6 +273,8 @@ class GroupTable:
         self._suspect_time = suspect_time
         self._groups: dict[str, Group] = {}
         self._models: dict[str, _Model] = {}
+        self._cordoned: dict[str, frozenset[str]] = {}
+        """By model."""
         self._closures: list[tuple[float, int, Group]] = []
         self._decisions = 0
 
@@ -330,6 +334,7 @@ class GroupTable:
             self.forget(record.group)
             breaker = CircuitBreaker(self._suspect_time)
             group = Group(record.group, record.model, record.epoch, record.state, record.load, breaker)
+            group.cordoned = group.name in self._cordoned.get(group.model, ())
             self._groups[group.name] = group
             self._models.setdefault(group.model, _Model()).groups[group.name] = group
         stale = group.lost_at > 0 and record.updated_at <= group.lost_at and record.state in SERVING
@@ -360,6 +365,16 @@ class GroupTable:
             return
         group.lost_at = event.at
         self._set_status(group, "draining" if event.kind == "draining" else "gone")
+
+    def cordon(self, model: str, names: Collection[str]) -> None:
+        """Of the groups of `model` these get nothing new, and all others of it do."""
+        if names:
+            self._cordoned[model] = frozenset(names)
+        elif self._cordoned.pop(model, None) is None:
+            return
+        for group in self.of(model):
+            group.cordoned = group.name in names
+            self._changed(group)
 
     # --- what this scheduler does ----------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -19,8 +19,8 @@ from services.scheduler.placement import Decision, Placement, SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
-from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull
-from shared.messages import Cancel, CancelRequest, ControlReply, Lane, Refusal, SessionPin
+from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
+from shared.messages import Cancel, CancelRequest, ControlReply, Lane, ModelPlacement, Refusal, SessionPin
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.subjects import pin_key
@@ -103,6 +103,16 @@ PAYLOAD_MARGIN = 4096
 log = structlog.get_logger(__name__)
 
 
+class Models(Protocol):
+    """What is known of the models that come and go."""
+
+    def arrived(self, model: str, *, served: bool) -> None: ...
+
+    def deferred(self, model: str) -> None: ...
+
+    def placement(self, model: str) -> ModelPlacement | None: ...
+
+
 class Router:
     """One scheduler's work. Synchronous where it decides; replies and pins come back as tasks."""
 
@@ -115,6 +125,7 @@ class Router:
         rejections: Rejections,
         metrics: SchedulerMetrics,
         more_coming: Callable[[], bool],
+        models: Models,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -123,6 +134,7 @@ class Router:
         self._rejections = rejections
         self._metrics = metrics
         self._more_coming = more_coming
+        self._models = models
         self._queue = RequestQueue()
         self._placement = Placement(table, settings.sticky_tokens)
         self._history = DispatchHistory()
@@ -152,7 +164,11 @@ class Router:
             self._rejections.cancel(item)
         elif self._is_taken(item):
             self._rejections.settle(item)
+        elif (refused := self._refused(item)) is not None:
+            self._models.arrived(item.model, served=False)
+            self._refuse(item, refused)
         elif crowded and not self._is_late(item) and not self._is_served(item.model):
+            self._models.deferred(item.model)
             return False
         elif self._is_full(item):
             error = QueueFull(
@@ -162,7 +178,34 @@ class Router:
             self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
         else:
             self._enqueue(item)
+            self._models.arrived(item.model, served=self._is_served(item.model))
         return True
+
+    def _refused(self, item: WaitingRequest) -> ModelPlacement | None:
+        """Why the request would wait in vain: no host can take its model. One that another group has begun waits
+        all the same: it was accepted."""
+        if item.lane == "recovery" or item.attempt:
+            return None
+        placement = self._models.placement(item.model)
+        return (
+            placement
+            if placement is not None and placement.code and not self._is_served(item.model)
+            else None
+        )
+
+    def _refuse(self, item: WaitingRequest, placement: ModelPlacement) -> None:
+        retryable = error_from_code(placement.code, "").retryable
+        self._rejections.fail(item, placement.code, placement.reason, retryable=retryable)
+
+    def placed(self, model: str, placement: ModelPlacement | None) -> None:
+        """It was decided where the model is loaded, or that no host can take it."""
+        self._table.cordon(model, placement.cordoned if placement is not None else ())
+        if placement is not None and placement.code:
+            for item in self._queue.of(model):
+                if self._refused(item) is not None:
+                    self._queue.remove(item.generation_id)
+                    self._refuse(item, placement)
+        self.wake()
 
     def _is_taken(self, item: WaitingRequest) -> bool:
         """Whether a delivery is a repeat: a living ring has this attempt, or a later one has been placed."""
@@ -202,6 +245,11 @@ class Router:
     def waiting(self) -> Mapping[tuple[str, Lane], int]:
         """How many requests wait for each model in each lane, where any do. Not to be changed."""
         return self._queue.depths
+
+    def waited(self, model: str) -> float:
+        """Seconds that the request has waited which is next for `model`."""
+        item = self._queue.peek(model)
+        return asyncio.get_running_loop().time() - item.arrived if item is not None else 0.0
 
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
@@ -377,11 +425,17 @@ class Router:
                     "No group had room for the request before its deadline; try again later."
                 )
             else:
-                error = NoGroupAvailable(
-                    f"No executor group serves the model {item.model} at the moment; "
-                    "start one, or try again later."
-                )
+                error = NoGroupAvailable(self._why_unserved(item.model))
             self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
+
+    def _why_unserved(self, model: str) -> str:
+        placement = self._models.placement(model)
+        if placement is not None and placement.expected_at:
+            seconds = max(1, round(placement.expected_at - time.time()))
+            return f"The model {model} is still being loaded; try again in about {seconds:,} s."
+        if placement is not None and placement.reason:
+            return placement.reason
+        return f"No executor group serves the model {model} at the moment; start one, or try again later."
 
     def _release_lost(self, item: WaitingRequest) -> None:
         """We have been silent for so long that the broker has given the request to another scheduler."""

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 
 from services.scheduler.groups import GroupTable
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics, WaitingCollector, vllm_aliases
+from services.scheduler.models.controller import ModelController, waiting_of
+from services.scheduler.models.metrics import ModelMetrics
 from services.scheduler.placement import SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
 from services.scheduler.router import Router
 from services.scheduler.settings import SchedulerSettings
-from shared.messages import CancelRequest, GroupEvent, GroupRecord, SessionPin
+from shared.messages import CancelRequest, GroupEvent, GroupRecord, ModelPlacement, SessionPin
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from shared.service.lifecycle import Service
@@ -38,6 +41,8 @@ class SchedulerService(Service):
         self._intake: Intake | None = None
         self._router: Router | None = None
         self._rejections: Rejections | None = None
+        self._model_metrics = ModelMetrics(self.registry)
+        self._models: ModelController | None = None
 
     async def start(self) -> None:
         sessions = await Bucket.open(
@@ -46,21 +51,32 @@ class SchedulerService(Service):
         pins = SessionPins(sessions, self._settings.session_ttl, self._settings.session_cache)
         rejections = self._rejections = Rejections(self.bus, self._metrics)
         intake = self._intake = Intake(self.bus, self._settings, self._metrics, self._admit)
+        models = self._models = ModelController(
+            self.bus,
+            self.instance,
+            self._settings.model_lease,
+            self._waiting,
+            self._model_metrics,
+            self._placed,
+        )
         router = self._router = Router(
-            self.bus, self._settings, self._table, pins, rejections, self._metrics, intake.more_coming
+            self.bus, self._settings, self._table, pins, rejections, self._metrics, intake.more_coming, models
         )
         self.spawn(pins.follow(), "sessions")
         self.spawn(rejections.run(), "rejections")
         self.spawn(router.tick(), "tick")
         await self.bus.subscribe(subjects.CANCEL, CancelRequest, router.cancel)
         await self.bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_event)
-        await self._follow_groups()
+        await models.start(self.spawn)
+        await self._follow_groups(models)
         self.spawn(intake.look_after(), "intake")
         await intake.start()
 
     async def stop(self) -> None:
         if self._intake is None or self._router is None or self._rejections is None:
             return
+        if self._models is not None:
+            await self._models.stop()
         await self._intake.stop_pulling()
         await self._router.stop()
         with contextlib.suppress(TimeoutError):
@@ -71,7 +87,15 @@ class SchedulerService(Service):
         assert self._router is not None, "intake starts after the router"
         return self._router.admit(item, crowded=crowded)
 
-    async def _follow_groups(self) -> None:
+    def _waiting(self) -> Iterator[tuple[str, int, float]]:
+        if self._router is not None:
+            yield from waiting_of(self._router.waiting, self._router.waited)
+
+    def _placed(self, model: str, placement: ModelPlacement | None) -> None:
+        if self._router is not None:
+            self._router.placed(model, placement)
+
+    async def _follow_groups(self, models: ModelController) -> None:
         """Returns once every group that is recorded is known; goes on in the background."""
         known = asyncio.Event()
         bucket = await Bucket.open(self.bus, subjects.GROUPS_BUCKET, GroupRecord)
@@ -84,8 +108,10 @@ class SchedulerService(Service):
                 name, record = update
                 if record is None:
                     self._table.forget(name)
+                    models.forget_group(name)
                 else:
                     self._table.record(record)
+                    models.group(record)
                 self._wake()
 
         self.spawn(follow(), "groups")

@@ -29,3 +29,5 @@ class SchedulerSettings(CommonSettings):
     more than the time that so many tokens, and those of the request's prompt, take."""
     session_cache: int = Field(default=65_536, gt=0)
     """Session pins that a scheduler caches."""
+    model_lease: float = Field(default=4.0, ge=0.4, le=60.0)
+    """Seconds after which another scheduler decides which host loads which model, when the one that did has died."""

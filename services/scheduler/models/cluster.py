@@ -3,7 +3,7 @@
 memory of a host    |  used, by its own beat, or what its groups take  |  promised to loads it has not shown |  free  |
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostModel, HostRecord
@@ -47,6 +47,11 @@ class Replica:
     @property
     def draining(self) -> bool:
         return self.state == "draining"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it was loaded for the registry: an executor's own group is not unloaded."""
+        return f"{self.group}/".startswith(f"{self.host}/{self.model}/")
 
     @property
     def idle(self) -> bool:
@@ -102,6 +107,9 @@ class ClusterView:
         self._by_model: dict[str, dict[str, Replica]] = {}
         self._sizes: dict[str, int] = {}
         """The most that a group of each model is known to take."""
+        self._least: dict[str, int] = {}
+        """What hosts that had no room have said that it takes at least."""
+        self._sources: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         """What a load of each model has taken last, anywhere."""
         self._loading: dict[str, set[str]] = {}
@@ -215,17 +223,27 @@ class ClusterView:
         return self._by_model
 
     def learn(self, model: str, size: int) -> bool:
-        """A host has said what a group of the model would take; whether that is more than was known."""
-        return self._learn(model, size)
+        """A host without room has said what a group of the model takes at least; whether that is news."""
+        news = self._least.get(model) != size
+        self._least[model] = size
+        return news
+
+    def said(self, model: str, host: Host) -> HostModel | None:
+        """What the host says of the model: by its name, or by that of its files."""
+        return host.models.get(model) or host.models.get(self._sources.get(model, model))
 
     def size(self, model: str, host: Host) -> int:
         """Bytes that a group of the model takes on the host; 0: nobody knows."""
-        said = host.models.get(model)
-        return said.memory if said is not None and said.memory else self._sizes.get(model, 0)
+        if least := self._least.get(model):
+            return least
+        said = self.said(model, host)
+        if said is not None and said.memory:
+            return said.memory
+        return self._sizes.get(model, 0) or (said.total if said is not None else 0)
 
     def load_seconds(self, model: str, host: Host) -> float:
         """How long a load of the model is expected to take on the host."""
-        said = host.models.get(model)
+        said = self.said(model, host)
         size = self.size(model, host)
         if said is not None and said.state == "sleeping":
             return LOAD_BASE + size / SLEEP_BANDWIDTH
@@ -239,15 +257,15 @@ class ClusterView:
             return from_disk + max(0, said.total - said.done) / HUB_BANDWIDTH
         return from_disk + size / HUB_BANDWIDTH
 
-    def _learn(self, model: str, size: int) -> bool:
-        more = size > self._sizes.get(model, 0)
-        if more:
+    def _learn(self, model: str, size: int) -> None:
+        if size > self._sizes.get(model, 0):
             self._sizes[model] = size
-        return more
 
-    def keep(self, models: Iterable[str]) -> None:
-        """Forgets what was learned of any other model, but for those that have groups."""
-        kept = {*models, *self._by_model}
-        for learned in (self._sizes, self._seconds):
+    def keep(self, sources: Mapping[str, str]) -> None:
+        """The registry's models, and where their files come from. What was learned of any other is forgotten, but of
+        those that have groups."""
+        self._sources = dict(sources)
+        kept = {*sources, *self._by_model}
+        for learned in (self._sizes, self._least, self._seconds):
             for name in [name for name in learned if name not in kept]:
                 del learned[name]

@@ -13,6 +13,10 @@ MOST_TRIES = 5
 FORGOTTEN_AFTER = 3600.0
 NO_ROOM_PAUSE = 5.0
 """Seconds for which a host is not asked again that has refused for want of memory."""
+FORGOTTEN_SOON = 60.0
+"""Seconds after which it is forgotten that there was no room."""
+NO_ROOM_TRIES = 4
+"""Times in a row that it may say so where there should be room; then the load has failed."""
 
 
 @dataclass(slots=True)
@@ -34,8 +38,10 @@ class Failures:
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Failure]] = {}
         self._versions: dict[str, tuple[object, ...]] = {}
-        self._full: dict[tuple[str, str], float] = {}
-        """Where there was no room: until when."""
+        self._full: dict[tuple[str, str], tuple[float, int]] = {}
+        """Where there was no room: until when, and how often in a row."""
+        self._full_at: dict[tuple[str, str], float] = {}
+        """When hosts have said so by a heartbeat, by their clocks."""
 
     def told(self, model: str, host: str, failed_at: float, error: str, now: float) -> bool:
         """A host says that a load failed at `failed_at`; whether that is news."""
@@ -43,6 +49,14 @@ class Failures:
         if known is not None and failed_at <= known.told_at:
             return False
         self.failed(model, host, error, now, failed_at)
+        return True
+
+    def told_no_room(self, model: str, host: str, failed_at: float, error: str, now: float) -> bool:
+        """The same where it had no room for it."""
+        if failed_at <= self._full_at.get((model, host), 0.0):
+            return False
+        self._full_at[model, host] = failed_at
+        self.no_room(model, host, error, now)
         return True
 
     def failed(self, model: str, host: str, error: str, now: float, failed_at: float = 0.0) -> None:
@@ -54,17 +68,21 @@ class Failures:
         told_at = max(failed_at, known.told_at if known is not None else 0.0)
         self._known[model][host] = Failure(host, error, told_at, times, until)
 
-    def no_room(self, model: str, host: str, now: float) -> None:
+    def no_room(self, model: str, host: str, error: str, now: float) -> None:
         """The host has refused for want of memory: that is no fault of the model's."""
-        self._full[model, host] = now + NO_ROOM_PAUSE
+        times = self._full.get((model, host), (0.0, 0))[1] + 1
+        self._full[model, host] = now + NO_ROOM_PAUSE, times
+        if times >= NO_ROOM_TRIES:
+            self.failed(model, host, error, now)
 
     def succeeded(self, model: str, host: str) -> None:
         self._known.get(model, {}).pop(host, None)
+        self._full.pop((model, host), None)
 
     def blocked(self, model: str, host: str, now: float) -> bool:
         """Whether it is not to be tried there now."""
         known = self._known.get(model, {}).get(host)
-        return (known is not None and now < known.until) or now < self._full.get((model, host), 0.0)
+        return (known is not None and now < known.until) or now < self._full.get((model, host), (0.0, 0))[0]
 
     def of(self, model: str) -> Iterator[Failure]:
         yield from self._known.get(model, {}).values()
@@ -84,5 +102,7 @@ class Failures:
                 del self._known[model][host]
         for model in [model for model in self._versions if model not in self._known]:
             del self._versions[model]
-        for key in [key for key, until in self._full.items() if until <= now]:
+        for key in [key for key in self._full_at if key[0] not in specs or key[1] not in hosts]:
+            del self._full_at[key]
+        for key in [key for key, (until, _) in self._full.items() if until + FORGOTTEN_SOON <= now]:
             del self._full[key]

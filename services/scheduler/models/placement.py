@@ -24,7 +24,8 @@ from services.scheduler.models.demand import NO_DEMAND, Demand
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.refusals import Refused, why_not
 from services.scheduler.models.victims import Room, Worth, cheapest
-from shared.messages import LoadModel, ModelPlacement, ModelSpec, UnloadModel
+from shared.errors import ModelDoesNotFit
+from shared.messages import HostModel, LoadModel, ModelPlacement, ModelSpec, UnloadModel
 
 Reason = Literal["least", "demand", "asked", "replicas", "room", "idle", "unload", "removed"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -154,17 +155,18 @@ class ModelPlacer:
         placements = {name: self._placement(spec) for name, spec in specs.items()}
         return Decisions(self._commands, placements, unplaced)
 
-    def refused(self, command: Command, size: int, error: str) -> None:
-        """The host does not do it: it lacks room for `size` bytes, or `error` says why."""
+    def refused(self, command: Command, code: str, size: int, error: str) -> None:
+        """The host does not do it: `error` says why, `code` is one of `shared.errors`; `size`: bytes that the model
+        takes at least, where there is no room for it."""
         group = command.command.group
         if isinstance(command.command, UnloadModel):
             self._leaving.pop(group, None)
             return
         self._drop(group)
-        if not size:
+        if code != ModelDoesNotFit.code:
             self.failures.failed(command.model, command.host, error, self._now)
-        elif not self.cluster.learn(command.model, size):
-            self.failures.no_room(command.model, command.host, self._now)
+        elif not (size and self.cluster.learn(command.model, size)):
+            self.failures.no_room(command.model, command.host, error, self._now)
 
     # --- what has become of plans ----------------------------------------------------------------
 
@@ -178,6 +180,16 @@ class ModelPlacer:
                     if plan.host == host and plan.told_at:
                         self._drop(plan.group)
         self.failures.keep(self._specs, self.cluster.hosts, self._now)
+
+    def _is_news(self, model: str, host: str, item: HostModel) -> bool:
+        """Notes a failure that a host tells of; whether it was not known."""
+        there = self.cluster.hosts[host]
+        if item.memory <= there.free + sum(there.promised.values()):
+            return self.failures.told(model, host, item.failed_at, item.error, self._now)
+        news = self.failures.told_no_room(model, host, item.failed_at, item.error, self._now)
+        if news:  # it has found out what the model takes once it had its files
+            self.cluster.learn(model, item.memory)
+        return news
 
     def _look_at_plans(self) -> None:
         for plan in list(self._plans.values()):
@@ -194,7 +206,7 @@ class ModelPlacer:
         self._leaving = {name: at for name, at in self._leaving.items() if self.cluster.get(name) is not None}
 
     def _look_at_load(self, plan: Plan, host: Host, replica: Replica | None) -> None:
-        said = host.models.get(plan.model)
+        said = self.cluster.said(plan.model, host)
         if replica is not None or (said is not None and said.state in ("loading", "downloading")):
             plan.sign_at = self._now
         elif self._now - plan.sign_at > REPEAT * REPEATS:
@@ -213,7 +225,7 @@ class ModelPlacer:
         going = [replica for group in plan.victims if (replica := self.cluster.get(group)) is not None]
         if not going:  # what it says it uses does not shrink
             return self._now - plan.since > REPEAT and not self._has_room(plan, host)
-        return any(self._worth.keeps(replica.model) for replica in going)
+        return any(self._worth.keeps(replica) for replica in going)
 
     @staticmethod
     def _has_room(plan: Plan, host: Host) -> bool:
@@ -243,7 +255,9 @@ class ModelPlacer:
     # --- what is too much ------------------------------------------------------------------------
 
     def _unload_unwanted(self, spec: ModelSpec) -> None:
-        replicas = [replica for replica in self.cluster.of(spec.name) if not replica.draining]
+        replicas = [
+            replica for replica in self.cluster.of(spec.name) if replica.ours and not replica.draining
+        ]
         if self._is_unloaded(spec):
             for group in list(self._plans_of.get(spec.name, ())):
                 self._drop(group)
@@ -269,8 +283,7 @@ class ModelPlacer:
         """Groups that were loaded for the registry and whose model is in it no more."""
         for model in [model for model in self.cluster.models if model not in self._specs]:
             for replica in list(self.cluster.of(model)):
-                ours = f"{replica.group}/".startswith(f"{replica.host}/{model}/")
-                if ours and not replica.draining and replica.idle:
+                if replica.ours and not replica.draining and replica.idle:
                     self._unload(replica, "removed")
 
     def _unload(self, replica: Replica, reason: Reason, *, force: bool = False) -> None:
@@ -279,7 +292,7 @@ class ModelPlacer:
         told = self._leaving.get(replica.group)
         if host is None or not host.takes or (told is not None and self._now - told.told_at < REPEAT):
             return
-        sleeps = host.devices > 0 and reason in ("room", "idle")
+        sleeps = reason in ("room", "idle")
         command = UnloadModel(replica.group, force=force, sleep=sleeps)
         self._commands.append(Command(replica.host, command, replica.model, reason, told is not None))
         self._leaving[replica.group] = Leaving(self._now)
@@ -436,7 +449,6 @@ class ModelPlacer:
             return None
         spare = {replica.model: len(self._staying(replica.model)) > 1 for replica in candidates}
         found = cheapest(
-            host,
             candidates,
             size - host.free,
             lambda replica: self._worth.of(replica, host, spare=spare[replica.model]),
@@ -448,7 +460,7 @@ class ModelPlacer:
         spare: dict[str, int] = {}
         for replica in sorted(host.replicas.values(), key=lambda replica: replica.idle_since):
             name = replica.model
-            if name == model or replica.draining or self._worth.keeps(name):
+            if name == model or replica.draining or self._worth.keeps(replica):
                 continue
             if replica.group in self._leaving or replica.group in self._victims:
                 continue

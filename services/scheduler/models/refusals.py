@@ -71,7 +71,7 @@ def _stays(replica: Replica, cluster: ClusterView, worth: Worth) -> bool:
     if replica.draining:
         return False
     others = sum(not other.draining for other in cluster.of(replica.model)) - 1
-    return worth.keeps(replica.model) or others < worth.least(replica.model)
+    return worth.keeps(replica) or others < worth.least(replica.model)
 
 
 def _kept(model: str, hosts: Iterable[Host], cluster: ClusterView, worth: Worth) -> Refused:

@@ -64,7 +64,9 @@ class Worth:
         """Whether it was loaded too lately to go."""
         if not replica.ready:
             return True
-        seconds = self._cluster.load_seconds(replica.model, host)
+        said = self._cluster.said(replica.model, host)
+        seconds = said.load_seconds if said is not None else 0.0
+        seconds = seconds or replica.ready_at - replica.seen_at
         stay = min(max(RESIDENCE * seconds, SHORTEST_STAY), LONGEST_STAY) * (BUSY_STAY if busy else 1.0)
         return self._now - replica.ready_at < stay
 
@@ -72,10 +74,10 @@ class Worth:
         """Whether requests wait for it now."""
         return self._demand.get(model, NO_DEMAND).waiting > 0
 
-    def keeps(self, model: str) -> bool:
-        """Whether the model never makes room: it is pinned, or in no registry."""
-        spec = self._specs.get(model)
-        return spec is None or spec.pinned
+    def keeps(self, replica: Replica) -> bool:
+        """Whether it never makes room: its model is pinned or in no registry, or it is an executor's own group."""
+        spec = self._specs.get(replica.model)
+        return spec is None or spec.pinned or not replica.ours
 
     def least(self, model: str) -> int:
         spec = self._specs.get(model)
@@ -83,7 +85,7 @@ class Worth:
 
 
 def cheapest(
-    host: Host, candidates: Iterable[Replica], needed: int, cost: Callable[[Replica], float]
+    candidates: Iterable[Replica], needed: int, cost: Callable[[Replica], float]
 ) -> tuple[tuple[Replica, ...], float] | None:
     """Groups that together free `needed` bytes at little cost, and that cost; None: they do not free as much.
 

@@ -82,11 +82,14 @@ class Leader:
         self._subscriptions: list[Any] = []
 
     async def start(self, state: GroupStatus = "ready") -> None:
+        await self.subscribe()
+        await self.record(state)
+
+    async def subscribe(self) -> None:
         self._subscriptions = [
             await self._bus.subscribe(subjects.dispatch(self.name), DispatchBatch, self._on_batch),
             await self._bus.subscribe(subjects.control(self.name), ControlCommand, self._on_control),  # type: ignore[arg-type]
         ]
-        await self.record(state)
 
     async def stop(self) -> None:
         """Dies without a word."""

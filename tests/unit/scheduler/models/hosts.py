@@ -154,7 +154,7 @@ class FakeCluster:
         if size > self.free(host):
             assert command.model not in self.known, "memory is exceeded"
             self.known.add(command.model)
-            self.placer.refused(command, size, "There is no room.")
+            self.placer.refused(command, "model_does_not_fit", size, "There is no room.")
             return
         self.known.add(command.model)
         assert command.command.group not in host.groups, "it is there already"

@@ -138,11 +138,11 @@ def test_a_size_that_nobody_knows_is_learned_from_a_refusal() -> None:
     cluster.ask("b")
     (command,) = cluster.step().commands
     assert isinstance(command.command, LoadModel)
-    cluster.placer.refused(command, 50 * GB, "no room")
+    cluster.placer.refused(command, "model_does_not_fit", 50 * GB, "no room")
     (command,) = cluster.step().commands
     assert isinstance(command.command, UnloadModel)
     assert command.reason == "room"
-    cluster.placer.refused(command, 0, "no such group")
+    cluster.placer.refused(command, "invalid_request", 0, "no such group")
 
 
 def test_failures_are_tried_elsewhere_then_told_then_not_tried_for_ever() -> None:

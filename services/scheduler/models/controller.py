@@ -1,0 +1,332 @@
+"""The asyncio shell around the placement of models: follows what is, tells hosts what to do.
+
+    KV registry, hosts, groups ──▶ ClusterView ─┐
+    models.waiting, models.demand ▶ DemandTracker ┼─ holder of the lease: decide ──▶ hosts.<instance>.control
+                                                  └──────────────────────────────▶ KV placements ──▶ all schedulers
+
+Every scheduler follows all of it, so that whoever takes over the lease knows what there is. While the registry is empty
+nothing is said and nobody holds the lease.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+import structlog
+
+from services.scheduler.models.cluster import ClusterView
+from services.scheduler.models.demand import DemandTracker
+from services.scheduler.models.lease import Lease
+from services.scheduler.models.metrics import ModelMetrics
+from services.scheduler.models.placement import Command, Decisions, ModelPlacer
+from shared.errors import BrokerUnavailable, RyzansteinError
+from shared.messages import (
+    GroupRecord,
+    HostRecord,
+    HostReply,
+    Lane,
+    ModelDemand,
+    ModelLease,
+    ModelPlacement,
+    ModelSpec,
+    SchedulerDemand,
+    WaitingModel,
+)
+from shared.messages.registry import MAX_MODELS
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.tasks import TaskSet
+
+TICK = 1.0
+"""Seconds between two decisions, and between two words on demand, when nothing happens."""
+SHORTEST = 0.05
+"""Seconds between two decisions at least, however much happens."""
+COMMAND_TIMEOUT = 5.0
+"""Seconds that a host has to answer."""
+DEFERRED = 8.0
+"""Seconds for which a request that was left in the stream counts as waiting: it is delivered again before."""
+LEAST_CHANGE = 4.0
+"""Seconds by which the expected moment of a load has to change before it is said again."""
+
+log = structlog.get_logger(__name__)
+
+Waiting = Callable[[], Iterator[tuple[str, int, float]]]
+"""Of one's own queue: model, requests, seconds that the first of them has waited."""
+
+
+class ModelController:
+    """One per scheduler. `on_placement` is called with whatever is decided of a model, here or elsewhere."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        instance: str,
+        lease: float,
+        waiting: Waiting,
+        metrics: ModelMetrics,
+        on_placement: Callable[[str, ModelPlacement | None], None],
+    ) -> None:
+        """`lease` in seconds."""
+        self._bus = bus
+        self._instance = instance
+        self._waiting = waiting
+        self._metrics = metrics
+        self._on_placement = on_placement
+        self._specs: dict[str, ModelSpec] = {}
+        self._cluster = ClusterView()
+        self._placer = ModelPlacer(self._cluster)
+        self._demand = DemandTracker()
+        self._arrived: Counter[str] = Counter()
+        self._arrived_at: dict[str, float] = {}
+        """When a request for each model came last, in monotonic seconds."""
+        self._deferred: dict[str, float] = {}
+        """When a request for each model was last left in the stream for want of space, in monotonic seconds."""
+        self._said: dict[str, ModelPlacement] = {}
+        """What the bucket `placements` has."""
+        self._registry = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
+        self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
+        self._leases = Bucket(bus, subjects.LEASES_BUCKET, ModelLease)
+        self._lease = Lease(self._leases, instance, lease)
+        self._changed = asyncio.Event()
+        self._cold = asyncio.Event()
+        self._registered = asyncio.Event()
+        self._sending = TaskSet("command_failed")
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def start(self, spawn: Callable[..., object]) -> None:
+        """Returns once the buckets are there; the rest goes on in tasks of `spawn`. Raises `BrokerUnavailable`."""
+        for bucket in (self._registry, self._hosts, self._placements, self._leases):
+            await bucket.ensure()
+        await self._bus.subscribe(subjects.SCHEDULER_DEMAND, SchedulerDemand, self._on_scheduler)
+        await self._bus.subscribe(subjects.MODEL_DEMAND, ModelDemand, self._on_gateway)
+        spawn(self._follow_registry(), "registry")
+        spawn(self._follow_hosts(), "hosts")
+        spawn(self._follow_placements(), "placements")
+        spawn(self._hold_lease(), "lease")
+        spawn(self._tell_demand(), "demand")
+        spawn(self._decide(), "models")
+
+    async def stop(self) -> None:
+        """Another scheduler may decide from now on."""
+        await self._sending.cancel()
+        await self._lease.release()
+
+    # --- from the scheduler ----------------------------------------------------------------------
+
+    def group(self, record: GroupRecord) -> None:
+        self._cluster.group(record, time.time())
+        self._changed.set()
+
+    def forget_group(self, name: str) -> None:
+        self._cluster.forget_group(name)
+        self._changed.set()
+
+    def deferred(self, model: str) -> None:
+        """A request for a model that nobody serves was left in the stream: others need the space."""
+        if model in self._specs:
+            self._deferred[model] = asyncio.get_running_loop().time()
+            self._cold.set()
+
+    def arrived(self, model: str, *, served: bool) -> None:
+        """A request has come; `served`: whether some group serves its model."""
+        if model not in self._specs:
+            return
+        self._metrics.requests.labels("hit" if served else "cold").inc()
+        self._arrived[model] += 1
+        self._arrived_at[model] = asyncio.get_running_loop().time()
+        if not served:
+            self._cold.set()
+
+    def placement(self, model: str) -> ModelPlacement | None:
+        """What was said of it last; None: it is in no registry, or nobody has decided yet."""
+        return self._said.get(model)
+
+    # --- what is followed ------------------------------------------------------------------------
+
+    async def _follow_registry(self) -> None:
+        async for update in self._registry.watch():
+            if update is None:
+                continue
+            name, spec = update
+            if spec is None:
+                self._specs.pop(name, None)
+                self._arrived.pop(name, None)
+                self._arrived_at.pop(name, None)
+            elif name in self._specs or len(self._specs) < MAX_MODELS:
+                self._specs[name] = spec
+            self._cluster.keep({spec.name: spec.source for spec in self._specs.values()})
+            self._demand.keep(self._specs, time.time())
+            if self._specs:
+                self._registered.set()
+            self._changed.set()
+
+    async def _follow_hosts(self) -> None:
+        async for update in self._hosts.watch():
+            if update is None:
+                continue
+            name, record = update
+            if record is None:
+                self._cluster.forget_host(name)
+            else:
+                self._cluster.host(record)
+            self._changed.set()
+
+    async def _follow_placements(self) -> None:
+        async for update in self._placements.watch():
+            if update is not None:
+                self._note(*update)
+
+    def _note(self, model: str, said: ModelPlacement | None) -> None:
+        if said is None:
+            self._said.pop(model, None)
+        else:
+            self._said[model] = said
+        self._on_placement(model, said)
+
+    async def _on_scheduler(self, said: SchedulerDemand) -> None:
+        if said.scheduler != self._instance:
+            self._heard(said)
+
+    def _heard(self, said: SchedulerDemand) -> None:
+        known = [item for item in said.models if item.model in self._specs]
+        self._demand.report(SchedulerDemand(said.scheduler, known), time.time())
+        if any(item.waiting for item in known):
+            self._changed.set()
+
+    async def _on_gateway(self, said: ModelDemand) -> None:
+        if said.model in self._specs:
+            self._demand.held(said, time.time())
+            self._changed.set()
+
+    # --- what is said ----------------------------------------------------------------------------
+
+    async def _tell_demand(self) -> None:
+        """Every `TICK`, and at once when a request comes for a model that nobody serves."""
+        while True:
+            await self._registered.wait()
+            said = SchedulerDemand(self._instance, self._own_demand())
+            self._heard(said)
+            try:
+                await self._bus.publish(subjects.SCHEDULER_DEMAND, said)
+            except RyzansteinError as error:
+                log.debug("demand_not_told", error=str(error))
+            await _pause(self._cold, SHORTEST, TICK)
+
+    def _own_demand(self) -> list[WaitingModel]:
+        now = asyncio.get_running_loop().time()
+        self._deferred = {model: at for model, at in self._deferred.items() if now - at < DEFERRED}
+        waiting = {model: (1, now - at) for model, at in self._deferred.items() if model in self._specs}
+        waiting.update({model: (count, age) for model, count, age in self._waiting() if model in self._specs})
+        return [
+            WaitingModel(
+                model,
+                *waiting.get(model, (0, 0.0)),
+                arrived=self._arrived[model],
+                idle=max(0.0, now - self._arrived_at.get(model, now)),
+            )
+            for model in {*waiting, *self._arrived}
+        ]
+
+    # --- decisions -------------------------------------------------------------------------------
+
+    async def _hold_lease(self) -> None:
+        while True:
+            await self._registered.wait()
+            held = self._lease.held
+            await self._lease.look()
+            self._metrics.decides.set(self._lease.held)
+            if self._lease.held != held:
+                self._changed.set()
+            await asyncio.sleep(self._lease.pause)
+
+    async def _decide(self) -> None:
+        while True:
+            await self._registered.wait()
+            if self._lease.held:
+                await self._once()
+            else:
+                self._metrics.unplaced.set(0)
+            await _pause(self._changed, SHORTEST, TICK)
+
+    async def _once(self) -> None:
+        now = time.time()
+        self._demand.keep(self._specs, now)
+        try:
+            decisions = self._placer.decide(self._specs, self._demand.all(now), now)
+        except Exception:  # the models that are loaded serve on
+            log.exception("model_placement_failed")
+            return
+        for command in decisions.commands:
+            self._sending.spawn(self._send(command), f"{command.host} {command.model}")
+        self._metrics.unplaced.set(len(decisions.unplaced))
+        await self._say(decisions)
+
+    async def _send(self, command: Command) -> None:
+        subject = subjects.host_control(command.host)
+        told = {"host": command.host, "group": command.command.group, "model": command.model}
+        try:
+            reply = await self._bus.request(subject, command.command, HostReply, timeout=COMMAND_TIMEOUT)
+        except (BrokerUnavailable, msgspec.DecodeError) as error:  # it is sent again
+            self._metrics.refused.inc()
+            log.warning("host_not_told", **told, error=str(error))
+            return
+        kind = type(command.command).__name__
+        if reply.ok:
+            self._metrics.told(command)
+            log.info("host_told", **told, command=kind, reason=command.reason)
+        else:
+            self._metrics.refused.inc()
+            log.warning("host_refused", **told, command=kind, reason=command.reason, error=reply.error)
+            self._placer.refused(command, reply.code, reply.memory, reply.error)
+        self._changed.set()
+
+    async def _say(self, decisions: Decisions) -> None:
+        """Writes what has changed of the models' placements, and removes those of no model."""
+        try:
+            for model, placement in decisions.placements.items():
+                if _differs(self._said.get(model), placement):
+                    await self._placements.put(model, placement)
+                    self._note(model, placement)
+            for model in [model for model in self._said if model not in self._specs]:
+                await self._placements.delete(model)
+                self._note(model, None)
+        except RyzansteinError as error:
+            log.warning("placement_not_written", error=str(error))
+
+
+def _differs(said: ModelPlacement | None, new: ModelPlacement) -> bool:
+    if said is None:
+        return True
+    if (
+        bool(said.expected_at) != bool(new.expected_at)
+        or abs(said.expected_at - new.expected_at) >= LEAST_CHANGE
+    ):
+        return True
+    return msgspec.structs.replace(said, expected_at=0.0) != msgspec.structs.replace(new, expected_at=0.0)
+
+
+async def _pause(event: asyncio.Event, least: float, most: float) -> None:
+    """Until `event` is set, at most `most` seconds, at least `least`."""
+    await asyncio.sleep(least)
+    try:
+        await asyncio.wait_for(event.wait(), most - least)
+    except TimeoutError:
+        return
+    finally:
+        event.clear()
+
+
+def waiting_of(
+    depths: Mapping[tuple[str, Lane], int], age: Callable[[str], float]
+) -> Iterator[tuple[str, int, float]]:
+    """A scheduler's queue as `Waiting`: `depths` by model and lane; `age`: seconds that a model's first has waited."""
+    totals: Counter[str] = Counter()
+    for (model, _), count in depths.items():
+        totals[model] += count
+    for model, count in totals.items():
+        yield model, count, age(model)

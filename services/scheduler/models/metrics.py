@@ -1,0 +1,45 @@
+"""Prometheus metrics of the models that come and go. What the cluster does is told by who holds the lease."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.scheduler.models.placement import REASONS, Command
+from shared.messages import LoadModel
+from shared.service.endpoints import begin_at_zero
+
+_PREFIX = "ryzanstein_models"
+
+
+class ModelMetrics:
+    """One object per service."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter = partial(Counter, namespace=_PREFIX, registry=registry)
+        gauge = partial(Gauge, namespace=_PREFIX, registry=registry)
+        self.loads = counter("loads", "Loads of models that hosts were told, by reason.", ["reason"])
+        self.unloads = counter("unloads", "Unloads of models that hosts were told, by reason.", ["reason"])
+        self.requests = counter(
+            "requests",
+            "Requests for models of the registry: a group served it (hit), or none did (cold).",
+            ["what"],
+        )
+        self.refused = counter("refused_commands", "Commands that hosts have refused, or not answered.")
+        self.decides = gauge("deciding", "1 for the scheduler that decides which host loads what.")
+        self.unplaced = gauge(
+            "unplaced",
+            "Models that are asked for and that no host can take; told by the scheduler that decides.",
+        )
+        begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
+        begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])
+        begin_at_zero(self.requests, ("hit", "cold"))
+
+    def told(self, command: Command) -> None:
+        """A host has taken the command."""
+        if not command.repeated:
+            counter = self.loads if isinstance(command.command, LoadModel) else self.unloads
+            counter.labels(command.reason).inc()
+
+
+LOADS = ("least", "demand", "asked", "replicas")
+"""Reasons of loads; the others are of unloads."""
