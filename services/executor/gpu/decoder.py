@@ -4,10 +4,11 @@
 can hold them. What a step reads is in `StepInputs`; what it writes are the KV store and the tensors it returns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +17,14 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
+from services.executor.gpu.adapters import AdaptedProduct, DecoderAdapters
 from services.executor.gpu.attention import GpuKernels, processors_of
+from services.executor.gpu.device import sent
 from services.executor.gpu.experts import Mixture
 from services.executor.gpu.inputs import StepInputs, inputs_of
-from services.executor.gpu.kernels import elementwise
+from services.executor.gpu.kernels import elementwise, low_rank
 from services.executor.gpu.kernels.experts import arrivals_of
+from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.gpu.linear import (
     MakeProduct,
     Product,
@@ -30,13 +34,17 @@ from services.executor.gpu.linear import (
     make_product,
 )
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.adapters.files import LowRank
+from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowered_experts import Routing
 from services.executor.model.lowering import (
     Lowered,
     LoweredLayer,
     down_of,
+    gate_up_linears_of,
     gate_up_of,
     linears_of,
+    qkv_linears_of,
     qkv_of,
     release,
     sums_of,
@@ -60,6 +68,8 @@ class _Layer:
     gate_up: Product | None
     """Of all rows; beside experts the shared one's, if there is one."""
     down: Product | None
+    adapted: dict[str, AdaptedProduct]
+    """What adapters add to these products, by their names here."""
     experts: Mixture | None
     rotary: int
     index: int
@@ -105,8 +115,10 @@ class GpuDecoder:
         self._output_columns = slice(first * width, (first + layout.output_heads.size) * width)
         device = store.device
         self._arrivals = arrivals_of(processors_of(device), device)
+        self._names, self.adapters = lowered.names, DecoderAdapters()
         self._frequencies = [(radians.to(device), scale) for radians, scale in lowered.frequencies]
         self._layers = [self._layer(index, layer, make) for index, layer in enumerate(lowered.layers)]
+        self._names = {}  # of modules whose weights are here now
         self._final_norm = lowered.final_norm
         embedding, self._first_token, self._split = vocabulary(lowered)
         self._embedded = make_lookup(embedding, store.shape.dtype)
@@ -118,6 +130,17 @@ class GpuDecoder:
         self.processors = 0 if batch_invariant else self._attention.processors
         """What works at once on the device; 0: keys are never split."""
 
+    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
+        """See `AdapterHolder`."""
+        self.adapters.load(slot, weights)
+
+    def drop(self, slot: int) -> None:
+        self.adapters.drop(slot)
+
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """See `ReservingHolder`."""
+        self.adapters.reserve(slots, max_rank)
+
     # --- what a graph can hold -------------------------------------------------------------------
 
     def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None) -> Tensor:
@@ -125,17 +148,19 @@ class GpuDecoder:
 
         `on_layer` is called as each layer has been launched. Raises `RingLost`.
         """
+        rows = self._adapted_rows(inputs.adapters)
         residual = self._embed(inputs.token_ids)
         rotations = self._rotations(inputs.positions)
         states = elementwise.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
         for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
-            attended = self._attend(layer, states, inputs, rotations)
-            summed = self._collectives.all_reduce(layer.output(attended))
+            attended = self._attend(layer, states, inputs, rotations, rows)
+            made = layer.adapted["output"].add(attended, layer.output(attended), rows)
+            summed = self._collectives.all_reduce(made)
             states = self._add_norm(
                 summed, residual, layer, "after_attention_norm", layer.norms["feed_forward_norm"]
             )
-            summed = self._collectives.all_reduce(self._feed_forward(layer, states, inputs.slots))
+            summed = self._collectives.all_reduce(self._feed_forward(layer, states, inputs, rows))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
         return states
@@ -167,7 +192,12 @@ class GpuDecoder:
             self.processors,
             alone=self.batch_invariant,
         )
-        return inputs._replace(compressions=self.pairs_of(plan))
+        return inputs._replace(compressions=self.pairs_of(plan), adapters=self.adapters_of(plan))
+
+    def adapters_of(self, plan: StepPlan) -> Tensor | None:
+        """The slots of the rows of `plan`, as `StepInputs.adapters`."""
+        slots = slots_of_rows(plan) if self.adapters.slots else None
+        return None if slots is None else sent(slots.astype(np.int32), self._store.device)
 
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         """The blocks that `plan` fills, as `StepInputs.compressions`."""
@@ -214,11 +244,16 @@ class GpuDecoder:
         return rotations
 
     def _attend(
-        self, layer: _Layer, states: Tensor, inputs: StepInputs, rotations: list[elementwise.Rotation]
+        self,
+        layer: _Layer,
+        states: Tensor,
+        inputs: StepInputs,
+        rotations: list[elementwise.Rotation],
+        rows: LowRankRows | None,
     ) -> Tensor:
         """[T, q heads of the output * head dim] of the normed `states` [T, hidden]."""
         query = elementwise.place(
-            layer.qkv(states),
+            layer.adapted["qkv"].add(states, layer.qkv(states), rows),
             self._q_heads,
             None if layer.rotary < 0 else rotations[layer.rotary],
             inputs.slots,
@@ -233,13 +268,18 @@ class GpuDecoder:
         self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out)
         return out.view(tokens, -1)[:, self._output_columns]
 
-    def _feed_forward(self, layer: _Layer, states: Tensor, slots: Tensor) -> Tensor:
+    def _feed_forward(
+        self, layer: _Layer, states: Tensor, inputs: StepInputs, rows: LowRankRows | None
+    ) -> Tensor:
         """This rank's share of the sum, [T, hidden] of the normed `states` [T, hidden]."""
         made = None
         if layer.gate_up is not None and layer.down is not None:
-            made = layer.down(elementwise.gated(layer.gate_up(states), gelu=self._gelu))
+            gate_up = layer.adapted["gate_up"].add(states, layer.gate_up(states), rows)
+            inner = elementwise.gated(gate_up, gelu=self._gelu)
+            made = layer.adapted["down"].add(inner, layer.down(inner), rows)
         if layer.experts is not None:
-            made = layer.experts(states, slots, made)
+            adapters = None if rows is None else inputs.adapters
+            made = layer.experts(states, inputs.slots, made, adapters)
         assert made is not None, "a layer feeds forward by something"
         return made
 
@@ -249,12 +289,32 @@ class GpuDecoder:
         )
 
     def _mixture(self, routing: Routing, make: MakeProduct) -> Mixture:
-        return Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.batch_invariant)
+        mixture = Mixture(routing, make, self._arrivals, gelu=self._gelu, invariant=self.batch_invariant)
+        mixture.take_adapters(self.adapters, self._names[routing.experts])
+        return mixture
+
+    def _adapted_rows(self, slots: Tensor | None) -> LowRankRows | None:
+        """Those of a step whose rows have adapters in `slots`."""
+        if slots is None or not self.adapters.slots:
+            return None
+        return low_rank.rows_by_slot(slots, self.adapters.slots)
+
+    def _adapted(self, linears: Sequence[Any]) -> AdaptedProduct:
+        """What adapters add to the product of `linears`, before their weights go."""
+        outputs = [linear.stored.shape[0] for linear in linears]
+        return self.adapters.product([self._names[linear] for linear in linears], outputs, self._store.device)
 
     def _layer(self, index: int, layer: LoweredLayer, make: MakeProduct) -> _Layer:
         attention: Any = layer.attention
         feed_forward: Any = layer.feed_forward
         norms, scalars = layer.norms, self._scalars
+        adapted = {
+            "qkv": self._adapted(qkv_linears_of(attention)),
+            "output": self._adapted([attention.o_proj]),
+        }
+        if feed_forward is not None:
+            adapted["gate_up"] = self._adapted(gate_up_linears_of(feed_forward))
+            adapted["down"] = self._adapted([down_of(feed_forward)])
         made = _Layer(
             norms=norms,
             head_norms=(norms["query_norm"], norms["key_norm"]) if "query_norm" in norms else None,
@@ -262,6 +322,7 @@ class GpuDecoder:
             output=make(*weights_of(attention.o_proj)),
             gate_up=None if feed_forward is None else make_joined(gate_up_of(feed_forward), make),
             down=None if feed_forward is None else make(*weights_of(down_of(feed_forward))),
+            adapted=adapted,
             experts=None if layer.routing is None else self._mixture(layer.routing, make),
             rotary=layer.rotary,
             index=index,

@@ -6,13 +6,15 @@ are defined. Experts are multiplied by as they were loaded: plain, eight bits wi
 scales for groups. All of it waits for nothing on the host.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from services.executor.gpu.adapters import DecoderAdapters
 from services.executor.gpu.attention import processors_of
-from services.executor.gpu.kernels import elementwise, experts
+from services.executor.gpu.kernels import elementwise, experts, low_rank
 from services.executor.gpu.kernels.experts import Routed, Rule, arrivals_of
 from services.executor.gpu.kernels.grouped import PackedRows
 from services.executor.gpu.linear import MakeProduct
@@ -39,7 +41,7 @@ class Mixture:
         if routing.router_bias is not None:
             biases[0] = routing.router_bias.float()
         self._router = make(torch.cat([gate.float() for gate in gates]), torch.cat(biases))
-        self._count = len(routing.router)
+        self._count, self._device = len(routing.router), arrivals.device
         self._correction, self._rule, self._gelu = routing.correction, rule_of(routing.choice), gelu
         self._tile = experts.MOST_TILE if invariant else 0
         how = (self._count, arrivals, 0 if invariant else processors_of(arrivals.device))
@@ -48,13 +50,37 @@ class Mixture:
         )
         release_experts(routing)
 
-    def __call__(self, x: Tensor, slots: Tensor, shared: Tensor | None) -> Tensor:
+    def take_adapters(self, adapters: DecoderAdapters, path: str) -> None:
+        """Has `adapters` change the experts, which the model calls `path`."""
+        self._adapters = adapters
+        self._adapted = [
+            adapters.product([f"{path}.{leaf}"], [product.outputs], self._device)
+            for leaf, product in zip(EXPERT_WEIGHTS, (self._gate_up, self._down), strict=True)
+        ]
+
+    def __call__(
+        self, x: Tensor, slots: Tensor, shared: Tensor | None, adapters: Tensor | None = None
+    ) -> Tensor:
         """[T, hidden] of `x` [T, hidden], plus what the shared expert has made of it, if there is one. A row with a
-        negative one of `slots` [T] goes to no expert."""
+        negative one of `slots` [T] goes to no expert; `adapters` int32 [T]: slots of the rows' LoRA adapters."""
         logits = self._router(x.float())
         routed = experts.route(logits, self._correction, slots, self._count, self._rule, self._tile)
-        inner = elementwise.gated(self._gate_up(x, routed), gelu=self._gelu)
-        return experts.combine(self._down(inner, routed), routed, self._count, shared, logits)
+        if adapters is None:
+            inner = elementwise.gated(self._gate_up(x, routed), gelu=self._gelu)
+            return experts.combine(self._down(inner, routed), routed, self._count, shared, logits)
+        entry, out = self._adapted
+        pairs = low_rank.pairs_by_slot(adapters, routed.chosen, self._adapters.slots, self._count)
+        inner = elementwise.gated(entry.add(x, self._gate_up(x, routed), pairs), gelu=self._gelu)
+        made = out.add(inner, self._down(inner, routed), pairs)
+        return experts.combine(made, routed, self._count, shared, logits)
+
+
+AddOfPairs = Callable[[Tensor, Tensor, Tensor], None]
+"""Adds to the last, [T * K, out] of the rows' experts, the second, [T, K], what is made of the first."""
+
+
+def _nothing(x: Tensor, chosen: Tensor, made: Tensor) -> None:
+    return
 
 
 class ModuleExperts:
@@ -72,10 +98,25 @@ class ModuleExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, hidden], by transformers' names: `top_k_index` and `top_k_weights` are [T, K]."""
+        return self.with_adapters(hidden_states, top_k_index, top_k_weights, _nothing, _nothing)
+
+    def with_adapters(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        entry: AddOfPairs,
+        out: AddOfPairs,
+    ) -> Tensor:
+        """The same, where `entry` and `out` add to what leads into the experts and out of them."""
         chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
         routed = experts.sort(chosen, weights, self._count)
-        inner = self._apply_gate(self._gate_up(hidden_states, routed))
-        return experts.combine(self._down(inner, routed), routed, self._count)
+        gate_up = self._gate_up(hidden_states, routed)
+        entry(hidden_states, chosen, gate_up)
+        inner = self._apply_gate(gate_up)
+        made = self._down(inner, routed)
+        out(inner, chosen, made)
+        return experts.combine(made, routed, self._count)
 
 
 def use_expert_kernels(model: Any, device: torch.device) -> None:
@@ -95,11 +136,11 @@ class StackedProduct:
         `processors` 0: inputs are not split."""
         weight = weight.view(-1, weight.shape[-1]) if isinstance(weight, Tensor) else weight
         self._weight, self._arrivals, self._processors = weight, arrivals, processors
-        self._outputs = weight.outputs if isinstance(weight, PackedRows) else weight.shape[0] // count
+        self.outputs = weight.outputs if isinstance(weight, PackedRows) else weight.shape[0] // count
 
     def __call__(self, x: Tensor, routed: Routed) -> Tensor:
         """[T * K, out] of `x`, one row for each row of the step or for each pair."""
-        weight, outputs = self._weight, self._outputs
+        weight, outputs = self._weight, self.outputs
         splits = experts.splits_for(routed, outputs, weight.shape[1], self._processors)
         if isinstance(weight, PackedRows):
             return experts.multiply_stacked_groups(

@@ -13,7 +13,7 @@ for embeddings) and what is larger than the ladder is not replayed: `replay` say
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
 from services.executor.gpu.decoder import GpuDecoder
+from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import (
     Ints,
     Part,
@@ -40,6 +41,8 @@ from services.executor.gpu.inputs import (
 from services.executor.gpu.kernels.attention_launch import rows_for
 from services.executor.gpu.kernels.tiles import Tiles, splits_of
 from services.executor.gpu.sampling import resolve
+from services.executor.model.adapters.files import LowRank
+from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
 from shared.errors import reason_of
 
@@ -228,6 +231,10 @@ class StepGraphs:
         self._before = before
         self._ladder = ladder(most_sequences)
         self._graphs: dict[int, Work] = {}
+        self._with_adapters: dict[int, Work | None] = {}
+        """Captured as steps with adapters come; None: it could not be."""
+        self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
+        self._most_memory = MOST_MEMORY
         self._results = Computed(*(torch.empty(0),) * 3)
         """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
 
@@ -246,6 +253,7 @@ class StepGraphs:
         `agree`: whether every rank says yes, so that all have the same graphs. Block 0 must be free.
         """
         began = time.perf_counter()
+        self._most_memory = most_memory
         self._results = self._room_for_results()
         before = self._capture.memory()
         for rung in reversed(self._ladder):
@@ -268,17 +276,37 @@ class StepGraphs:
         rung = rung_for(plan.num_decodes, self.rungs)
         if rung is None:
             return None
+        slots = slots_of_rows(plan)
+        graph = self._graphs[rung] if slots is None else self._graph_with_adapters(rung)
         arrays = padded(arrays_of(plan, self._shape.block_size, self._shape.group), rung).flat()
-        if not self._staging.fits(arrays):
+        if graph is None or not self._staging.fits(arrays):
             return None
         self._staging.stage(arrays)
-        self._graphs[rung]()
+        if slots is not None:
+            filled = _longer(slots, rung, -1)
+            self._adapter_slots[:rung].copy_(sent(filled, self._adapter_slots.device))
+        graph()
         count = len(plan.sample_rows) // 4
         return Computed(*(result[:count] for result in self._results))
+
+    def _graph_with_adapters(self, rung: int) -> Work | None:
+        """The graph of steps of which some rows have LoRA adapters, captured when the first one comes: most models get
+        none. All ranks are here for the same step. None where it cannot be captured."""
+        if rung not in self._with_adapters:
+            before = self._capture.memory()
+            self._adapter_slots.fill_(-1)
+            graph = self._captured(rung, self._work(rung, with_adapters=True))
+            if graph is not None and not self._within(
+                rung, self._capture.memory() - before, self._most_memory
+            ):
+                graph = None
+            self._with_adapters[rung] = graph
+        return self._with_adapters[rung]
 
     def close(self) -> None:
         """Lets the graphs go, with what they hold of the collectives. Steps are computed without them."""
         self._graphs.clear()
+        self._with_adapters.clear()
 
     def _room_for_results(self) -> Computed:
         """As many rows as the largest size has, each like those of a step of one."""
@@ -292,16 +320,20 @@ class StepGraphs:
         )
 
     def _capture_one(self, rung: int) -> bool:
-        work = self._work(rung)
+        graph = self._captured(rung, self._work(rung))
+        if graph is not None:
+            self._graphs[rung] = graph
+        return graph is not None
+
+    def _captured(self, rung: int, work: Work) -> Work | None:
         self._capture.warm_up(work)  # what fails here would fail without a graph too
         try:
-            self._graphs[rung] = self._capture.record(work)
+            return self._capture.record(work)
         except Exception as error:  # whatever it was that a graph cannot hold: kernel by kernel it runs
             log.warning(
                 "cuda_graph_failed", size=rung, reason=reason_of(error), instead="launching kernel by kernel"
             )
-            return False
-        return True
+            return None
 
     def _within(self, rung: int, used: int, most: int) -> bool:
         if used <= most:
@@ -309,9 +341,11 @@ class StepGraphs:
         log.warning("cuda_graphs_too_large", size=rung, mib=used // _MIB, most_mib=most // _MIB)
         return False
 
-    def _work(self, rung: int) -> Work:
+    def _work(self, rung: int, *, with_adapters: bool = False) -> Work:
         """A step of `rung` decodes over the tensors that are staged for it; they hold a step of nobody now."""
         inputs = self._inputs(rung)
+        if with_adapters:
+            inputs = inputs._replace(adapters=self._adapter_slots[:rung])
         logits_of, largest_of, tokens_of = (result[:rung] for result in self._results)
 
         def work() -> None:
@@ -379,6 +413,17 @@ class GraphedDecoder:
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
 
+    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
+        """See `AdapterHolder`."""
+        self._inner.load(slot, weights)
+
+    def drop(self, slot: int) -> None:
+        self._inner.drop(slot)
+
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """See `ReservingHolder`."""
+        self._inner.reserve(slots, max_rank)
+
     def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
         computed = None if self._graphs is None else self._graphs.replay(plan)
         if computed is not None:
@@ -396,7 +441,9 @@ class GraphedDecoder:
         else:
             tensors = to_device(arrays, self._device)
         inputs = as_inputs(step, tensors, splits_for(step, shape.kv_heads, shape.processors))
-        inputs = inputs._replace(compressions=self._inner.pairs_of(plan))
+        inputs = inputs._replace(
+            compressions=self._inner.pairs_of(plan), adapters=self._inner.adapters_of(plan)
+        )
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
         return inputs

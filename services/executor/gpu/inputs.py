@@ -52,6 +52,8 @@ class StepInputs(NamedTuple):
     compressions: Tensor | None = None
     """int64 [C, 2] (hot block, place among the cold ones): what the step fills, compressed in each layer between its
     writes and its attention. None: nothing, or behind the step, as decodes alone allow."""
+    adapters: Tensor | None = None
+    """[T]: slots of the rows' LoRA adapters, -1 for none; None: no row has one."""
 
     def of(self, kv_heads: int, group: int) -> Sequence[Batch]:
         """`batches`, which were made for these heads."""

@@ -229,6 +229,8 @@ class Lowered:
     activation: Activation
     inputs: ModelInputs | None
     """Of the layers."""
+    names: dict[nn.Module, str]
+    """Of the model's modules."""
 
     @property
     def native_alone(self) -> str:
@@ -298,14 +300,19 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
         scalars=_scalars(model, config, family, layers, dtype),
         activation=activation,
         inputs=lower_inputs(base, dtype),
+        names={module: name for name, module in model.named_modules()},
     )
 
 
 def qkv_of(attention: Any) -> list[Weights]:
     """Queries, keys and values of a layer, in one linear or in three."""
+    return [weights_of(linear) for linear in qkv_linears_of(attention)]
+
+
+def qkv_linears_of(attention: Any) -> list[Any]:
     if hasattr(attention, "qkv_proj"):
-        return [weights_of(attention.qkv_proj)]
-    return [weights_of(getattr(attention, name)) for name in projections_of(attention)]
+        return [attention.qkv_proj]
+    return [getattr(attention, name) for name in projections_of(attention)]
 
 
 def projections_of(attention: Any) -> tuple[str, ...]:
@@ -337,10 +344,12 @@ def gated_rows_of(attention: Any) -> list[Rows]:
 
 def gate_up_of(feed_forward: Any) -> list[Weights]:
     """Gate and up projections of a layer, in one linear or in two."""
+    return [weights_of(linear) for linear in gate_up_linears_of(feed_forward)]
+
+
+def gate_up_linears_of(feed_forward: Any) -> list[Any]:
     fused = fused_gate_up_of(feed_forward)
-    if fused is not None:
-        return [weights_of(fused)]
-    return [weights_of(feed_forward.gate_proj), weights_of(feed_forward.up_proj)]
+    return [feed_forward.gate_proj, feed_forward.up_proj] if fused is None else [fused]
 
 
 def fused_gate_up_of(feed_forward: Any) -> Any:

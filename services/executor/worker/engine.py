@@ -274,7 +274,8 @@ class RingMember:
         limits = step_limits(settings, context) if device.type == "cuda" else None
         runner = share.runner(storage.store, storage.spill, limits)
         if settings.max_adapters:
-            runner.serve_adapters(share.facts.adapter_targets, share.dtype, settings.max_adapter_rank)
+            numbers = (settings.max_adapters, settings.max_adapter_rank)
+            runner.serve_adapters(share.facts.adapter_targets, share.dtype, *numbers)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))

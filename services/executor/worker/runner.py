@@ -22,8 +22,8 @@ from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.adapters.holder import AdapterHolder
-from services.executor.model.adapters.modules import AdapterSlots, ModuleAdapters
+from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder
+from services.executor.model.adapters.modules import AdapterLoader, ModuleAdapters
 from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowering import Decoder, sums_of
 from services.executor.model.parallel.layers import VocabParallelHead
@@ -122,20 +122,24 @@ class ModelRunner:
         self._collectives = collectives
         self._device = device
         self._widths = widths
-        self._adapters: AdapterSlots | None = None
+        self._adapters: AdapterLoader | None = None
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
         self.scored: Scores = no_scores()
         """What the last step's `plan.score_rows` gave, on rank 0."""
 
-    def serve_adapters(self, targets: Sequence[AdapterTarget], dtype: torch.dtype, max_rank: int) -> None:
-        """Has steps load and use LoRA adapters of up to `max_rank`, where what computes can; `targets`: this rank's,
-        `dtype`: the model's."""
+    def serve_adapters(
+        self, targets: Sequence[AdapterTarget], dtype: torch.dtype, slots: int, max_rank: int
+    ) -> None:
+        """Has steps load and use LoRA adapters of up to `max_rank`, in as many `slots`, where what computes can;
+        `targets`: this rank's, `dtype`: the model's."""
         holder: Any = self._decoder
         if self._decoder is None:
             holder = ModuleAdapters(self._model, targets, self._device)
+        if isinstance(holder, ReservingHolder):
+            holder.reserve(slots, max_rank)
         if isinstance(holder, AdapterHolder):
-            self._adapters = AdapterSlots(holder, targets, dtype, max_rank)
+            self._adapters = AdapterLoader(holder, targets, dtype, max_rank)
 
     @property
     def takes_adapters(self) -> bool:

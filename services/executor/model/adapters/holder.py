@@ -25,6 +25,15 @@ class AdapterHolder(Protocol):
         ...
 
 
+@runtime_checkable
+class ReservingHolder(AdapterHolder, Protocol):
+    """One whose slots are made before they are used."""
+
+    def reserve(self, slots: int, max_rank: int) -> None:
+        """Makes `slots` for adapters of up to `max_rank`; called once, before any is loaded."""
+        ...
+
+
 def slots_of_rows(plan: StepPlan) -> Int64Array | None:
     """int64 [T]: the adapter slot of each row of the flat batch, -1 for none; None where no row has one."""
     of_sequences = as_int32(plan.adapters)

@@ -127,7 +127,7 @@ class ModuleAdapters:
         return self._rows
 
 
-class AdapterSlots:
+class AdapterLoader:
     """Reads what steps load, for whatever computes them."""
 
     def __init__(

@@ -44,6 +44,9 @@ class FakeLayers:
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         return None
 
+    def adapters_of(self, plan: StepPlan) -> Tensor | None:
+        return None
+
     def compress(self, plan: StepPlan) -> None:
         return
 

@@ -76,7 +76,7 @@ def with_slots(plan: StepPlan, script: Script, slots: Sequence[int]) -> StepPlan
 
 def runner_of(directory: Path, collectives: Collectives, dtype: torch.dtype = torch.float32) -> ModelRunner:
     runner = make_runner(directory, collectives, dtype)
-    runner.serve_adapters(targets_of(runner._model), dtype, 64)
+    runner.serve_adapters(targets_of(runner._model), dtype, 4, 64)
     return runner
 
 
