@@ -6,6 +6,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "adapters.h"
 #include "attention_stages.h"
 #include "experts.h"
 #include "gemm.h"
@@ -260,7 +261,8 @@ static void forward(void *argument, int thread)
     rz_pending left = RZ_NOTHING_LEFT;
     for (int i = 0; i < model->layers; i++) {
         if (decoder->tail.there && i == decoder->tail.from) {
-            rz_keep_rows(decoder, thread, left, step->sample_rows, &decoder->tail.step, decoder->tail.attention);
+            rz_keep_rows(decoder, thread, left, step->sample_rows, &decoder->tail.step, decoder->tail.attention,
+                         &decoder->tail.adapter_rows);
             left = RZ_NOTHING_LEFT;
         }
         if (decoder->step->tokens && !run_layer(decoder, thread, &model->layer[i], left))
@@ -323,6 +325,15 @@ static int slots_exist(const rz_model *model, const rz_step *step)
     return good;
 }
 
+/* Whether every sequence's adapter has a slot, where any has one. */
+static int adapters_exist(const rz_step *step)
+{
+    int good = !step->num_adapters || step->num_adapters == step->sequences;
+    for (long i = 0; good && i < step->num_adapters; i++)
+        good = step->adapters[i] >= -1 && step->adapters[i] < step->adapter_slots;
+    return good;
+}
+
 /* A plan that names blocks or rows that do not exist would write over other memory. */
 static int is_sound(const rz_model *model, const rz_step *step)
 {
@@ -336,7 +347,8 @@ static int is_sound(const rz_model *model, const rz_step *step)
     return rows == step->tokens && blocks == step->table_blocks
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
         && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
-        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && slots_exist(model, step);
+        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && slots_exist(model, step)
+        && adapters_exist(step);
 }
 
 /* Of the step and of its tail. */
@@ -368,7 +380,10 @@ int rz_decoder_forward(rz_decoder *decoder, const rz_step *step)
         return RZ_NO_MEMORY;
     if (!rz_workspace_reserve_rounded(&decoder->space, decoder->rounded_row * (size_t)step->tokens))
         return RZ_NO_MEMORY;
+    if (!rz_plan_adapters(decoder, step))
+        return RZ_NO_MEMORY;
     rz_threads_run(decoder->threads, forward, decoder);
+    decoder->adapter_rows = NULL;
     return atomic_load(&decoder->failed) ? RZ_RING_LOST : RZ_OK;
 }
 
@@ -500,5 +515,6 @@ void rz_decoder_free(rz_decoder *decoder)
     for (int i = 0; i < RZ_HEADS; i++)
         rz_workspace_free_attention(&decoder->whole[i]);
     rz_free_tail(&decoder->tail);
+    rz_free_adapters(decoder);
     free(decoder);
 }

@@ -47,12 +47,35 @@ typedef struct {
     int64_t outputs, code_stride, scale_stride, minimum_stride, super_stride, super_minimum_stride;
 } rz_codes;
 
+/* What one adapter adds to a linear, or to one of its experts or heads: B (A x), see adapters.h. */
+enum { RZ_MODULES = 4 /* that are joined in a linear, at most */ };
+typedef struct {
+    const void *shrink;             /* A of all modules: blocks of 16 of `columns`, by pairs of inputs */
+    const void *expand[RZ_MODULES]; /* B of each: blocks of 16 of its outputs, by pairs of its columns */
+    int32_t columns;                /* between A and B, a multiple of 16; 0: nothing is added */
+    int32_t first[RZ_MODULES];      /* where those of a module begin, an even number */
+    int32_t pairs[RZ_MODULES];      /* half of how many there are; 0: nothing is added to its outputs */
+} rz_low_rank;
+
+/* Which of a module's blocks of B some outputs take. */
+typedef struct {
+    int32_t module, block;
+} rz_adapted_block;
+
+/* What adapters add to a linear. */
+typedef struct {
+    const int32_t *first; /* [16 outputs each, whole panels, of one expert or head, and one more]: in `blocks` */
+    const rz_adapted_block *blocks;
+    const rz_low_rank *const *slots; /* [slots of adapters]: [experts or heads]; NULL: nothing */
+} rz_adapted;
+
 typedef struct rz_linear {
     const void *packed; /* see gemm.h; where it is quantized, quantized.h */
     const float *bias;  /* [outputs] or NULL */
     int32_t outputs, inputs;
     rz_format format;
     const struct rz_linear *next; /* the outputs behind these, of another format; or NULL */
+    const rz_adapted *adapted;    /* or NULL */
 } rz_linear;
 
 enum { RZ_SOFTMAX, RZ_SIGMOID };
@@ -238,9 +261,13 @@ typedef struct {
     const int32_t *state_slots;     /* [sequences], where layers are recurrent: where each one's states are */
     const int32_t *state_snapshots; /* [num_snapshots][2], (row, slot): the states behind that row go there, too */
     int64_t num_states, num_snapshots;
+    const int32_t *adapters; /* [num_adapters: none, or sequences]: the slot of each one's adapter; -1: it has none */
+    int64_t num_adapters;
+    int64_t adapter_slots;   /* that every `rz_adapted` has */
+    int64_t shrunk_columns;  /* of any adapter in them, at most */
 } rz_step;
 
-/* Bytes of linear, layer, model, step, codes, experts, recurrent and latent. Whoever fills them asks whether theirs are these. */
+/* Bytes of linear, layer, model, step, codes, experts, recurrent, latent, adapted and low rank. Whoever fills them asks whether theirs are these. */
 void rz_sizes(int64_t *sizes);
 
 /* The levels of instructions (levels/) that this processor runs, by name, the best first, each with a space behind it,

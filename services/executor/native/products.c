@@ -1,6 +1,7 @@
 /* See products.h. */
 #include "products.h"
 
+#include "adapters.h"
 #include "float_codes.h"
 #include "gemm.h"
 #include "largest.h"
@@ -13,6 +14,8 @@ typedef struct {
     long before, outputs; /* of the linears before it, and of all */
     long origin;          /* the linear's output that is the first here */
     rz_rounded rounded;   /* the activations, where it is quantized */
+    const rz_expansion *added; /* by adapters; or NULL */
+    long shrinks;         /* that are tasks of this one's stage */
 } segment;
 
 /* Some rows by one panel; `coming`: the panel that this thread needs next; -1: none, or the same. */
@@ -130,6 +133,12 @@ RZ_INLINE long stride_of(const rz_product *job)
     return job->stride ? job->stride : job->linear->inputs;
 }
 
+/* What adapters add to the sums of `rows` rows from `row` on. */
+static void expand_rows(const segment *part, piece at, long row, long rows, float *sums)
+{
+    rz_expand(part->added, row, rows, at.panel * PANEL, at.coming < 0 ? -1 : at.coming * PANEL, sums);
+}
+
 static void multiply_bf16(const segment *part, piece at, int thread)
 {
     const rz_product *job = part->job;
@@ -141,6 +150,8 @@ static void multiply_bf16(const segment *part, piece at, int thread)
     for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
         int here = (int)((last - row + tiles - 1) / tiles);
         rz_tile(here, job->x + row * stride, stride, weights, pairs, sums, PANEL, 0, &ahead);
+        if (part->added)
+            expand_rows(part, at, row, here, sums);
         end_rows(part, sums, row, here, at.panel * PANEL, thread);
         row += here;
     }
@@ -160,6 +171,8 @@ static void multiply_quantized(const segment *part, piece at, int thread)
         const long stride = stride_of(part->job);
         rz_float_codes_panel(&linear->format, here, coming, part->job->x + at.first * stride, stride, at.rows, sums);
     }
+    if (part->added)
+        expand_rows(part, at, at.first, at.rows, sums);
     end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
 }
 
@@ -179,6 +192,16 @@ static void product_task(void *argument, long task, long next, int thread)
     const long panel = task % panels, first = task / panels * ROWS_OF_TASK;
     const long coming = panels > 1 && next < panels * rz_pieces_of(rows) ? next % panels : -1;
     multiply_piece(part, (piece){ panel, coming, first, least(ROWS_OF_TASK, rows - first) }, thread);
+}
+
+/* The same where rows have adapters: first they are shrunk. */
+static void adapted_task(void *argument, long task, long next, int thread)
+{
+    const segment *part = argument;
+    if (task < part->shrinks)
+        rz_shrink(part->added, task);
+    else
+        product_task(argument, task - part->shrinks, next - part->shrinks, thread);
 }
 
 static void round_task(void *argument, long row, long next, int thread)
@@ -206,12 +229,23 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
     segment part = { .job = &job };
     for (const rz_linear *linear = job.linear; linear; linear = linear->next)
         part.outputs += linear->outputs;
+    rz_expansion added;
+    if (rz_is_adapted(decoder, job.linear)) {
+        added = rz_expansion_of(decoder, job.linear, job.x, stride_of(&job));
+        part.shrinks = rz_shrinks(decoder, thread, &added);
+        part.added = part.shrinks ? &added : NULL;
+    }
     for (const rz_linear *linear = job.linear; linear; linear = linear->next) {
         part.linear = linear;
         round_rows(decoder, thread, booked, &part);
         const long tasks = (linear->outputs + PANEL - 1) / PANEL * rz_pieces_of(job.rows);
-        rz_run_stage(decoder, thread, booked, tasks, product_task, &part);
+        if (part.added) {
+            added.adapted = linear->adapted;
+            added.outputs = linear->outputs;
+        }
+        rz_run_stage(decoder, thread, booked, tasks + part.shrinks, part.shrinks ? adapted_task : product_task, &part);
         part.before += linear->outputs;
+        part.shrinks = 0; /* they are done */
     }
 }
 
@@ -220,7 +254,28 @@ void rz_multiply(rz_decoder *decoder, int thread, int booked, rz_product job)
 typedef struct {
     const rz_product *job;
     long heads, panels, step, out_step; /* panels: of a head */
+    const rz_expansion *added;          /* by adapters; or NULL */
 } shares;
+
+/* The same of one head: its rows are shrunk apart. */
+static rz_expansion added_to_head(const shares *all, long head)
+{
+    rz_expansion own = *all->added;
+    own.copy = head;
+    own.outputs = all->panels * PANEL;
+    own.origin = head * own.outputs;
+    own.x += head * all->step;
+    own.shrunk += head * all->job->rows * own.stride;
+    return own;
+}
+
+static void shrink_head_task(void *argument, long head, long next, int thread)
+{
+    (void)next, (void)thread;
+    const shares *all = argument;
+    const rz_expansion own = added_to_head(all, head);
+    rz_shrink_rows(&own, 0, all->job->rows, NULL);
+}
 
 static void heads_task(void *argument, long task, long next, int thread)
 {
@@ -230,14 +285,24 @@ static void heads_task(void *argument, long task, long next, int thread)
     rz_product own = *all->job;
     own.x += head * all->step;
     own.out = (bf16 *)own.out + head * all->out_step;
-    const segment part = { .job = &own, .linear = own.linear, .origin = head * all->panels * PANEL };
+    rz_expansion added;
+    if (all->added)
+        added = added_to_head(all, head);
+    const segment part = { .job = &own, .linear = own.linear, .origin = head * all->panels * PANEL,
+                           .added = all->added ? &added : NULL };
     const long coming = panels > 1 && next < panels * rz_pieces_of(rows) ? next % panels : -1;
     multiply_bf16(&part, (piece){ panel, coming, first, least(ROWS_OF_TASK, rows - first) }, thread);
 }
 
 void rz_multiply_heads(rz_decoder *decoder, int thread, int booked, rz_product job, long heads, long step, long out_step)
 {
-    const shares all = { &job, heads, job.linear->outputs / heads / PANEL, step, out_step };
+    shares all = { &job, heads, job.linear->outputs / heads / PANEL, step, out_step, NULL };
+    rz_expansion added;
+    if (rz_is_adapted(decoder, job.linear)) {
+        added = rz_expansion_of(decoder, job.linear, job.x, stride_of(&job));
+        all.added = &added;
+        rz_run_stage(decoder, thread, booked, heads, shrink_head_task, &all);
+    }
     rz_run_stage(decoder, thread, booked, heads * all.panels * rz_pieces_of(job.rows), heads_task, (void *)&all);
 }
 
@@ -247,12 +312,21 @@ typedef struct {
     segment part;
     const rz_group *groups;
     long count, panels; /* of groups; of an expert */
+    const rz_expansion *added; /* by adapters; or NULL */
 } share;
 
-static segment part_of(const share *all, const rz_group *group)
+/* An expert's share; `added`: room for what adapters add to it. */
+static segment part_of(const share *all, const rz_group *group, rz_expansion *added)
 {
     segment part = all->part;
     part.origin = group->expert * part.outputs;
+    if (!all->added)
+        return part;
+    *added = *all->added;
+    added->copy = group->expert;
+    added->origin = part.origin;
+    added->outputs = part.outputs;
+    part.added = added;
     return part;
 }
 
@@ -284,7 +358,8 @@ static void activate_task(void *argument, long task, long next, int thread)
     const share *all = argument;
     long panel, coming;
     const rz_group *group = group_of(all, task, &panel);
-    const segment part = part_of(all, group);
+    rz_expansion added;
+    const segment part = part_of(all, group, &added);
     const long done = (task - group->first_piece * all->panels) % rz_pieces_of(group->rows) * ROWS_OF_TASK;
     if (next < activate_tasks(all))
         group_of(all, next, &coming);
@@ -300,7 +375,8 @@ static void add_task(void *argument, long task, long next, int thread)
     const share *all = argument;
     for (long i = 0; i < all->count; i++) {
         const rz_group *group = all->groups + i;
-        const segment part = part_of(all, group);
+        rz_expansion added;
+        const segment part = part_of(all, group, &added);
         const long panel = group->expert * all->panels + task;
         long coming = next < all->panels ? all->groups[0].expert * all->panels + next : -1;
         if (i + 1 < all->count)
@@ -313,12 +389,33 @@ static void add_task(void *argument, long task, long next, int thread)
     }
 }
 
+/* Some rows of one group are shrunk. */
+static void shrink_expert_task(void *argument, long task, long next, int thread)
+{
+    (void)next, (void)thread;
+    const share *all = argument;
+    const rz_group *group = all->groups;
+    while (task >= group->first_piece + rz_pieces_of(group->rows))
+        group++;
+    rz_expansion own;
+    (void)part_of(all, group, &own);
+    const long done = (task - group->first_piece) * ROWS_OF_TASK;
+    rz_shrink_rows(&own, group->first + done, least(ROWS_OF_TASK, group->rows - done), all->part.job->from);
+}
+
 void rz_multiply_experts(rz_decoder *decoder, int thread, int booked, rz_product job, long experts, rz_group *groups,
                          long count)
 {
     share all = { .part = { .job = &job, .linear = job.linear, .outputs = job.linear->outputs / experts },
                   .groups = groups, .count = count };
     all.panels = all.part.outputs / PANEL;
+    rz_expansion added;
+    if (rz_is_adapted(decoder, job.linear)) {
+        added = rz_expansion_of(decoder, job.linear, job.x, stride_of(&job));
+        added.tokens = decoder->space.routing.tokens;
+        all.added = &added;
+        rz_run_stage(decoder, thread, booked, activate_tasks(&all) / all.panels, shrink_expert_task, &all);
+    }
     round_rows(decoder, thread, booked, &all.part);
     if (job.end == ADD)
         rz_run_stage(decoder, thread, booked, all.panels, add_task, &all);

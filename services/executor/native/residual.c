@@ -93,6 +93,7 @@ typedef struct {
     const int32_t *rows;
     const rz_step *step;
     const rz_attention_plan *attention;
+    const rz_adapter_rows *adapters;
 } kept;
 
 static void move_row(float *rows, long width, long to, long from)
@@ -117,12 +118,14 @@ static void keep_task(void *argument, long task, long next, int thread)
     }
     job->decoder->step = job->step;
     job->decoder->attention = job->attention;
+    if (job->decoder->adapter_rows)
+        job->decoder->adapter_rows = job->adapters;
 }
 
 void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
-                  const rz_attention_plan *attention)
+                  const rz_attention_plan *attention, const rz_adapter_rows *adapters)
 {
-    kept job = { decoder, &left, rows, step, attention };
+    kept job = { decoder, &left, rows, step, attention, adapters };
     rz_run_stage(decoder, thread, RZ_NORM, 1, keep_task, &job);
 }
 

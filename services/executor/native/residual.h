@@ -24,7 +24,7 @@ void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pendi
 /* Goes on with `step` and its `attention`, of which row i is row `rows[i]` of the one so far, in ascending order; the residual is what it
  * is behind what is left to do. */
 void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
-                  const rz_attention_plan *attention);
+                  const rz_attention_plan *attention, const rz_adapter_rows *adapters);
 
 /* The rows that are sampled, behind the last norm; and the sums of pools. */
 void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending left);

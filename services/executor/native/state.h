@@ -11,6 +11,20 @@
 #include "threads.h"
 #include "workspace.h"
 
+/* Rows of a step that have one adapter. */
+typedef struct {
+    long slot, first, rows; /* first: in `order` */
+} rz_slot_rows;
+
+/* A step's rows by their adapters: see adapters.h. */
+typedef struct {
+    long room;            /* of what follows */
+    int32_t *slots;       /* [tokens]: of each row's adapter; -1: it has none */
+    int32_t *order;       /* rows that have one, by slots */
+    rz_slot_rows *groups; /* [count] */
+    long count;
+} rz_adapter_rows;
+
 /* What the last layers compute of a step, where they store nothing: see tail.h. */
 typedef struct {
     int from;         /* the first of those layers; as many as there are layers: there are none */
@@ -19,6 +33,7 @@ typedef struct {
     int32_t *numbers; /* its arrays */
     long room;        /* of them */
     rz_attention_plan attention[RZ_HEADS];
+    rz_adapter_rows adapter_rows;
 } rz_tail;
 
 struct rz_decoder {
@@ -30,6 +45,13 @@ struct rz_decoder {
     rz_attention_plan whole[RZ_HEADS]; /* of the caller's step */
     rz_tail tail;
     size_t rounded_row; /* bytes of a row of rounded activations, at most; 0 where no linear is quantized */
+    const rz_adapter_rows *adapter_rows; /* of `step`; NULL: no sequence has an adapter */
+    rz_adapter_rows whole_rows;          /* of the caller's step */
+    operand *shrunk;                     /* [rows of a product, shrunk_stride] */
+    size_t shrunk_room;                  /* bytes */
+    long shrunk_stride;
+    long *shrinks_due;                   /* of each thread */
+    atomic_long shrinks_done;
     atomic_int failed;
     int64_t spent[RZ_PARTS]; /* written by thread 0 */
 };

@@ -68,4 +68,6 @@ void rz_sizes(int64_t *sizes)
     sizes[5] = sizeof(rz_experts);
     sizes[6] = sizeof(rz_recurrent);
     sizes[7] = sizeof(rz_latent);
+    sizes[8] = sizeof(rz_adapted);
+    sizes[9] = sizeof(rz_low_rank);
 }

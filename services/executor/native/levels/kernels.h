@@ -29,7 +29,10 @@
 #define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
 #define rz_float_codes_row RZ_OF_LEVEL(rz_float_codes_row)
+#define rz_expand RZ_OF_LEVEL(rz_expand)
+#define rz_expansion_of RZ_OF_LEVEL(rz_expansion_of)
 #define rz_first_of_tail RZ_OF_LEVEL(rz_first_of_tail)
+#define rz_free_adapters RZ_OF_LEVEL(rz_free_adapters)
 #define rz_free_tail RZ_OF_LEVEL(rz_free_tail)
 #define rz_keep_rows RZ_OF_LEVEL(rz_keep_rows)
 #define rz_largest RZ_OF_LEVEL(rz_largest)
@@ -49,6 +52,7 @@
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
 #define rz_place_latents RZ_OF_LEVEL(rz_place_latents)
+#define rz_plan_adapters RZ_OF_LEVEL(rz_plan_adapters)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
 #define rz_plan_recurrent RZ_OF_LEVEL(rz_plan_recurrent)
 #define rz_quantize RZ_OF_LEVEL(rz_quantize)
@@ -69,6 +73,9 @@
 #define rz_rounded_row RZ_OF_LEVEL(rz_rounded_row)
 #define rz_run_experts RZ_OF_LEVEL(rz_run_experts)
 #define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
+#define rz_shrink RZ_OF_LEVEL(rz_shrink)
+#define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
+#define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
@@ -84,6 +91,7 @@
 #define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
 
 #include "../activations.c"
+#include "../adapters.c"
 #include "../attention.c"
 #include "../attention_stages.c"
 #include "../codec.c"
