@@ -1,7 +1,7 @@
 """A rank's forward pass through the native kernels."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +14,10 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
-from services.executor.cpu.packed_model import ACTIVATIONS, PackedLayer, PackedModel
+from services.executor.cpu.adapters import NativeAdapters
+from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, PackedLayer, PackedModel
 from services.executor.kv_cache.store import KvStore
+from services.executor.model.adapters.files import LowRank
 from services.executor.model.lowered_latent import LatentShape
 from services.executor.native.library import (
     PARTS,
@@ -65,6 +67,7 @@ class NativeDecoder:
         self._experts: list[Experts] = []
         self._recurrent: list[Recurrent] = []
         self._latents: list[Latent] = []
+        self.adapters = NativeAdapters()
         for index, layer in enumerate(packed.layers):
             self._describe_layer(index, layer)
         self._model = self._describe_model(layout, ring)
@@ -106,6 +109,7 @@ class NativeDecoder:
             num_snapshots=len(plan.state_snapshots) // (2 * _INT),
             progress=progress.address,
             **results,
+            **self.adapters.arguments(plan),
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
         )
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
@@ -115,6 +119,14 @@ class NativeDecoder:
             raise IndexError("the step plan names KV blocks, slots or rows that do not exist")
         if result == _NO_MEMORY:
             raise ConfigurationError(_NO_ROOM)
+
+    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
+        """See `NativeAdapters`."""
+        self.adapters.load(slot, weights)
+
+    def drop(self, slot: int) -> None:
+        """See `NativeAdapters`."""
+        self.adapters.drop(slot)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape
@@ -144,8 +156,9 @@ class NativeDecoder:
         for name in ("qkv", "output", "gate_up", "down", "input_gate", "input_projection"):
             if (linear := getattr(layer, name)) is not None:
                 setattr(into, name, linear.describe())
+                self.adapters.attach(linear, getattr(into, name))
         if layer.experts is not None:
-            self._experts.append(layer.experts.describe())
+            self._experts.append(self._describe_experts(layer.experts))
             into.experts = ctypes.pointer(self._experts[-1])
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
@@ -161,6 +174,8 @@ class NativeDecoder:
         into.keys_are_values, into.norms_values = layer.keys_are_values, layer.norms_values
         if layer.latent is not None:
             self._latents.append(layer.latent.describe())
+            if layer.latent.query_b is not None:
+                self.adapters.attach(layer.latent.query_b, self._latents[-1].query_b)
             into.latent = ctypes.pointer(self._latents[-1])
         hot = self._store.hot(layer.page)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]
@@ -168,6 +183,15 @@ class NativeDecoder:
         into.codec = CODECS["" if codec is None else codec.name]
         into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
+
+    def _describe_experts(self, experts: PackedExperts) -> Experts:
+        described = experts.describe()
+        self.adapters.attach(experts.router, described.router)
+        self.adapters.attach(experts.gate_up, described.gate_up, experts.count)
+        self.adapters.attach(experts.down, described.down, experts.count)
+        if experts.shared_gate is not None:
+            self.adapters.attach(experts.shared_gate, described.shared_gate)
+        return described
 
     def _describe_model(self, layout: ShardLayout, ring: SharedMemory | None) -> Model:
         packed, states = self.packed, self._store.states
@@ -201,6 +225,7 @@ class NativeDecoder:
             model.heads[index] = _heads_of(ShardLayout.of(counts, layout.world_size, layout.rank), latent)
         if packed.inputs is not None:
             model.inputs = packed.inputs.describe()
+            self.adapters.attach(packed.inputs.projection, model.inputs.projection)
         if ring is not None:
             model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model
@@ -228,7 +253,7 @@ def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> Heads:
 
 _ARRAYS = (
     *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
-    *("compressions", "state_slots", "state_snapshots"),
+    *("compressions", "state_slots", "state_snapshots", "adapters"),
 )
 
 

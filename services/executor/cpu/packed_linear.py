@@ -8,7 +8,7 @@ meet in registers, are brought to one format.
 import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -30,6 +30,32 @@ GATE_RUN = 16
 
 
 @dataclass(frozen=True)
+class Source:
+    """Which outputs of a model's module some rows are: row i its output `first + i * stride`, of this rank's."""
+
+    module: str
+    """By its name in transformers' model; of experts' parameters theirs"""
+    first: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """Where a module's outputs are in a packed weight, as `Piece` says it."""
+
+    source: Source
+    rows: int
+    first: int
+    run: int
+    step: int
+
+    def places(self) -> Tensor:
+        """int64 [rows]: where the rows go."""
+        rows = torch.arange(self.rows)
+        return self.first + rows // self.run * self.step + rows % self.run
+
+
+@dataclass(frozen=True)
 class Piece:
     """Rows of a packed weight that come from one tensor: row i goes to `first + i // run * step + i % run`."""
 
@@ -39,6 +65,8 @@ class Piece:
     first: int
     run: int
     step: int
+    source: Source | None = None
+    """None: nothing is asked of where they come from"""
 
     @property
     def rows(self) -> int:
@@ -56,8 +84,7 @@ class Piece:
 
     def places(self) -> Tensor:
         """int64 [rows]: where the rows go."""
-        rows = torch.arange(self.rows)
-        return self.first + rows // self.run * self.step + rows % self.run
+        return SourceRows(Source(""), self.rows, self.first, self.run, self.step).places()
 
 
 def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[Piece]:
@@ -74,6 +101,11 @@ def one_after_another(parts: Iterable[tuple[Weight, Tensor | None]]) -> list[Pie
 def alternating(gate: tuple[Weight, Tensor | None], up: tuple[Weight, Tensor | None]) -> list[Piece]:
     """A gate and an up projection of equally many rows, a multiple of 16, in alternating runs."""
     return [Piece(*gate, 0, GATE_RUN, 2 * GATE_RUN), Piece(*up, GATE_RUN, GATE_RUN, 2 * GATE_RUN)]
+
+
+def named(pieces: list[Piece], sources: Iterable[Source]) -> list[Piece]:
+    """The same, with the source of each."""
+    return [replace(piece, source=source) for piece, source in zip(pieces, sources, strict=True)]
 
 
 def split_rows(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
@@ -109,6 +141,8 @@ class PackedLinear:
     """int32 [columns], of a quantized weight"""
     next: "PackedLinear | None" = None
     """The outputs behind these, of another format"""
+    sources: list[SourceRows] = field(default_factory=list)
+    """Of its outputs; of experts those of each"""
 
     @classmethod
     def of(cls, library: Any, pieces: list[Piece], pool: Executor, threads: int) -> "PackedLinear":
@@ -175,7 +209,15 @@ def _of_one_format(pieces: list[Piece]) -> list[list[Piece]]:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-    return [one_after_another((piece.weight, piece.bias) for piece in run) for run in runs]
+    return [
+        [
+            replace(laid, source=piece.source)
+            for laid, piece in zip(
+                one_after_another((piece.weight, piece.bias) for piece in run), run, strict=True
+            )
+        ]
+        for run in runs
+    ]
 
 
 def _alike(one: Weight, other: Weight) -> bool:
@@ -220,7 +262,7 @@ def _pack_bf16(
     jobs = [part for piece in pieces for part in piece.cut(threads)]
     for job in [pool.submit(_pack, library, part, packed) for part in jobs]:
         job.result()
-    return PackedLinear(packed, _joined_bias(pieces, outputs), outputs, inputs)
+    return PackedLinear(packed, _joined_bias(pieces, outputs), outputs, inputs, sources=_sources_of(pieces))
 
 
 def _pack(library: Any, piece: Piece, packed: Tensor) -> None:
@@ -244,7 +286,17 @@ def _pack_quantized(
     form = format_of(like)
     packed = pack_rows(library, blocks, form, outputs, pool, threads, into)
     bias = _joined_bias(pieces, outputs)
-    return PackedLinear(packed, bias, outputs, like.inputs, form, like.permutation)
+    return PackedLinear(
+        packed, bias, outputs, like.inputs, form, like.permutation, sources=_sources_of(pieces)
+    )
+
+
+def _sources_of(pieces: list[Piece]) -> list[SourceRows]:
+    return [
+        SourceRows(piece.source, piece.rows, piece.first, piece.run, piece.step)
+        for piece in pieces
+        if piece.source is not None
+    ]
 
 
 def _block(pieces: list[Piece], first: int, end: int) -> QuantizedRows:

@@ -6,20 +6,21 @@ model ──lower──▶ modules and numbers ──pack──▶ PackedModel �
                                 a later start ───┘  └──▶ weight_cache.py
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.executor.core.sharding import HeadCounts, ShardLayout, split_dimension
 from services.executor.cpu.packed_linear import (
     GATE_RUN,
     PackedLinear,
     Piece,
+    Source,
     alternating,
+    named,
     one_after_another,
     plain_rows,
     rows_between,
@@ -28,6 +29,7 @@ from services.executor.cpu.packed_linear import (
 )
 from services.executor.cpu.quantized import PANEL
 from services.executor.model import lowering
+from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowered_experts import (
     Choice,
     Routing,
@@ -272,12 +274,12 @@ class PackedLatent:
     norms: dict[str, Tensor]
 
     @classmethod
-    def of(cls, latent: Latent, pack_linear: Callable[[list[Piece]], PackedLinear]) -> "PackedLatent":
+    def of(cls, latent: Latent, packer: "_Packer") -> "PackedLatent":
         """`latent` without its weights, which it lets go of."""
-        query_b = None if latent.query_b is None else weights_of(latent.query_b)
+        pack_linear = packer.linear
         packed = cls(
             shape=latent.shape,
-            query_b=None if query_b is None else pack_linear(one_after_another([query_b])),
+            query_b=None if latent.query_b is None else packer.whole(latent.query_b),
             keys=pack_linear(one_after_another([(latent.of_keys, None)])),
             values=pack_linear(one_after_another([(latent.of_values, None)])),
             norms=latent.norms,
@@ -376,14 +378,18 @@ class PackedModel:
     is_split: bool
     """Whether the ranks hold different rows of the embedding."""
     inputs: PackedInputs | None
+    targets: list[AdapterTarget]
+    """What adapters may change."""
 
 
-def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> PackedModel:
+def pack(
+    library: Any, lowered: Lowered, layout: ShardLayout, threads: int, targets: list[AdapterTarget]
+) -> PackedModel:
     """Packs `lowered` with `threads` threads. Plain weights are let go as they are packed: the model that was lowered
     is of no use afterwards."""
     with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
         layouts = [ShardLayout.of(heads, layout.world_size, layout.rank) for heads in lowered.heads]
-        packer = _Packer(library, layouts, pool, threads)
+        packer = _Packer(library, layouts, pool, threads, lowered.names)
         layers = [packer.layer(layer, lowered.family.gated) for layer in lowered.layers]
         rows, first, split = vocabulary(lowered)
         head = packer.linear(one_after_another([weights_of(lowered.head)]))
@@ -404,6 +410,7 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         first_token=first,
         is_split=split,
         inputs=inputs,
+        targets=targets,
     )
 
 
@@ -414,12 +421,17 @@ class _Packer:
     """Of each kind of heads."""
     pool: ThreadPoolExecutor
     threads: int
+    names: dict[nn.Module, str]
+    """Of the model's modules."""
 
     def linear(self, pieces: list[Any]) -> PackedLinear:
         return PackedLinear.of(self.library, pieces, self.pool, self.threads)
 
+    def source(self, module: nn.Module, first: int = 0) -> Source:
+        return Source(self.names[module], first)
+
     def whole(self, linear: Any) -> PackedLinear:
-        return self.linear(one_after_another([weights_of(linear)]))
+        return self.linear(named(one_after_another([weights_of(linear)]), [self.source(linear)]))
 
     def inputs(self, inputs: ModelInputs) -> PackedInputs:
         rows = inputs.table.stored
@@ -427,7 +439,12 @@ class _Packer:
             table=plain_rows(rows)
             if isinstance(rows, Tensor)
             else self.linear(one_after_another([(rows, None)])),
-            projection=self.linear(one_after_another([(inputs.projection.weight.detach(), None)])),
+            projection=self.linear(
+                named(
+                    one_after_another([(inputs.projection.weight.detach(), None)]),
+                    [self.source(inputs.projection)],
+                )
+            ),
             norm=inputs.norm,
             scales=inputs.scales,
         )
@@ -443,7 +460,7 @@ class _Packer:
             norms=layer.norms,
             qkv=self.linear(self.projected(layer, gated)),
             output=self.whole(output),
-            gate_up=None if dense is None else self.linear(gate_up_pieces(dense)),
+            gate_up=None if dense is None else self.linear(self.gate_up(dense)),
             down=None if dense is None else self.whole(down_of(dense)),
             experts=None if layer.routing is None else self.experts(layer.routing),
             rotary=layer.rotary,
@@ -455,7 +472,7 @@ class _Packer:
             norms_values=layer.norms_values,
             scale=layer.scale,
             gated=gated and recurrent is None,
-            latent=None if layer.latent is None else PackedLatent.of(layer.latent, self.linear),
+            latent=None if layer.latent is None else PackedLatent.of(layer.latent, self),
             recurrent=None if recurrent is None else PackedRecurrent(recurrent.shape, recurrent.tensors),
             input_gate=None if layer.input is None else self.whole(layer.input.gate),
             input_projection=None if layer.input is None else self.whole(layer.input.projection),
@@ -467,26 +484,52 @@ class _Packer:
     def projected(self, layer: LoweredLayer, gated: bool) -> list[Piece]:
         """What a layer's first product gives."""
         if layer.recurrent is not None:
-            return one_after_another(map(rows_of, layer.recurrent.inputs))
+            return self.joined(layer.recurrent.inputs)
         if layer.latent is not None:
-            return one_after_another(map(rows_of, layer.latent.inputs))
+            return self.joined(layer.latent.inputs)
         if gated:
-            return one_after_another(map(rows_of, gated_rows_of(layer.attention)))
+            return self.joined(gated_rows_of(layer.attention))
+        attention: Any = layer.attention
         layout = self.layouts[layer.heads]
-        rows = (layout.q_heads.size * layout.head_dim, layout.kv_heads.size * layout.head_dim)
-        return qkv_pieces(layer.attention, *rows)
+        q_rows, kv_rows = layout.q_heads.size * layout.head_dim, layout.kv_heads.size * layout.head_dim
+        pieces = qkv_pieces(attention, q_rows, kv_rows)
+        if hasattr(attention, "qkv_proj"):
+            firsts = (0, q_rows, q_rows + kv_rows)
+            return named(pieces, (self.source(attention.qkv_proj, first) for first in firsts))
+        return named(pieces, (self.source(getattr(attention, name)) for name in projections_of(attention)))
+
+    def joined(self, inputs: list[Rows]) -> list[Piece]:
+        sources = (self.source(rows.linear, rows.first) for rows in inputs)
+        return named(one_after_another(map(rows_of, inputs)), sources)
+
+    def gate_up(self, feed_forward: Any) -> list[Piece]:
+        pieces = gate_up_pieces(feed_forward)
+        if (fused := fused_gate_up_of(feed_forward)) is not None:
+            return named(pieces, [self.source(fused), self.source(fused, pieces[0].rows)])
+        return named(pieces, [self.source(feed_forward.gate_proj), self.source(feed_forward.up_proj)])
 
     def experts(self, routing: Routing) -> PackedExperts:
         count, shared = len(routing.router), routing.shared_gate
         sides = expert_parts(routing, "gate_up_proj", 2 * count)
         downs = expert_parts(routing, "down_proj", count)
+        module, experts = self.names[routing.experts], cast(Any, routing.experts)
+        width, turns = sides[0][0].shape[0], not experts.is_concatenated
+        gate_up = [
+            Source(f"{module}.gate_up_proj", 0, 1 + turns),
+            Source(f"{module}.gate_up_proj", 1 if turns else width, 1 + turns),
+        ]
         packed = PackedExperts(
-            router=self.linear(router_pieces(routing)),
+            router=self.linear(self.router(routing)),
             gate_up=self._each(
-                [alternating(gate, up) for gate, up in zip(sides[::2], sides[1::2], strict=True)]
+                [
+                    named(alternating(gate, up), gate_up)
+                    for gate, up in zip(sides[::2], sides[1::2], strict=True)
+                ]
             ),
-            down=self._each([one_after_another([down]) for down in downs]),
-            shared_gate=None if shared is None else self.linear(one_after_another([(shared, None)])),
+            down=self._each(
+                [named(one_after_another([down]), [Source(f"{module}.down_proj")]) for down in downs]
+            ),
+            shared_gate=None if shared is None else self.shared_gate(shared, routing),
             correction=routing.correction,
             count=count,
             choice=routing.choice,
@@ -495,6 +538,16 @@ class _Packer:
         )
         release_experts(routing)
         return packed
+
+    def router(self, routing: Routing) -> list[Piece]:
+        assert routing.router_module is not None, "it has a weight"
+        first, *beyond = router_pieces(routing)
+        return [*named([first], [self.source(routing.router_module)]), *beyond]
+
+    def shared_gate(self, weight: Tensor, routing: Routing) -> PackedLinear:
+        assert routing.shared_gate_module is not None, "it has a weight"
+        source = self.source(routing.shared_gate_module)
+        return self.linear(named(one_after_another([(weight, None)]), [source]))
 
     def _each(self, experts: list[list[Piece]]) -> PackedLinear:
         return PackedLinear.of_experts(self.library, experts, self.pool, self.threads)

@@ -52,6 +52,9 @@ class Routing:
     norms: dict[str, Tensor] = field(default_factory=dict)
     """float32 [hidden], where experts have norms apart from the feed-forward's beside them: `router_norm` and `norm` of
     the residual, `after_norm` of what they add, `after_beside_norm` of what that adds"""
+    router_module: nn.Module | None = None
+    """Whose weight `router` is"""
+    shared_gate_module: nn.Module | None = None
 
 
 def expert_weights(routing: Routing, leaf: str) -> Weight:
@@ -112,6 +115,8 @@ def lower_experts(block: Any, scores: Scores) -> Routing:
             scale=float(next((getattr(gate, name) for name in _SCALES if hasattr(gate, name)), 1.0)),
             group_scores=1 if method else 2,
         ),
+        router_module=linear,
+        shared_gate_module=shared_gate,
     )
 
 
@@ -131,6 +136,7 @@ def lower_experts_apart(layer: Any, config: Any) -> Routing:
         shared_gate=None,
         correction=None,
         choice=Choice("softmax", int(config.top_k_experts), True, 1, 1, 1.0),
+        router_module=router.proj,
         scales=router.per_expert_scale.detach().float().contiguous(),
         norms={
             "router_norm": of_router.contiguous(),

@@ -25,6 +25,8 @@ from shared.errors import ConfigurationError
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
 HEADS = 2
+MODULES = 4
+"""That are joined in a linear, at most."""
 DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
 """Environment variable; `0` turns the kernels off."""
 
@@ -58,6 +60,24 @@ class Format(ctypes.Structure):
     ]
 
 
+class LowRank(ctypes.Structure):
+    """`rz_low_rank` of `decoder.h`."""
+
+    _fields_ = [
+        ("shrink", c_void_p),
+        ("expand", c_void_p * MODULES),
+        ("columns", c_int32),
+        ("first", c_int32 * MODULES),
+        ("pairs", c_int32 * MODULES),
+    ]
+
+
+class Adapted(ctypes.Structure):
+    """`rz_adapted` of `decoder.h`."""
+
+    _fields_ = [(name, c_void_p) for name in ("first", "blocks", "slots")]
+
+
 class Linear(ctypes.Structure):
     pass
 
@@ -66,6 +86,7 @@ Linear._fields_ = [
     *(("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int32), ("inputs", c_int32)),
     ("format", Format),
     ("next", POINTER(Linear)),
+    ("adapted", c_void_p),
 ]
 
 
@@ -259,6 +280,8 @@ class Step(ctypes.Structure):
         ("state_snapshots", c_void_p),
         ("num_states", c_int64),
         ("num_snapshots", c_int64),
+        ("adapters", c_void_p),
+        *((name, c_int64) for name in ("num_adapters", "adapter_slots", "shrunk_columns")),
     ]
 
 
@@ -380,7 +403,8 @@ def _has_our_functions(library: Any) -> bool:
 
 def _has_our_structures(library: Any) -> bool:
     """A package that was changed and not installed again has a library that would read past ours."""
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Step, Codes, Experts, Recurrent, Latent)]
+    kinds = (Linear, Layer, Model, Step, Codes, Experts, Recurrent, Latent, Adapted, LowRank)
+    ours = [ctypes.sizeof(kind) for kind in kinds]
     if not hasattr(library, "rz_sizes"):
         return False
     theirs = (c_int64 * len(ours))()

@@ -40,6 +40,8 @@ def test_structures_of_other_sizes_are_refused() -> None:
         library.Experts,
         library.Recurrent,
         library.Latent,
+        library.Adapted,
+        library.LowRank,
     )
     ours = [ctypes.sizeof(kind) for kind in kinds]
     assert library._has_our_structures(Compiled(ours))
@@ -141,7 +143,9 @@ def test_a_level_has_its_own_instructions(
     of_level = [one for one in functions if one.file == f"{level}.c" or one.name.endswith(f"_{level}")]
     assert len(of_level) > 40
     assert [one.name for one in of_level if re.search(own, one.body)]
-    assert not [one.name for one in of_level if re.search(beyond, one.body)]
+    # Adapters have few rows each, for which tiles are not worth being set up.
+    others = [one for one in of_level if level != "amx" or not re.match("(shrink|expand)_", one.name)]
+    assert not [one.name for one in others if re.search(beyond, one.body)]
 
 
 def test_the_best_level_is_chosen_where_none_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,271 @@
+"""LoRA adapters of a packed model, as the native kernels read them (`native/adapters.h`).
+
+Linears of a packed model are joined of several modules: queries, keys and values; gate and up, whose outputs take
+turns. Each linear has a table that says which module's outputs every 16 of its own are, and each slot has for each linear the
+factors of the adapter that it holds: A of all its modules as one matrix, B of each.
+
+    q_proj   A [16, in]  B [q rows, 16]  ─┐         A [48, in]    t = A x    0..15 | 16..31 | 32..47
+    k_proj   A [16, in]  B [kv rows, 16] ─┼─ qkv ─▶ B of q_proj, k_proj, v_proj, each of its own columns of t
+    v_proj   A [16, in]  B [kv rows, 16] ─┘
+
+What module a row is of comes from the packed model, so that a start without the modelling code serves adapters too.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.quantized import PANEL
+from services.executor.model.adapters.files import LowRank
+from services.executor.model.loading.arena import fresh
+from services.executor.native.library import MODULES, Adapted, Linear
+from services.executor.native.library import LowRank as Factors
+from shared.errors import ModelLoadError
+
+_LANES = 16
+"""Outputs of a block, and what the columns between two factors are rounded up to"""
+_ALIGNMENT = 64
+_Ints = NDArray[np.int64]
+
+
+class NativeAdapters:
+    """The adapters in a native decoder's slots: a `model.adapters.AdapterHolder`. Steps and changes of slots come one
+    after the other."""
+
+    def __init__(self) -> None:
+        self._linears: list[_Linear] = []
+        self._held: dict[int, _Adapter] = {}
+        self._slots = 0
+
+    def attach(self, linear: PackedLinear, described: Linear, copies: int = 1) -> None:
+        """Has `described`, of `linear`, take adapters. `copies`: the experts that it holds."""
+        if any(part.sources for part in linear.parts):
+            self._linears.append(_Linear(linear, described, copies))
+
+    @property
+    def modules(self) -> set[str]:
+        """What adapters may change, by name."""
+        return {module for linear in self._linears for module in linear.modules}
+
+    def bytes_of(self, slot: int) -> int:
+        """Memory that the adapter in `slot` takes; 0: there is none."""
+        held = self._held.get(slot)
+        return 0 if held is None else held.memory.nbytes
+
+    def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
+        """Puts an adapter into `slot`, in place of what is there. Raises `ModelLoadError` where it changes modules that
+        the kernels have no adapters for; the slot then holds what it held."""
+        if unknown := sorted(weights.keys() - self.modules):
+            raise ModelLoadError(
+                f"The adapter changes {unknown[0]}, which the native CPU kernels compute without adapters; train it "
+                "without this module, or serve the model with --dtype fp32."
+            )
+        self._grow(slot + 1)
+        adapter = _Adapter.of(self._linears, weights)
+        for linear, factors in zip(self._linears, adapter.factors, strict=True):
+            linear.put(slot, factors)
+        self._held[slot] = adapter
+
+    def drop(self, slot: int) -> None:
+        """Empties `slot`: rows that name it are computed as those of no adapter."""
+        if self._held.pop(slot, None) is not None:
+            for linear in self._linears:
+                linear.put(slot, None)
+
+    def arguments(self, plan: StepPlan) -> dict[str, int]:
+        """What `rz_step` says of the adapters of `plan`; `plan` is to live as long."""
+        named = as_int32(plan.adapters)
+        if not len(named):
+            return {}
+        held = [slot for slot in np.unique(named).tolist() if slot in self._held]
+        if not held:
+            return {}
+        if named.max() >= self._slots:
+            raise IndexError("the step plan names slots of adapters that do not exist")
+        return {
+            "num_adapters": len(named),
+            "adapter_slots": self._slots,
+            "shrunk_columns": max(self._held[slot].columns for slot in held),
+        }
+
+    def _grow(self, slots: int) -> None:
+        if slots > self._slots:
+            self._slots = max(slots, 2 * self._slots)
+            for linear in self._linears:
+                linear.grow(self._slots)
+
+
+class _Linear:
+    """One of the packed model's, with the tables that the kernels read."""
+
+    def __init__(self, linear: PackedLinear, described: Linear, copies: int) -> None:
+        self.inputs, self.copies = linear.inputs, copies
+        self.modules = list(
+            dict.fromkeys(rows.source.module for part in linear.parts for rows in part.sources)
+        )
+        assert len(self.modules) <= MODULES, "a linear is joined of a few modules"
+        self._parts = linear.parts
+        self._adapted: list[Adapted] = []
+        for _ in self._parts:
+            self._adapted.append(Adapted())
+            described.adapted = ctypes.addressof(self._adapted[-1])
+            if described.next:
+                described = described.next.contents
+        self._slots: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * 0)()
+        self._tables: list[NDArray[np.int32]] = []
+        self.rows: list[Tensor] = []
+        """int64 [blocks, 16] of each module: which of its outputs are in each of its blocks; -1: none"""
+
+    def grow(self, slots: int) -> None:
+        if not self._tables:
+            self._lay_out()
+        wider = (ctypes.c_void_p * slots)(*self._slots)
+        for adapted in self._adapted:
+            adapted.slots = ctypes.addressof(wider)
+        self._slots = wider
+
+    def put(self, slot: int, factors: "ctypes.Array[Factors] | None") -> None:
+        self._slots[slot] = None if factors is None else ctypes.addressof(factors)
+
+    def _lay_out(self) -> None:
+        """Which block of which module each 16 outputs take."""
+        blocks: list[list[_Ints]] = [[] for _ in self.modules]
+        counts = [0] * len(self.modules)
+        for part, adapted in zip(self._parts, self._adapted, strict=True):
+            outputs = part.outputs // self.copies
+            flat = np.full((2, -(-outputs // PANEL) * PANEL), -1)
+            for rows in part.sources:
+                places = rows.places().numpy()
+                flat[0, places] = self.modules.index(rows.source.module)
+                flat[1, places] = rows.source.first + rows.source.stride * np.arange(rows.rows)
+            module_of, row_of = flat.reshape(2, -1, _LANES)
+            entries = []
+            for module in range(len(self.modules)):
+                halves = np.flatnonzero((module_of == module).any(axis=1))
+                own = np.where(module_of[halves] == module, row_of[halves], -1)
+                numbers = counts[module] + np.arange(len(halves))
+                entries.append(np.stack([halves, np.full(len(halves), module), numbers], axis=1))
+                blocks[module].append(own)
+                counts[module] += len(halves)
+            joined = np.concatenate(entries)
+            joined = joined[np.argsort(joined[:, 0], kind="stable")]
+            first = np.searchsorted(joined[:, 0], np.arange(len(module_of) + 1)).astype(np.int32)
+            entry = np.ascontiguousarray(joined[:, 1:], dtype=np.int32)
+            adapted.first, adapted.blocks = first.ctypes.data, entry.ctypes.data
+            self._tables += [first, entry]
+        self.rows = [torch.from_numpy(np.concatenate(own)) for own in blocks]
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """The factors of one linear as the kernels read them, before they have a place."""
+
+    shrink: Tensor
+    """bf16 [copies or 1, blocks, pairs, 16, 2]"""
+    expand: list[Tensor | None]
+    """The same of each module"""
+    columns: int
+    first: list[int]
+    pairs: list[int]
+
+    @classmethod
+    def of(cls, linear: _Linear, weights: Mapping[str, LowRank]) -> "_Laid | None":
+        """None: the adapter changes none of its modules."""
+        found = [weights.get(module) for module in linear.modules]
+        if not any(found):
+            return None
+        ranks = [0 if pair is None else pair.rank + pair.rank % 2 for pair in found]
+        *first, total = accumulate(ranks, initial=0)
+        columns = -(-total // _LANES) * _LANES
+        every = [pair for pair in found if pair is not None]
+        copies = max(_stacked(pair.a).shape[0] for pair in every)
+        joined = torch.zeros(copies, columns, linear.inputs + linear.inputs % 2, dtype=torch.bfloat16)
+        for pair, at in zip(found, first, strict=True):
+            if pair is not None:
+                joined[:, at : at + pair.rank, : linear.inputs] = _stacked(pair.a)
+        expand = [
+            None if pair is None else _blocks(_picked(_stacked(pair.b), rows))
+            for pair, rows in zip(found, linear.rows, strict=True)
+        ]
+        return cls(_blocks(joined), expand, columns, first, [rank // 2 for rank in ranks])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.shrink, *(tensor for tensor in self.expand if tensor is not None)]
+
+    def placed(self, memory: Tensor, copies: int) -> "ctypes.Array[Factors]":
+        """Written to `memory`, uint8 of `_size_of` bytes: the structures for `copies` experts that point there."""
+        addresses = list[list[int]]()
+        offset = 0
+        for tensor in self.tensors:
+            size = tensor.numel() * tensor.itemsize
+            memory[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            each = 0 if tensor.shape[0] == 1 else size // copies
+            addresses.append([memory.data_ptr() + offset + copy * each for copy in range(copies)])
+            offset += _padded(size)
+        made = (Factors * copies)()
+        for copy, factors in enumerate(made):
+            own = iter([address[copy] for address in addresses])
+            factors.shrink, factors.columns = next(own), self.columns
+            for module, expanded in enumerate(self.expand):
+                factors.first[module], factors.pairs[module] = self.first[module], self.pairs[module]
+                factors.expand[module] = None if expanded is None else next(own)
+        return made
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """What a slot holds: one piece of memory with all factors, and the structures that point into it."""
+
+    memory: Tensor
+    factors: "list[ctypes.Array[Factors] | None]"
+    """Of each linear [copies]; None: nothing is added to it"""
+    columns: int
+    """Of any linear, at most"""
+
+    @classmethod
+    def of(cls, linears: list[_Linear], weights: Mapping[str, LowRank]) -> "_Adapter":
+        laid = [_Laid.of(linear, weights) for linear in linears]
+        sizes = [0 if one is None else sum(map(_size_of, one.tensors)) for one in laid]
+        memory = fresh(max(1, sum(sizes)))
+        factors = list["ctypes.Array[Factors] | None"]()
+        offset = 0
+        for linear, one, size in zip(linears, laid, sizes, strict=True):
+            factors.append(None if one is None else one.placed(memory[offset : offset + size], linear.copies))
+            offset += size
+        return cls(memory, factors, max((one.columns for one in laid if one is not None), default=0))
+
+
+def _stacked(factor: Tensor) -> Tensor:
+    """[copies, rows, columns]: of one linear one copy."""
+    return factor if factor.dim() == 3 else factor.unsqueeze(0)
+
+
+def _picked(b: Tensor, rows: Tensor) -> Tensor:
+    """[copies, blocks * 16, rank rounded up to an even number] of B [copies, outputs, rank]; zeros for rows of -1."""
+    copies, outputs, rank = b.shape
+    padded = torch.zeros(copies, outputs + 1, rank + rank % 2, dtype=torch.bfloat16)
+    padded[:, :outputs, :rank] = b
+    return padded[:, rows.flatten()]
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """[copies, rows, columns] as the kernels have it: [copies, rows / 16, columns / 2, 16, 2]."""
+    copies, count, columns = rows.shape
+    return rows.view(copies, count // _LANES, _LANES, columns // 2, 2).transpose(2, 3)
+
+
+def _size_of(tensor: Tensor) -> int:
+    return _padded(tensor.numel() * tensor.itemsize)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
