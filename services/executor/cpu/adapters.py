@@ -1,8 +1,8 @@
 """LoRA adapters of a packed model, as the native kernels read them (`native/adapters.h`).
 
 Linears of a packed model are joined of several modules: queries, keys and values; gate and up, whose outputs take
-turns. Each linear has a table that says which module's outputs every 16 of its own are, and each slot has for each linear the
-factors of the adapter that it holds: A of all its modules as one matrix, B of each.
+turns. Each linear has a table that says which module's outputs every 16 of its own are, and each slot has for each
+linear the factors of the adapter that it holds: A of all its modules as one matrix, B of each.
 
     q_proj   A [16, in]  B [q rows, 16]  ─┐         A [48, in]    t = A x    0..15 | 16..31 | 32..47
     k_proj   A [16, in]  B [kv rows, 16] ─┼─ qkv ─▶ B of q_proj, k_proj, v_proj, each of its own columns of t
@@ -22,17 +22,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.packed_linear import PackedLinear, Source, SourceRows
+from services.executor.cpu.packed_model import PackedLatent
 from services.executor.cpu.quantized import PANEL
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.loading.arena import fresh
-from services.executor.native.library import MODULES, Adapted, Linear
+from services.executor.native.library import MODULES, Adapted, Latent, Linear
 from services.executor.native.library import LowRank as Factors
 from shared.errors import ModelLoadError
 
 _LANES = 16
 """Outputs of a block, and what the columns between two factors are rounded up to"""
 _ALIGNMENT = 64
+_KEYS, _VALUES = ".keys", ".values"
+"""Behind the name of a module that makes both of latents"""
 _Ints = NDArray[np.int64]
 
 
@@ -42,18 +45,34 @@ class NativeAdapters:
 
     def __init__(self) -> None:
         self._linears: list[_Linear] = []
+        self._latents: dict[str, tuple[int, int]] = {}
+        """(heads, outputs of each that make keys) by the module that makes keys and values of latents"""
         self._held: dict[int, _Adapter] = {}
         self._slots = 0
 
     def attach(self, linear: PackedLinear, described: Linear, copies: int = 1) -> None:
         """Has `described`, of `linear`, take adapters. `copies`: the experts that it holds."""
-        if any(part.sources for part in linear.parts):
-            self._linears.append(_Linear(linear, described, copies))
+        sources = [part.sources for part in linear.parts]
+        if any(sources):
+            self._linears.append(_Linear(linear, described, sources, copies))
+
+    def attach_latent(self, latent: PackedLatent, described: Latent) -> None:
+        """The same of what makes queries, keys and values of latents."""
+        shape, heads = latent.shape, latent.values.outputs // latent.shape.value_dim
+        if latent.query_b is not None:
+            self.attach(latent.query_b, described.query_b)
+        for linear, into, part, rows in (
+            (latent.keys, described.keys, _KEYS, shape.rank),
+            (latent.values, described.values, _VALUES, shape.value_dim),
+        ):
+            source = SourceRows(Source(latent.module + part), rows, 0, rows, rows)
+            self._linears.append(_Linear(linear, into, [[source]], heads))
+        self._latents[latent.module] = (heads, shape.plain)
 
     @property
     def modules(self) -> set[str]:
         """What adapters may change, by name."""
-        return {module for linear in self._linears for module in linear.modules}
+        return self._latents.keys() | {module for linear in self._linears for module in linear.modules}
 
     def bytes_of(self, slot: int) -> int:
         """Memory that the adapter in `slot` takes; 0: there is none."""
@@ -69,7 +88,7 @@ class NativeAdapters:
                 "without this module, or serve the model with --dtype fp32."
             )
         self._grow(slot + 1)
-        adapter = _Adapter.of(self._linears, weights)
+        adapter = _Adapter.of(self._linears, self._by_side(weights))
         for linear, factors in zip(self._linears, adapter.factors, strict=True):
             linear.put(slot, factors)
         self._held[slot] = adapter
@@ -96,6 +115,17 @@ class NativeAdapters:
             "shrunk_columns": max(self._held[slot].columns for slot in held),
         }
 
+    def _by_side(self, weights: Mapping[str, LowRank]) -> dict[str, LowRank]:
+        """`weights` with those of keys and values of latents apart: a module W of keys and values, with B A added, is
+        used as W_keys^T q and as W_values x, so that A and B of keys change sides."""
+        made = dict(weights)
+        for module in self._latents.keys() & weights.keys():
+            (heads, plain), pair = self._latents[module], made.pop(module)
+            b = pair.b.view(heads, -1, pair.rank)
+            made[module + _KEYS] = LowRank(b[:, :plain].mT, pair.a.mT.unsqueeze(0))
+            made[module + _VALUES] = LowRank(pair.a.unsqueeze(0), b[:, plain:])
+        return made
+
     def _grow(self, slots: int) -> None:
         if slots > self._slots:
             self._slots = max(slots, 2 * self._slots)
@@ -106,11 +136,13 @@ class NativeAdapters:
 class _Linear:
     """One of the packed model's, with the tables that the kernels read."""
 
-    def __init__(self, linear: PackedLinear, described: Linear, copies: int) -> None:
+    def __init__(
+        self, linear: PackedLinear, described: Linear, sources: list[list[SourceRows]], copies: int
+    ) -> None:
+        """`sources`: of each of the linear's parts; of experts or heads those of one."""
         self.inputs, self.copies = linear.inputs, copies
-        self.modules = list(
-            dict.fromkeys(rows.source.module for part in linear.parts for rows in part.sources)
-        )
+        self.modules = list(dict.fromkeys(rows.source.module for part in sources for rows in part))
+        self._sources = sources
         assert len(self.modules) <= MODULES, "a linear is joined of a few modules"
         self._parts = linear.parts
         self._adapted: list[Adapted] = []
@@ -139,10 +171,10 @@ class _Linear:
         """Which block of which module each 16 outputs take."""
         blocks: list[list[_Ints]] = [[] for _ in self.modules]
         counts = [0] * len(self.modules)
-        for part, adapted in zip(self._parts, self._adapted, strict=True):
+        for part, sources, adapted in zip(self._parts, self._sources, self._adapted, strict=True):
             outputs = part.outputs // self.copies
             flat = np.full((2, -(-outputs // PANEL) * PANEL), -1)
-            for rows in part.sources:
+            for rows in sources:
                 places = rows.places().numpy()
                 flat[0, places] = self.modules.index(rows.source.module)
                 flat[1, places] = rows.source.first + rows.source.stride * np.arange(rows.rows)

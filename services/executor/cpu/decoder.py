@@ -174,8 +174,7 @@ class NativeDecoder:
         into.keys_are_values, into.norms_values = layer.keys_are_values, layer.norms_values
         if layer.latent is not None:
             self._latents.append(layer.latent.describe())
-            if layer.latent.query_b is not None:
-                self.adapters.attach(layer.latent.query_b, self._latents[-1].query_b)
+            self.adapters.attach_latent(layer.latent, self._latents[-1])
             into.latent = ctypes.pointer(self._latents[-1])
         hot = self._store.hot(layer.page)
         into.hot, into.num_hot = hot.data_ptr(), hot.shape[0]

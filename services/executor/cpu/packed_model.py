@@ -29,7 +29,6 @@ from services.executor.cpu.packed_linear import (
 )
 from services.executor.cpu.quantized import PANEL
 from services.executor.model import lowering
-from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowered_experts import (
     Choice,
     Routing,
@@ -272,6 +271,8 @@ class PackedLatent:
     keys: PackedLinear
     values: PackedLinear
     norms: dict[str, Tensor]
+    module: str
+    """Whose weight both are of, by its name in transformers' model"""
 
     @classmethod
     def of(cls, latent: Latent, packer: "_Packer") -> "PackedLatent":
@@ -283,6 +284,7 @@ class PackedLatent:
             keys=pack_linear(one_after_another([(latent.of_keys, None)])),
             values=pack_linear(one_after_another([(latent.of_values, None)])),
             norms=latent.norms,
+            module=packer.names[latent.weight],
         )
         release(latent.weight)
         return packed
@@ -378,13 +380,9 @@ class PackedModel:
     is_split: bool
     """Whether the ranks hold different rows of the embedding."""
     inputs: PackedInputs | None
-    targets: list[AdapterTarget]
-    """What adapters may change."""
 
 
-def pack(
-    library: Any, lowered: Lowered, layout: ShardLayout, threads: int, targets: list[AdapterTarget]
-) -> PackedModel:
+def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> PackedModel:
     """Packs `lowered` with `threads` threads. Plain weights are let go as they are packed: the model that was lowered
     is of no use afterwards."""
     with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
@@ -410,7 +408,6 @@ def pack(
         first_token=first,
         is_split=split,
         inputs=inputs,
-        targets=targets,
     )
 
 

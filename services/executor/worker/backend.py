@@ -22,7 +22,6 @@ from services.executor.kv_cache.capacity import give_back
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model import lowering
-from services.executor.model.adapters.targets import targets_of
 from services.executor.model.lowering import CannotLower, Lowered
 from services.executor.native.library import load_library, why_not
 from services.executor.worker.runner import ModelRunner, widths_of
@@ -200,7 +199,7 @@ def _native_decoder(
         log.info("computing_with_pytorch", reason=str(reason))
         return None
     _log_native(library, threads, cpus, "packed here")
-    packed = pack(library, lowered, layout, threads, targets_of(model))
+    packed = pack(library, lowered, layout, threads)
     return NativeDecoder(library, packed, store, layout, threads, ring, cpus)
 
 

@@ -10,14 +10,15 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
+from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.cpu.decoder import NativeDecoder
-from services.executor.model.adapters import AdapterTarget, LowRank
-from services.executor.model.loading.loader import load_config
+from services.executor.model.adapters import AdapterTarget, LowRank, targets_of, whole_targets
+from services.executor.model.loading.loader import build_split, load_config
 from services.executor.native.library import why_not
 from services.executor.worker.runner import ModelRunner
-from shared.errors import ModelLoadError
 from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.ring import Script
 from tests.unit.executor.model.tiny import ALL_EXPERTS, auto_class, make_model
@@ -69,6 +70,12 @@ def cut(weights: Weights, targets: list[AdapterTarget]) -> dict[str, LowRank]:
         name: LowRank(some(pair.a, -1, shares[name].columns), some(pair.b, -2, shares[name].rows))
         for name, pair in weights.items()
     }
+
+
+def own_targets(directory: Path, world_size: int, rank: int) -> list[AdapterTarget]:
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, world_size, rank)
+    return targets_of(build_split(config, torch.bfloat16, layout, SingleRank()))
 
 
 def merged(directory: Path, weights: Weights | None, sequences: list[list[int]]) -> list[Tensor]:
@@ -130,7 +137,7 @@ EVERY = {"mixtral": ALL_EXPERTS, "qwen2_moe": ALL_EXPERTS, "deepseek_v2": ALL_EX
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rows_of_one_step_have_their_own_adapters(tmp_path: Path, model_type: str, world_size: int) -> None:
     directory = make_model(tmp_path, model_type, head_dim=32, **EVERY.get(model_type, {}))
-    whole = decoder_of(runner_of(directory, native=True)).packed.targets
+    whole = whole_targets(load_config(directory))
     adapters = {0: drawn(whole, 16, 1), 5: drawn(whole, 3, 2)}
     expected, plain = expected_of(directory, adapters)
     found, without = on_ring(directory, world_size, adapters)
@@ -149,9 +156,10 @@ def on_ring(directory: Path, world_size: int, adapters: Mapping[int, Weights]) -
     def work(rank: int) -> tuple[Results, Results]:
         ring = SharedMemory(area, rank, world_size, lanes=2, timeout=60) if world_size > 1 else None
         runner = runner_of(directory, native=True, collectives=ring)
+        own = own_targets(directory, world_size, rank)
         decoder = decoder_of(runner)
         for slot, weights in adapters.items():
-            decoder.load(slot, cut(weights, decoder.packed.targets))
+            decoder.load(slot, cut(weights, own))
         return run(runner), run(runner, dict.fromkeys(SLOTS, -1))
 
     with ThreadPoolExecutor(world_size) as pool:
