@@ -43,6 +43,7 @@ from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS, RowsCodec
 from services.executor.model.weight_formats import WeightCodec, quantize
+from shared.model_store.settings import Store
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,7 @@ def _flat(within: Tensor) -> Tensor:
 def opened(model: Path, dtype: torch.dtype, scratch: Path) -> tuple[Any, Path]:
     """(the model, the directory that it is served from) of a model directory or a .gguf file, which is unpacked."""
     if model.is_file():
-        directory = resolve_model(str(model), scratch, lambda *_: None)
+        directory = resolve_model(str(model), Store.at(scratch), lambda *_: None)
         unpacked = {"gguf_file": model.name, "local_files_only": True}
         return AutoModelForCausalLM.from_pretrained(
             str(model.parent), dtype=dtype, **unpacked

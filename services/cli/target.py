@@ -15,22 +15,21 @@ from urllib.parse import unquote
 
 import msgspec
 import typer
-from platformdirs import user_cache_path, user_data_path
+from platformdirs import user_data_path
 from pydantic import Field, SecretStr
 from pydantic_settings import CliSuppress
 
 from shared.config import CommonSettings, load_settings
 from shared.errors import ConfigurationError
+from shared.model_store.settings import ModelStoreSettings
 from shared.tls import client_context, pinned_context
 
 
-class LocalSettings(CommonSettings):
+class LocalSettings(ModelStoreSettings):
     """Settings of the command line; options of the commands take precedence."""
 
     data_dir: Path = Field(default_factory=lambda: user_data_path("ryzanstein"))
     """The local stack's NATS store, logs and run file."""
-    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
-    """Models that were pulled or converted."""
     url: CliSuppress[str] = ""
     """The gateway that commands talk to where no stack runs here."""
     api_key: CliSuppress[SecretStr] = SecretStr("")

@@ -1,39 +1,42 @@
 """Models on this machine: where they come from, how they are fetched, what is there.
 
 A model is named by a built-in name, a directory, a GGUF file or a Hugging Face hub name, of GGUF files with the
-quantization (ORGANISATION/NAME:Q4_K_M); whichever it is,
-`ensure_model` returns a directory in Hugging Face's layout. `prepare_model` has that done by a process of its own: what
-fetches and converts a model (pip, the hub's threads, the converter) cannot be interrupted from within; as a process it
-can be ended at any time, and it leaves neither a half model nor a child behind.
+quantization (ORGANISATION/NAME:Q4_K_M); whichever it is, `ensure_model` returns a directory in Hugging Face's layout.
+It is looked for in the cache, then in the directory of models that settings may name, then at the hub.
+`preparation.prepare_model` does the same from asyncio, in a process of its own.
 """
 
-import asyncio
-import contextlib
-import os
 import shutil
-import signal
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from functools import partial as bound
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from shared.errors import ConfigurationError, InternalError, ModelLoadError, RyzansteinError, error_from_code
-from shared.model_store.downloads import (
-    Line,
+from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store.disk import ADAPTERS, Named, make_room
+from shared.model_store.locks import claimed
+from shared.model_store.programs import (
     Progress,
     WheelModel,
-    claimed,
     convert_gguf,
     fetch_gguf,
-    last_complaint,
     recommend,
     size_of,
 )
-from shared.models import HUB, converted_name, hub_name, linked_gguf, pulled_name, relink_gguf
-from shared.process import die_with_parent
+from shared.model_store.repository import (
+    ADAPTER_FILES,
+    CONFIG,
+    MANIFEST,
+    PARTS,
+    Manifest,
+    check_revision,
+    directory_name,
+    library_names,
+    served_name,
+)
+from shared.model_store.settings import Store
+from shared.models import choose_gguf, converted_name, hub_name, linked_gguf, relink_gguf
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -59,51 +62,88 @@ class LocalModel(msgspec.Struct, frozen=True):
     name: str
     directory: str
     bytes: int
+    revision: str = ""
+    """Of the hub, as it was asked for."""
+    commit: str = ""
+    """Of the hub: what lies here."""
 
 
-def ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
+def ensure_model(
+    name: str, store: Store, progress: Progress, *, revision: str = "", named: Named | None = None
+) -> tuple[str, Path]:
     """(served name, directory) of the model `name`, fetched and converted where that is still to do.
 
-    Raises `ConfigurationError` or `ModelLoadError`, each with the remedy.
+    `revision` is a branch, tag or commit of a hub name; `named` are the models that the registry names, which are never
+    removed to make room (None: not known; nothing is removed). Raises `ConfigurationError` or `ModelLoadError`, each
+    with the remedy.
     """
     try:
-        return _ensure_model(name, cache, progress)
+        return _ensure_model(name, store, progress, revision, named)
     except OSError as error:
-        reason = error.strerror or str(error)
-        where = f": {error.filename}" if error.filename else ""
-        raise ConfigurationError(
-            f"The model cache {cache} cannot take the model {name} ({reason}{where}); make room or give "
-            "permission there, or name another directory with RYZANSTEIN_MODEL_CACHE."
-        ) from None
+        raise _not_taken(name, store, error) from None
 
 
-def is_ready(name: str, cache: Path) -> bool:
+def ensure_adapter(
+    name: str, store: Store, progress: Progress, *, revision: str = "", named: Named | None = None
+) -> Path:
+    """The directory of the LoRA adapter `name` as peft writes it (adapter_config.json, adapter_model.safetensors): a
+    directory, or a hub name, of which these two files are fetched. What is in them is not looked at. Raises as
+    `ensure_model` does."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _whole_adapter(path.resolve())
+    _check_hub_name(name, revision)
+    directory = store.cache / ADAPTERS / directory_name(name, revision)
+    try:
+        if not _has_adapter(directory):
+            if (local := _in_library(name, revision, store)) is not None:
+                return _whole_adapter(local)
+            _fetched(name, directory, store, progress, revision, named, adapter=True)
+    except OSError as error:
+        raise _not_taken(name, store, error) from None
+    return directory
+
+
+def is_ready(name: str, store: Store, revision: str = "") -> bool:
     """Whether `ensure_model` would find nothing to fetch or to convert."""
     path = Path(name).expanduser()
     if (built_in := _built_in(name)) is not None:
-        return _is_whole(cache / built_in.name)
+        return _is_whole(store.cache / built_in.name)
     if path.is_dir():
         return _is_whole(path)
     if _is_file(name):
-        return path.is_file() and _is_whole(cache / converted_name(path))
-    return _is_whole(cache / pulled_name(name))
+        return path.is_file() and _is_whole(store.cache / converted_name(path))
+    return _is_whole(store.cache / directory_name(name, revision))
 
 
 def list_models(cache: Path) -> list[LocalModel]:
     """What lies in the cache, by name."""
-    found = [
-        LocalModel(directory.name.replace("--", "/"), str(directory), size_of(directory))
-        for directory in cache.glob("[!.]*")
-        if (directory / "config.json").is_file()
-    ]
+    found = []
+    for directory in cache.glob("[!.]*"):
+        if _is_whole(directory):
+            known = read_manifest(directory)
+            name = directory.name.replace("--", "/")
+            revision = known.revision if known else ""
+            size = size_of(directory)
+            found.append(LocalModel(name, str(directory), size, revision, known.commit if known else ""))
     return sorted(found, key=lambda model: model.name)
 
 
-def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path]:
+def read_manifest(directory: Path) -> Manifest | None:
+    """What was fetched into `directory`; None of what was made there by other means."""
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _ensure_model(
+    name: str, store: Store, progress: Progress, revision: str, named: Named | None
+) -> tuple[str, Path]:
     built_in = _built_in(name)
     if built_in is not None:
         directory = _converted(
-            cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
+            store.cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
         )
         recommend(directory, built_in.sampling)
         return built_in.name, directory
@@ -111,7 +151,7 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
     if path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
     if _is_file(name):
-        directory = _converted(cache / converted_name(path), progress, lambda scratch: path)
+        directory = _converted(store.cache / converted_name(path), progress, lambda scratch: path)
         relink_gguf(directory, path)
         return path.stem, directory
     if path.exists():
@@ -119,7 +159,73 @@ def _ensure_model(name: str, cache: Path, progress: Progress) -> tuple[str, Path
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
             "or a file that ends in .gguf."
         )
-    return name.removeprefix(HUB), _fetched(name, cache, progress)
+    directory = store.cache / directory_name(name, revision)
+    if not _is_whole(directory):
+        _check_hub_name(name, revision)
+        if (local := _in_library(name, revision, store)) is not None:
+            return served_name(name), _of_library(name, local, store, progress)
+        _fetched(name, directory, store, progress, revision, named)
+    return served_name(name), directory
+
+
+def _check_hub_name(name: str, revision: str) -> None:
+    from shared.model_store import hub  # its packages take as long to import as the rest of the command line
+
+    repository, quantization = hub_name(name)
+    if not hub.is_name(repository) or name.endswith(":") or not hub.is_name(quantization or repository):
+        raise ConfigurationError(
+            f"{name!r} is not a model: there is no such directory, GGUF file or built-in name "
+            f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
+        )
+    check_revision(revision)
+
+
+def _in_library(name: str, revision: str, store: Store) -> Path | None:
+    if store.library is None:
+        return None
+    places = (store.library / place for place in library_names(name, revision))
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _of_library(name: str, directory: Path, store: Store, progress: Progress) -> Path:
+    _, quantization = hub_name(name)
+    if not quantization:
+        return _checked_directory(directory)
+    files = (str(path.relative_to(directory)) for path in directory.rglob("*.gguf"))
+    gguf = directory / choose_gguf(files, str(directory), quantization)[0]
+    made = _converted(store.cache / converted_name(gguf), progress, lambda scratch: gguf)
+    relink_gguf(made, gguf)
+    return made
+
+
+def _fetched(
+    name: str,
+    directory: Path,
+    store: Store,
+    progress: Progress,
+    revision: str,
+    named: Named | None,
+    *,
+    adapter: bool = False,
+) -> None:
+    """Has the hub's model, or adapter, in `directory`. A part that was fetched stays, to be continued with."""
+    from shared.model_store import hub
+
+    repository, quantization = hub_name(name)
+    room = bound(make_room, store, directory, named=named)
+    if quantization and not adapter:
+
+        def get_gguf(scratch: Path) -> Path:
+            return hub.fetch_gguf(repository, quantization, revision, scratch, store, progress, room)
+
+        _converted(directory, progress, get_gguf, keep=True)
+        return
+    is_there, fetch = (_has_adapter, hub.fetch_adapter) if adapter else (_is_whole, hub.fetch)
+    with claimed(directory, lambda: progress("waiting for another process", 0, 0), keep=True) as scratch:
+        if not is_there(directory):  # the other one has made it
+            fetch(repository, revision, scratch, store, progress, room)
+            scratch.rename(directory)
+            shutil.rmtree(directory / PARTS, ignore_errors=True)
 
 
 def _is_file(name: str) -> bool:
@@ -146,15 +252,14 @@ def _converted(
     it is given, or from elsewhere); `keep`: what is in that helps the next time. It appears whole or not at all."""
     if _is_whole(directory):
         return directory
-    with claimed(
-        _partial(directory), lambda: progress("waiting for another process", 0, 0), keep=keep
-    ) as scratch:
+    with claimed(directory, lambda: progress("waiting for another process", 0, 0), keep=keep) as scratch:
         if not _is_whole(directory):  # the other one has made it
             file = get_gguf(scratch)
             convert_gguf(file, scratch / "model", progress)
             if file.is_relative_to(scratch):
                 for link in linked_gguf(scratch / "model"):
                     link.resolve().replace(link)  # else it would go with `scratch`
+            _mark(scratch, directory.name)
             try:
                 (scratch / "model").rename(directory)
             except OSError:
@@ -164,118 +269,35 @@ def _converted(
     return directory
 
 
-def _fetched(name: str, cache: Path, progress: Progress) -> Path:
-    """A part that was fetched stays, to be continued with."""
-    directory = cache / pulled_name(name)
-    if _is_whole(directory):
-        return directory
-    from shared.model_store import hub  # its packages take as long to import as the rest of the command line
+def _is_whole(directory: Path) -> bool:
+    return (directory / CONFIG).is_file()
 
-    repository, quantization = hub_name(name)
-    if not hub.is_name(repository) or name.endswith(":") or not hub.is_name(quantization or repository):
-        raise ConfigurationError(
-            f"{name!r} is not a model: there is no such directory, GGUF file or built-in name "
-            f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
+
+def _mark(scratch: Path, name: str) -> None:
+    """The model that was made in `scratch` is one that may be removed: it can be had again."""
+    made, fetched = scratch / "model" / MANIFEST, scratch / MANIFEST
+    if fetched.is_file():
+        fetched.replace(made)
+    else:
+        made.write_bytes(msgspec.json.encode(Manifest(name, "", "")))
+
+
+def _has_adapter(directory: Path) -> bool:
+    return all((directory / name).is_file() for name in ADAPTER_FILES)
+
+
+def _whole_adapter(directory: Path) -> Path:
+    if not _has_adapter(directory):
+        raise ModelLoadError(
+            f"The directory {directory} holds no {' and '.join(ADAPTER_FILES)}; name a directory of a LoRA adapter as "
+            "peft saves it."
         )
-    if quantization:
-        return _converted(
-            directory,
-            progress,
-            lambda scratch: hub.fetch_gguf(repository, quantization, scratch, progress),
-            keep=True,
-        )
-    with claimed(
-        _partial(directory), lambda: progress("waiting for another process", 0, 0), keep=True
-    ) as partial:
-        if not _is_whole(directory):
-            hub.fetch(repository, partial, progress)
-            partial.rename(directory)
     return directory
 
 
-def _is_whole(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
-
-
-def _partial(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.partial")
-
-
-_GRACE = 1.5
-
-
-async def prepare_model(name: str, cache: Path, report: Progress) -> tuple[str, Path]:
-    """What `ensure_model` returns and raises, from a process that ends when this is cancelled; without one where
-    the model is there."""
-    if is_ready(name, cache):
-        return ensure_model(name, cache, report)
-    with tempfile.TemporaryFile() as complaints:
-        async with _process(name, cache, complaints) as process:
-            assert process.stdout is not None
-            async for text in process.stdout:
-                line = msgspec.json.decode(text, type=Line)
-                if line.error:
-                    raise error_from_code(line.code, line.error)
-                if line.result:
-                    return line.result["name"], Path(line.result["directory"])
-                report(line.stage, line.done, line.total)
-            said = last_complaint(complaints, await process.wait())
-    raise InternalError(f"The model {name} could not be made ready ({said}); try again.")
-
-
-@contextlib.asynccontextmanager
-async def _process(name: str, cache: Path, errors: IO[bytes]) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "shared.model_store.catalog",
-        name,
-        str(cache),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C reaches us alone
-        preexec_fn=die_with_parent(),
+def _not_taken(name: str, store: Store, error: OSError) -> ConfigurationError:
+    where = f": {error.filename}" if error.filename else ""
+    return ConfigurationError(
+        f"The model cache {store.cache} cannot take the model {name} ({error.strerror or error}{where}); make room or "
+        "give permission there, or name another directory with RYZANSTEIN_MODEL_CACHE."
     )
-    try:
-        yield process
-    finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM lets it clear up; whoever does not react (a download in a thread) is killed with its children."""
-    with contextlib.suppress(ProcessLookupError):
-        if process.returncode is None:
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _GRACE)
-        except TimeoutError:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-
-def _on_terminate(number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once: what clears up now is not to be interrupted
-    raise SystemExit(128 + number)
-
-
-def main(name: str, cache: Path) -> int:
-    """The process: a line of JSON for each step, and one for the end. The output carries nothing else."""
-    signal.signal(signal.SIGTERM, _on_terminate)
-    lines, sys.stdout = sys.stdout, sys.stderr
-
-    def write(line: Line) -> None:
-        print(msgspec.json.encode(line).decode(), file=lines, flush=True)  # read by our parent
-
-    try:
-        served, directory = ensure_model(name, cache, lambda *step: write(Line(*step)))
-    except RyzansteinError as error:
-        write(Line(error=error.message, code=error.code))
-        return 1
-    write(Line(result={"name": served, "directory": str(directory)}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,24 +1,44 @@
-"""Models of the Hugging Face hub."""
+"""Models and adapters of the Hugging Face hub, or of a mirror."""
 
-import contextlib
-import glob
-import shutil
-import threading
-from collections.abc import Callable, Iterator
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+import msgspec
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers, validate_repo_id
 
-from shared.errors import ConfigurationError, ModelLoadError, reason_of
-from shared.model_store.downloads import Progress, Verdict, size_of, verdict_on
+from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError, reason_of
+from shared.model_store.programs import Progress, Verdict, verdict_on
+from shared.model_store.repository import (
+    CONFIG,
+    MANIFEST,
+    MAX_LISTED,
+    Manifest,
+    RemoteFile,
+    checked,
+    choose_adapter,
+    choose_files,
+    sizes_of,
+)
+from shared.model_store.settings import Store
+from shared.model_store.transfer import HttpError, Transfer, persistently
 from shared.models import choose_gguf
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-_WANTED_PYTORCH = [*_WANTED, "pytorch_model*.bin"]
-"""Where a model has no safetensors."""
-_LOOK_INTERVAL = 0.5
+MakeRoom = Callable[[int], None]
+"""Called with the bytes that are to come; raises `ConfigurationError` where there is no room for them."""
+_TIMEOUT = 30.0
+_AGENT = "ryzanstein"
+_HUB = "https://huggingface.co"
 
 
 def is_name(name: str) -> bool:
@@ -30,92 +50,199 @@ def is_name(name: str) -> bool:
     return True
 
 
-def fetch(name: str, directory: Path, progress: Progress) -> None:
+class Repository:
+    """One state of a repository, and a directory that it is fetched into."""
+
+    def __init__(
+        self, name: str, revision: str, directory: Path, store: Store, progress: Progress, make_room: MakeRoom
+    ) -> None:
+        """Asks the hub what the state is. Raises as `fetch` does."""
+        progress("downloading", 0, 0)
+        self.name, self._revision, self._store = name, revision, store
+        self._directory, self._progress, self._make_room = directory, progress, make_room
+        self._endpoint = store.endpoint or str(constants.ENDPOINT)
+        headers = build_hf_headers(library_name=_AGENT)
+        self._transfer = Transfer(directory, "", headers, files_at_once=store.downloads)
+        self.commit, self.files = self._survey()
+        self._transfer.commit = self.commit
+
+    def fetch(self, files: Sequence[RemoteFile]) -> None:
+        """Fetches `files` after room was made for what of them is missing.
+
+        Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when the directory cannot take them.
+        """
+        for file in files:
+            if file.size > constants.MAX_HTTP_DOWNLOAD_SIZE and self._endpoint == _HUB:
+                raise ModelLoadError(
+                    f"{file.path} of {self.name} has {file.size} bytes, and the hub gives out files over "
+                    f"{constants.MAX_HTTP_DOWNLOAD_SIZE} bytes through Xet alone; fetch it with `hf download` into a "
+                    "directory, and name that."
+                )
+        self._make_room(self._transfer.missing(files))
+        addresses = {
+            hf_hub_url(self.name, file.path, revision=self.commit, endpoint=self._endpoint): file
+            for file in files
+        }
+        try:
+            self._transfer.fetch(addresses, lambda done, total: self._progress("downloading", done, total))
+        except HttpError as error:
+            raise self._explained(error) from None
+
+    def record(self, files: Sequence[RemoteFile]) -> None:
+        """Writes into the directory, which holds all of `files`, what it is."""
+        manifest = Manifest(self.name, self._revision, self.commit, list(files))
+        (self._directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+
+    def _survey(self) -> tuple[str, list[RemoteFile]]:
+        api = HfApi(endpoint=self._endpoint, library_name=_AGENT)
+        try:
+            info = persistently(
+                lambda: api.model_info(
+                    self.name, revision=self._revision or None, files_metadata=True, timeout=_TIMEOUT
+                ),
+                self._transfer.stop,
+            )
+        except RyzansteinError:
+            raise
+        except Exception as error:  # an answer that is no JSON, or none of a hub
+            raise self._explained(error) from None
+        listed = info.siblings or []
+        if not info.sha or any(file.size is None for file in listed):
+            raise ModelLoadError(
+                f"{_without_secrets(self._endpoint)} does not tell commit and sizes of {self.name}, as the hub does; "
+                "check HF_ENDPOINT or RYZANSTEIN_HUB_ENDPOINT."
+            )
+        if len(listed) > MAX_LISTED:
+            raise ModelLoadError(
+                f"The repository {self.name} lists {len(listed)} files; at most {MAX_LISTED} are looked at."
+            )
+        return info.sha, [
+            RemoteFile(
+                file.rfilename,
+                file.lfs.size if file.lfs else file.size or 0,
+                sha256=file.lfs.sha256 if file.lfs else "",
+                git_sha1="" if file.lfs else file.blob_id or "",
+            )
+            for file in listed
+        ]
+
+    def _explained(self, error: Exception) -> RyzansteinError:
+        """What to do about an error of the hub's client."""
+        return _explained(error, self.name, self._revision, self._endpoint, self._store)
+
+
+def fetch(
+    name: str,
+    revision: str,
+    directory: Path,
+    store: Store,
+    progress: Progress,
+    make_room: MakeRoom,
+) -> None:
     """Fetches the repository `name` into `directory`, which may hold a part of it already: its config.json first, and
     nothing else of a model that is not served.
 
     Raises `ConfigurationError`, `ModelLoadError`, and `OSError` when `directory` cannot take it.
     """
-    progress("downloading", 0, 0)
-    refused = look_at(name, directory, progress).refused
-    if not (directory / "config.json").is_file():
+    repository = Repository(name, revision, directory, store, progress, make_room)
+    chosen = choose_files(repository.files, name)
+    if CONFIG not in sizes_of(chosen):
         raise ModelLoadError(
             f"The repository {name} holds no config.json; it is not a model that can be served. Of GGUF files one is "
             f"chosen by its quantization, as {name}:Q4_K_M."
         )
-    if refused:
+    repository.fetch([file for file in chosen if file.path == CONFIG])
+    if refused := verdict_on(directory).refused:
         raise ModelLoadError(f"{refused} Of {name} only config.json was downloaded.")
-    _download(name, directory, *_survey(name), progress)
-    shutil.rmtree(directory / ".cache", ignore_errors=True)
+    repository.fetch(chosen)
+    repository.record(chosen)
 
 
-def look_at(name: str, directory: Path, progress: Progress) -> Verdict:
+def look_at(name: str, directory: Path, store: Store, revision: str = "") -> Verdict:
     """What the config.json of the repository `name`, fetched into `directory`, says of its model. Raises as `fetch`
     does."""
-    _download(name, directory, ["config.json"], 0, progress)
-    return verdict_on(directory) if (directory / "config.json").is_file() else Verdict()
+    repository = Repository(name, revision, directory, store, lambda *step: None, lambda count: None)
+    found = [file for file in repository.files if file.path == CONFIG]
+    repository.fetch(checked(found, name))
+    return verdict_on(directory) if found else Verdict()
 
 
-def fetch_gguf(repository: str, quantization: str, directory: Path, progress: Progress) -> Path:
-    """The (first) GGUF file of the repository's model in `quantization`, with its other parts in `directory`.
-
-    Raises as `fetch` does.
-    """
-    progress("downloading", 0, 0)
-    try:
-        files = HfApi().model_info(repository, files_metadata=True).siblings or []
-    except Exception as error:  # of whichever HTTP library the hub's client is made with
-        raise _not_fetched(repository, error) from None
-    sizes = {file.rfilename: file.size or 0 for file in files}
-    chosen = choose_gguf(sizes, repository, quantization)
-    patterns = [glob.escape(file) for file in chosen]
-    _download(repository, directory, patterns, sum(sizes[file] for file in chosen), progress)
-    return directory / chosen[0]
-
-
-def _download(name: str, directory: Path, patterns: list[str], total: int, progress: Progress) -> None:
-    try:
-        with _watched(directory, lambda done: progress("downloading", min(done, total or done), total)):
-            snapshot_download(name, local_dir=directory, allow_patterns=patterns)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-            raise  # this machine's fault: no room, no permission
-        raise _not_fetched(name, error) from None
+def fetch_gguf(
+    name: str,
+    quantization: str,
+    revision: str,
+    directory: Path,
+    store: Store,
+    progress: Progress,
+    make_room: MakeRoom,
+) -> Path:
+    """The (first) GGUF file of the repository's model in `quantization`, with its other parts in `directory`. Raises as
+    `fetch` does."""
+    repository = Repository(name, revision, directory, store, progress, make_room)
+    listed = {file.path: file for file in repository.files}
+    names = choose_gguf(sizes_of(repository.files), name, quantization)
+    chosen = checked([listed[path] for path in names], name)
+    repository.fetch(chosen)
+    repository.record(chosen)
+    return directory / names[0]
 
 
-def _not_fetched(name: str, error: Exception) -> ConfigurationError:
+def fetch_adapter(
+    name: str,
+    revision: str,
+    directory: Path,
+    store: Store,
+    progress: Progress,
+    make_room: MakeRoom,
+) -> None:
+    """Fetches the two files of the LoRA adapter `name`, as peft writes them, into `directory`. Raises as `fetch`
+    does."""
+    repository = Repository(name, revision, directory, store, progress, make_room)
+    chosen = choose_adapter(repository.files, name)
+    repository.fetch(chosen)
+    repository.record(chosen)
+
+
+def _explained(error: Exception, name: str, revision: str, endpoint: str, store: Store) -> RyzansteinError:
+    where = _without_secrets(endpoint)
+    if isinstance(error, OfflineModeIsEnabled):
+        return ModelLoadError(
+            f"{_not_here(name, store)}, and the hub is not asked since HF_HUB_OFFLINE is set; put its files there, "
+            "or unset the variable."
+        )
+    if isinstance(error, GatedRepoError):
+        token = "the one that is set has no access" if get_token() else "none is set"
+        return ModelLoadError(
+            f"The repository {name} is gated: accept its conditions at {where}/{name}, and set HF_TOKEN to a token of "
+            f"that account ({token})."
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelLoadError(
+            f"The repository {name} has no revision {revision or 'main'!r}; name a branch, a tag or a commit of it."
+        )
+    if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403, 404):
+        token = "the HF_TOKEN that is set has" if get_token() else "set HF_TOKEN to a token that has"
+        return ConfigurationError(
+            f"{_not_here(name, store)} and could not be fetched: {where} knows no such repository, or does not show "
+            f"it; check the name, and of a private one whether {token} access."
+        )
     return ConfigurationError(
-        f"The model {name} is not in the cache and could not be fetched from the hub ({reason_of(error)}); "
+        f"{_not_here(name, store)} and could not be fetched from {where} ({_without_secrets(reason_of(error))}); "
         "check the name and the connection, or name a directory or a GGUF file."
     )
 
 
-def _survey(name: str) -> tuple[list[str], int]:
-    """(patterns of the files to fetch, their bytes for the progress bar). When the hub does not say, the usual
-    ones and 0: the download will tell why."""
-    try:
-        files = HfApi().model_info(name, files_metadata=True).siblings or []
-    except Exception:  # of whichever HTTP library the hub's client is made with
-        return _WANTED, 0
-    plain = any(file.rfilename.endswith(".safetensors") for file in files)
-    patterns = _WANTED if plain or not files else _WANTED_PYTORCH
-    wanted = filter_repo_objects(files, allow_patterns=patterns, key=lambda file: file.rfilename)
-    return patterns, sum(file.size or 0 for file in wanted)
+def _not_here(name: str, store: Store) -> str:
+    places = [f"the cache {store.cache}", *([f"the directory {store.library}"] if store.library else [])]
+    return f"The model {name} is not in {' or '.join(places)}"
 
 
-@contextlib.contextmanager
-def _watched(directory: Path, report: Callable[[int], None]) -> Iterator[None]:
-    """Reports the bytes that lie in `directory`, now and again."""
-    ended = threading.Event()
+def _status(error: Exception) -> int:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else 0
 
-    def look() -> None:
-        while not ended.wait(_LOOK_INTERVAL):
-            report(size_of(directory))
 
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
+def _without_secrets(text: str) -> str:
+    """Neither the token, nor the name and password of an address, nor the signature of one."""
+    for secret in (get_token(), os.environ.get("HF_TOKEN")):
+        text = text.replace(secret, "***") if secret else text
+    return re.sub(r"\?[^\s'\")]*", "", re.sub(r"//[^/@\s]*@", "//", text))

@@ -14,6 +14,7 @@ import pytest_asyncio
 from services.cli.target import LocalSettings
 from services.executor.native.library import why_not
 from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
+from shared.model_store.settings import Store
 from shared.models import linked_gguf
 from tests.chaos.exercise import Row, exercise
 from tests.chaos.expected import Task, repeated
@@ -32,7 +33,7 @@ CLIENTS = 4
 def _packed_model(scratch: Path) -> Path:
     """The default model as its GGUF file has it; a cache may have it unpacked, as it was until lately."""
     for cache in (LocalSettings().model_cache, scratch):
-        directory = ensure_model(DEFAULT_MODEL, cache, lambda stage, done, total: None)[1]
+        directory = ensure_model(DEFAULT_MODEL, Store.at(cache), lambda stage, done, total: None)[1]
         if linked_gguf(directory):
             break
     return directory

@@ -101,7 +101,7 @@ def test_openai_npm(stack: Stack) -> None:
 def test_lm_eval(tmp_path: Path) -> None:
     """Its own judgement of the real model, by its own reading of the answers, against transformers' log-softmax."""
     python = python_with("lm_eval")
-    directory = ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
+    directory = ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
     with Stack(tmp_path, "--dtype", "fp32", "--no-smoke-test") as stack:
         seen = run(
             python, str(HERE / "use_lm_eval.py"), stack.url, DEFAULT_MODEL, str(directory), timeout=500

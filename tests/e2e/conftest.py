@@ -13,7 +13,7 @@ from tests.e2e.stack import Stack
 @pytest.fixture(scope="session")
 def model_directory() -> Path:
     """The default model, pulled and converted where that has not happened on this machine."""
-    return ensure_model(DEFAULT_MODEL, LocalSettings().model_cache, lambda stage, done, total: None)[1]
+    return ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
 
 
 @pytest.fixture(scope="package")

@@ -16,8 +16,8 @@ from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.model_store import catalog
-from shared.model_store.catalog import prepare_model
-from shared.model_store.downloads import Progress, run_module
+from shared.model_store.preparation import prepare_model
+from shared.model_store.programs import Progress, run_module
 from shared.models import hub_name
 
 models_app = typer.Typer(
@@ -52,7 +52,7 @@ def models_pull(
     settings = load_settings(LocalSettings)
     screen = console()
     with model_bars(screen) as report:
-        served, directory = asyncio.run(prepare_model(name, settings.model_cache.expanduser(), report))
+        served, directory = asyncio.run(prepare_model(name, settings.store, report))
     say(screen, f"{served} is ready in {directory}")
 
 
@@ -173,7 +173,7 @@ def _look_at(model: str, *, as_json: bool) -> None:
     if not hub.is_name(repository):
         raise ConfigurationError(_unknown(model))
     with tempfile.TemporaryDirectory() as directory:
-        verdict = hub.look_at(repository, Path(directory), lambda *step: None)
+        verdict = hub.look_at(repository, Path(directory), load_settings(LocalSettings).store)
     if as_json:
         print(json.dumps(msgspec.to_builtins(verdict)))  # noqa: T201
         return

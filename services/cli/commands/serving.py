@@ -394,8 +394,7 @@ def spec_of(name: str) -> ModelSpec | None:
         resolved = path.resolve()
         served = resolved.name if resolved.is_dir() else resolved.stem
         return ModelSpec(served, str(resolved), created=int(time.time()))
-    cache = load_settings(LocalSettings).model_cache.expanduser()
-    if of_hub(name) or is_ready(name, cache):
+    if of_hub(name) or is_ready(name, load_settings(LocalSettings).store):
         return ModelSpec(name.removeprefix("hf://"), name, created=int(time.time()))
     return None
 

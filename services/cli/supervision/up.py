@@ -32,7 +32,7 @@ from services.cli.target import (
 from services.cli.ui import AnswerPrinter, LoadBars, megabytes, model_bars, print_columns, say
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
-from shared.model_store.catalog import prepare_model
+from shared.model_store.preparation import prepare_model
 from shared.service.listener import bind
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -205,9 +205,8 @@ class Up:
         plan = self._plan
         if plan.engine == "stub":
             return "stub", ""
-        cache = self._settings.model_cache.expanduser()
         with model_bars(self._console) as report:
-            name, directory = await prepare_model(plan.model, cache, report)
+            name, directory = await prepare_model(plan.model, self._settings.store, report)
         return name, str(directory)
 
     async def _run_stack(self, stack: LocalStack) -> None:

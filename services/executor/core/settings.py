@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
-from platformdirs import user_cache_path
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
-from shared.config import CommonSettings
 from shared.errors import ConfigurationError
+from shared.model_store.settings import ModelStoreSettings
 from shared.models import HUB, ReasoningParser, ToolParser
 
 BlockDType = Literal["bf16", "fp8", "int8"]
@@ -145,13 +144,15 @@ DType = Literal["auto", "bf16", "fp32"]
 WeightDType = Literal["auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4"]
 
 
-class ExecutorSettings(CommonSettings):
+class ExecutorSettings(ModelStoreSettings):
     """An executor and its group: a tensor-parallel ring of `tp` ranks that serves one model. Groups that it is told to
     load have the same settings, but for what the model's entry in the registry says."""
 
     model: str = ""
     """Directory, GGUF file or hub name of the model; of GGUF files with the quantization, `org/name:Q4_K_M`. Empty:
     the executor starts without one, and loads what it is told to."""
+    revision: str = ""
+    """Branch, tag or commit of a hub name; empty: the main branch as it was when it was fetched."""
     takes_models: bool | None = None
     """Whether the executor loads and unloads models when it is told to, beside its own, within `host_memory`; not set:
     where it is started without one."""
@@ -176,8 +177,6 @@ class ExecutorSettings(CommonSettings):
     engine: Literal["torch", "stub"] = "torch"
     """`stub` computes nothing at a set speed, for tests and benchmarks of the control plane; of a `model` it only
     uses the tokenizer."""
-    model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
-    """Where converted models are kept."""
     weight_cache_bytes: int = Field(default=16 << 30, ge=0)
     """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
     reads them instead of packing them again. Least recently used models are deleted first. 0: none."""

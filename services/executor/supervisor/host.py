@@ -68,7 +68,8 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
         for name in ModelSettings.__struct_fields__
         if (value := getattr(spec.settings, name)) is not None
     }
-    fields = {**host.model_dump(), **given, "model": spec.source, "served_model_name": spec.name}
+    fields = {**host.model_dump(), **given, "model": spec.source, "revision": spec.revision}
+    fields["served_model_name"] = spec.name
     try:
         settings = ExecutorSettings.model_validate({**fields, "group": "", "nnodes": 1, "takes_models": True})
     except ValidationError as error:

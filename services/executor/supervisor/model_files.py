@@ -7,7 +7,6 @@ weights, mapped and resident ─▶ a later load reads no disk
 import contextlib
 import mmap
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
-from shared.model_store.downloads import Progress
+from shared.model_store.disk import remove
+from shared.model_store.preparation import prepare_model
+from shared.model_store.programs import Progress
 from shared.models import linked_gguf
 
 MEMORY_SHARE = 0.9
@@ -108,20 +109,23 @@ class StoredModel:
 
     def __init__(self, settings: ExecutorSettings) -> None:
         self._settings = settings
-        self._cache = settings.model_cache.expanduser()
+        self._store = settings.store
         self._needs_none = settings.engine == "stub"
 
     @property
     def is_ready(self) -> bool:
         """Whether there is nothing to fetch or to convert."""
-        return self._needs_none or catalog.is_ready(self._settings.model, self._cache)
+        return self._needs_none or catalog.is_ready(
+            self._settings.model, self._store, self._settings.revision
+        )
 
     async def prepare(self, report: Progress) -> str:
         """Fetches and converts what is not there, in a process that ends when this is cancelled; returns what names
         the model from then on. Raises `ConfigurationError`, `ModelLoadError`."""
         if self._needs_none:
             return self._settings.model
-        return str((await catalog.prepare_model(self._settings.model, self._cache, report))[1])
+        model, revision = self._settings.model, self._settings.revision
+        return str((await prepare_model(model, self._store, report, revision=revision))[1])
 
     def size(self) -> ModelSize:
         """Raises `ModelLoadError`."""
@@ -151,16 +155,19 @@ class StoredModel:
         if self._needs_none or not self.is_ready:
             return
         directory = self._directory()
-        if not directory.is_relative_to(self._cache.resolve()):
+        if not directory.is_relative_to(self._store.cache.resolve()):
             raise InvalidRequest(
-                f"The model {self._settings.model} lies outside the model cache {self._cache}; delete it yourself."
+                f"The model {self._settings.model} lies outside the cache {self._store.cache}; delete it yourself."
             )
-        for path in packed_files(self._settings, directory):
+        packed = packed_files(self._settings, directory)
+        if not remove(directory):
+            raise InvalidRequest(f"The model in {directory} is in use; unload it first.")
+        for path in packed:
             path.unlink(missing_ok=True)
-        shutil.rmtree(directory, ignore_errors=True)
 
     def _directory(self) -> Path:
-        return catalog.ensure_model(self._settings.model, self._cache, lambda *step: None)[1].resolve()
+        model, revision = self._settings.model, self._settings.revision
+        return catalog.ensure_model(model, self._store, lambda *step: None, revision=revision)[1].resolve()
 
 
 # --- the machine ---------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, context_of, load_share
 from shared.errors import ConfigurationError
 from shared.messages import ModelCard
+from shared.model_store.locks import hold_model
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # they import Triton, which not every host has, or take their time
@@ -389,4 +390,6 @@ def rehearsal(
 
 def model_directory(settings: ExecutorSettings) -> Path:
     """The directory of the model that the settings name. Raises `ModelLoadError`."""
-    return resolve_model(settings.model, settings.model_cache, lambda stage, done, total: None)
+    directory = resolve_model(settings.model, settings.store, lambda *step: None, settings.revision)
+    hold_model(directory, settings.model_cache)  # as long as this process lives
+    return directory

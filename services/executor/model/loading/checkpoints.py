@@ -5,10 +5,8 @@ weights are served from it. What is not served so (`gguf_weights.ARCHITECTURES`)
 directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
-import glob
 import json
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +17,12 @@ import structlog
 
 from services.executor.model.catalogue import check_sizes
 from shared.errors import ModelLoadError, reason_of
+from shared.model_store.repository import directory_name
+from shared.model_store.settings import Store
 from shared.models import (
-    choose_gguf,
     converted_name,
-    hub_name,
     link_gguf,
     linked_gguf,
-    pulled_name,
     relink_gguf,
 )
 
@@ -38,19 +35,6 @@ ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""
 
 _STAGES = ("header", "weights", "tokenizer", "write", "done")
-_FETCHED = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "merges.txt",
-    "vocab.txt",
-)
-_FETCHED_PYTORCH = (*_FETCHED, "pytorch_model*.bin")
-"""Where a model has no safetensors."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
     r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,13 +56,14 @@ _PRE_TOKENIZERS = {**dict.fromkeys(("smollm", "refact", "starcoder"), _DIGITS_AL
 """What transformers' GGUF reader leaves out, by `tokenizer.ggml.pre`, in the format of tokenizer.json."""
 
 
-def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgress) -> Path:
+def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress, revision: str = "") -> Path:
     """The model directory that `name_or_path` stands for, converted or fetched where need be.
 
-    `cache_dir` holds converted GGUF files and the models that `ryzanstein models pull` has fetched, under
-    their names with `--` for `/`; other hub names go to the hub's own cache. Raises `ModelLoadError`.
+    The cache of `store` holds converted GGUF files and models of the hub. Raises `ModelLoadError` and
+    `ConfigurationError`.
     """
-    pulled = cache_dir / pulled_name(name_or_path)
+    cache_dir = store.cache
+    pulled = cache_dir / directory_name(name_or_path, revision)
     if (pulled / "config.json").is_file():
         return pulled
     path = Path(name_or_path).expanduser()
@@ -95,11 +80,11 @@ def resolve_model(name_or_path: str, cache_dir: Path, progress: ConversionProgre
         raise ModelLoadError(
             f"{path} is neither a model directory nor a .gguf file; give one of these or a hub name."
         )
-    repository, quantization = hub_name(name_or_path)
-    if not _HUB_NAME.fullmatch(repository):
+    if name_or_path.startswith(("/", "~", ".")):
         raise ModelLoadError(f"The model {name_or_path} does not exist; check the path.")
-    fetched = _fetch(repository, quantization)
-    return _of_gguf(fetched, cache_dir, progress) if quantization else fetched
+    from shared.model_store.catalog import ensure_model
+
+    return ensure_model(name_or_path, store, progress, revision=revision)[1]
 
 
 def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
@@ -404,25 +389,3 @@ def _publish(made: Path, target: Path) -> None:
         if not target.is_dir():
             raise
         shutil.rmtree(made)
-
-
-def _fetch(name: str, quantization: str) -> Path:
-    """A directory, or with a `quantization` a GGUF file."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        if quantization:
-            chosen = choose_gguf(HfApi().list_repo_files(name), name, quantization)
-            directory = Path(snapshot_download(name, allow_patterns=[glob.escape(file) for file in chosen]))
-            return directory / chosen[0]
-        directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED)))
-        if not any(directory.glob("*.safetensors")):
-            directory = Path(snapshot_download(name, allow_patterns=list(_FETCHED_PYTORCH)))
-        return directory
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        raise ModelLoadError(
-            f"The model {name!r} is not a directory here and cannot be fetched from the hub ({reason_of(error)}); "
-            "check the name, the network or your hub credentials."
-        ) from error

