@@ -14,7 +14,6 @@ import msgspec
 
 from services.gateway.core.errors import RouteError
 from shared.messages import HostRecord, ModelPlacement, ModelSpec
-from shared.messages.registry import MAX_MODELS
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -122,13 +121,12 @@ class ModelRegistry:
 
     async def put(self, spec: ModelSpec, *, revision: int | None = None) -> tuple[int, bool]:
         """Writes an entry as it is; `revision`: only over that one, 0: only where there is none. Returns the new
-        revision and whether the entry is new. Raises `Changed`, `RouteError` where there are too many."""
+        revision and whether the entry is new. Raises `Changed`."""
         bucket = await self._bucket()
         known = await bucket.get(spec.name)
         if known is None:
             if revision:
                 raise Changed(spec.name)
-            self._check_room()
             given = await bucket.create(spec.name, spec)
         else:
             if revision is not None and revision != known.revision:
@@ -185,15 +183,6 @@ class ModelRegistry:
 
     async def _bucket(self) -> Bucket[ModelSpec]:
         return await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
-
-    def _check_room(self) -> None:
-        if len(self.specs) >= MAX_MODELS:
-            raise RouteError(
-                f"The registry has {len(self.specs):,} models and may have no more; remove one first "
-                f"(limit registered_models: {MAX_MODELS:,}, fixed).",
-                status=409,
-                reason="registry_full",
-            )
 
 
 def not_registered(name: str) -> RouteError:

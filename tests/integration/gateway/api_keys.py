@@ -19,8 +19,8 @@ class Keys:
     def __init__(self, bucket: Bucket[KeyRecord]) -> None:
         self.bucket = bucket
 
-    async def make(self, tenant: str) -> NewKey:
-        key = new_key(tenant, time.time())
+    async def make(self, tenant: str, *, manage_models: bool = False) -> NewKey:
+        key = new_key(tenant, time.time(), manage_models=manage_models)
         await self.bucket.put(key.identity, key.record)
         return key
 

@@ -20,6 +20,7 @@ from services.gateway.api.models.shapes import (
 )
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import EventStream, watch_disconnect
+from services.gateway.core.errors import describe
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.errors import Unavailable
@@ -228,6 +229,10 @@ async def stream_events(ask: Ask) -> None:
             await _rest(news, gone)
             ask.backend.check_draining()
             ask.backend.authenticator.check(ask.principal)
+    except Exception as error:
+        if stream.started:
+            await stream.write([(msgspec.json.encode(describe(error, ask.request_id)), b"")], end=True)
+        raise
     finally:
         watcher.cancel()
 
