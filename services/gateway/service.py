@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 EXPOSED_HEADERS = (
+    "etag",
     "x-request-id",
     "x-ryzanstein-exact",
     "x-ryzanstein-ignored-fields",
@@ -89,7 +90,7 @@ class GatewayService(Service):
         return CORSMiddleware(
             app,
             allow_origins=origins,
-            allow_methods=("GET", "HEAD", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )

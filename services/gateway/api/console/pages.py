@@ -27,7 +27,11 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 FOLDER = "/console/"
-PATHS = ("/", "/docs", *(FOLDER + name for name in ("console.css", "console.js", "docs.js", "icon.svg")))
+PATHS = (
+    "/",
+    "/docs",
+    *(FOLDER + name for name in ("console.css", "console.js", "models.js", "docs.js", "icon.svg")),
+)
 
 
 class Page:

@@ -72,6 +72,8 @@ class Model(msgspec.Struct, frozen=True):
     max_model_len: int | None
     """null: not known before it was loaded."""
     aliases: list[str]
+    pinned: bool | None
+    """Whether it is never unloaded to make room for others; null: it is in no registry."""
     status: Status
 
 
@@ -108,6 +110,7 @@ class Models:
             parent=None,
             max_model_len=_length(card, spec),
             aliases=list(spec.aliases) if spec is not None and name == model else [],
+            pinned=spec.pinned if spec is not None else None,
             status=Status.of(status, spec, self._now),
         )
 

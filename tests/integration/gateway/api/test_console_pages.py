@@ -52,6 +52,19 @@ async def test_every_file_of_the_pages_is_served_guarded_and_revalidated(http: h
     }
 
 
+async def test_scripts_ask_for_what_the_page_has_and_the_api_serves(http: httpx.AsyncClient) -> None:
+    page = (STATIC / "console.html").read_text()
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    for name in ("console.js", "models.js"):
+        script = (STATIC / name).read_text()
+        for field in set(re.findall(r'\$\("([\w-]+)"\)', script)):
+            assert f'id="{field}"' in page, (name, field)
+        for asked in set(re.findall(r"[\"`]((?:v1/|models)[\w./-]*)", script)) - {"models-note"}:
+            wanted = f"/{asked.rstrip('/')}"
+            assert any(path == wanted or path.startswith(f"{wanted}/{{") for path in paths), (name, asked)
+    assert set(re.findall(r'<label for="([\w-]+)"', page)) >= {"add-source", "add-name", "model", "prompt"}
+
+
 def test_no_page_names_anything_outside() -> None:
     for path in STATIC.iterdir():
         found = set(re.findall(r"https?://[^\"'\s)]*", path.read_text()))

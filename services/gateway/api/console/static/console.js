@@ -2,6 +2,8 @@
 // A chat's request carries an Idempotency-Key, and every event an id: what is kept of them in sessionStorage is
 // enough to go on after a reload, a lost network or a lost gateway, with nothing missing and nothing twice.
 
+import { watchModels } from "./models.js";
+
 const $ = (id) => document.getElementById(id);
 const BACKGROUND = 60; // seconds that an answer goes on while this page is away
 const SHOWN = 20; // generations
@@ -340,7 +342,6 @@ function showCluster(cluster) {
     ]),
     "none known",
   );
-  showModels(cluster.models);
 }
 
 function showModels(names) {
@@ -411,4 +412,5 @@ addEventListener("pagehide", save);
 chat.messages.forEach(show);
 settle();
 if (chat.running) follow();
+watchModels({ call, events, fill, state, percent, told, onNames: showModels });
 watch();
