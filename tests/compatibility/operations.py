@@ -164,7 +164,7 @@ OPERATIONS = (
     ),
     Operation("models.list", "GET", "/models"),
     Operation("models.retrieve", "GET", "/models/stub", answers=Model),
-    Operation("models.delete", "DELETE", "/models/stub", answers=ModelDeleted),
+    Operation("models.delete", "DELETE", "/models/registered", answers=ModelDeleted),
     Operation(
         "files.create",
         "POST",
@@ -193,6 +193,7 @@ BATCH_FILE = (
 LONG_FILE = b"".join(BATCH_FILE.replace(b'"1"', b'"%d"' % number) for number in range(2000))
 """Of a batch that is under way for a while."""
 SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("registered", "PUT", "/registry/models/registered", {"source": "org/a-model"}),
     (
         "chat",
         "POST",

@@ -145,7 +145,7 @@ class Prober:
         options: dict[str, Any] = {"params": _bracketed(query)} if query else {}
         if operation.form:
             options |= {"data": _form(body), "files": {"file": ("lines.jsonl", file)}}
-        elif operation.method == "POST" and body:
+        elif operation.method in ("POST", "PUT") and body:
             options["json"] = body
         async with self._gate:
             answer = await self._http.request(operation.method, path, **options)

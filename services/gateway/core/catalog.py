@@ -92,6 +92,8 @@ class Catalog:
         self.changed = asyncio.Event()
         """Set when other models may be listed than before."""
         self._caught_up = (asyncio.Event(), asyncio.Event())
+        self._statuses: dict[str, ModelStatus] = {}
+        self._statuses_at = float("-inf")
         self._on_loaded: list[Callable[[str], None]] = []
         registry.on_change(self._registry_changed)
 
@@ -183,8 +185,14 @@ class Catalog:
         hosts = self.registry.hosts.values()
         return self._planned(model, status_of(model, spec, self._live(), hosts, self._clock()))
 
-    def statuses(self) -> dict[str, ModelStatus]:
-        """Of all of `names`."""
+    def statuses(self, age: float = 0.0) -> dict[str, ModelStatus]:
+        """Of all of `names`; `age`: seconds that they may be old, where many ask at the same time."""
+        if self._clock() - self._statuses_at >= age:
+            self._statuses = self._statuses_now()
+            self._statuses_at = self._clock()
+        return self._statuses
+
+    def _statuses_now(self) -> dict[str, ModelStatus]:
         wanted = {name: self.registry.specs.get(name) for name in self.names()}
         found = statuses(wanted, self._live(), self.registry.hosts.values(), self._clock())
         return {name: self._planned(name, status) for name, status in found.items()}

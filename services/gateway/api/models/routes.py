@@ -217,7 +217,7 @@ async def stream_events(ask: Ask) -> None:
     try:
         while not gone.is_set():
             news = catalog.registry.news
-            now, after = time.time(), catalog.statuses()
+            now, after = time.time(), catalog.statuses(SETTLE)
             found = events_between(known, after, catalog.registry.specs, now)
             known = after
             if found or not stream.started:
