@@ -55,6 +55,15 @@ class NoChatTemplate(RyzansteinError):
     """The model goes on with texts and knows no conversations."""
 
 
+class TemplateRefused(RyzansteinError):
+    """The model's chat template does not take these messages, or cannot be rendered at all."""
+
+
+_KINDS: dict[str | None, type[RyzansteinError]] = {
+    "no_chat_template": NoChatTemplate,
+    "invalid_messages": TemplateRefused,
+    "chat_template_limit": TemplateRefused,
+}
 LISTINGS, LISTING_PAUSE = 50, 0.1
 """How often, and after how many seconds, a gateway that lists no model yet is asked again."""
 PLAIN_TOKENS = 256
@@ -139,16 +148,18 @@ async def answer_once(
     prompt: str,
     *,
     max_tokens: int,
+    model: str = "",
     api_key: str = "",
     trust: ssl.SSLContext | bool = True,
     plain: bool = False,
 ) -> AsyncIterator[str]:
     """The greedy answer to a single question, or with `plain` what a text goes on with, as it comes; leaving it early
-    ends it at the gateway too. Raises `NoChatTemplate` for a question to a model that knows no conversations."""
+    ends it at the gateway too. `model`: empty: the first that the gateway lists. Raises `NoChatTemplate` for a question
+    to a model that knows no conversations, `TemplateRefused` where its template takes none such as this."""
     url = _checked(url)
     async with httpx.AsyncClient(**_options(600, api_key, trust)) as client:
         try:
-            model = _first_model(url, await _models(client, url))
+            model = model or _first_model(url, await _models(client, url))
             said = prompt if plain else [{"role": "user", "content": prompt}]
             where, body = _request(url, model, said, max_tokens, 0.0)
             async with client.stream("POST", where, json=body) as response:
@@ -241,8 +252,7 @@ def _refusal(response: httpx.Response) -> RyzansteinError:
     error = _error_of(response)
     if response.status_code == 401:
         return KeyNeeded(f"{error.message} Here: set RYZANSTEIN_API_KEY.")
-    kind = NoChatTemplate if error.code == "no_chat_template" else RyzansteinError
-    return kind(error.message)
+    return _KINDS.get(error.code, RyzansteinError)(error.message)
 
 
 def _error_of(response: httpx.Response) -> _ErrorBody:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, declared, plan_apply
+from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, plan_apply
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
 from services.cli.ui import ModelBars, console, megabytes, print_columns, say
 from shared.config import CommonSettings, load_settings
@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, erro
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
 from shared.model_store.catalog import BUILT_IN, is_ready
-from shared.registry import SETTINGS, of_hub, read_spec
+from shared.registry import DECLARED, SETTINGS, of_hub, read_spec
 
 T = TypeVar("T")
 
@@ -188,6 +188,7 @@ def unload(
     it back."""
 
     async def run(models: ClusterModels) -> Snapshot:
+        _raise_if_own(await models.read(), name)
         model = (await models.order(name, "unload", force=force)).name
         if wait:
             return await _watched(models.wait_unloaded, model, timeout, quiet=json)
@@ -205,7 +206,7 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
         _print_json(_told(found, model))
         return
     spec, status = found.specs.get(model), found.status(model)
-    rows = [("model", model), ("status", words(status)), ("replicas", _replicas(spec, status))]
+    rows = [("status", words(status)), ("replicas", _replicas(spec, status))]
     rows += [("memory", f"{megabytes(status.memory)} a replica")] if status.memory else []
     rows += [("hosts", ", ".join(status.hosts))] if status.hosts else []
     if (placement := found.placements.get(model)) and placement.reason:
@@ -216,12 +217,7 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
             (f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting")
         )
     for field, value in (_declared(spec) if spec else {"source": "an executor's own --model"}).items():
-        if field not in ("name", "settings"):
-            rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
-    rows += [
-        (f"settings.{key}", str(value))
-        for key, value in (_declared(spec).get("settings", {}) if spec else {}).items()
-    ]
+        rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
     if adapters := sorted(one.name for one in found.adapters.values() if one.model == model and one.digest):
         rows.append(("adapters", ", ".join(adapters)))
     for field, value in rows:
@@ -245,8 +241,10 @@ def remove(
         raise ConfigurationError("--files waits until the model is unloaded; leave out --no-wait.")
 
     async def run(models: ClusterModels) -> str:
-        spec = (await models.read()).spec(name)
+        now = await models.read()
+        spec = now.spec(name)
         if wait:
+            _raise_if_own(now, name)
             # A pin is against being unloaded to make room, not against this.
             await models.change(spec.name, lambda one: msgspec.structs.replace(one, pinned=False))
             await models.order(spec.name, "unload", force=force)
@@ -364,6 +362,17 @@ def _absolute(source: str) -> str:
     """A path of this machine as every process of it understands it; others as they are."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() and not of_hub(source) else source
+
+
+def _raise_if_own(now: Snapshot, name: str) -> None:
+    """Raises `ConfigurationError` where an executor was started with the model: it has it as long as it runs."""
+    model = now.resolve(name)
+    for group in now.groups_of(model):
+        if group.instance and not f"{group.group}/".startswith(f"{group.instance}/{model}/"):
+            raise ConfigurationError(
+                f"{group.instance} was started with the model {model}, which it serves until it ends; `ryzanstein "
+                f"drain {group.group}` ends it once it has finished what it runs."
+            )
 
 
 async def _registered(models: ClusterModels, name: str) -> str:
@@ -502,7 +511,7 @@ def words(status: ModelStatus) -> str:
         text += f" {status.progress:.0%}"
     if status.state in ("loading", "downloading") and status.expected_seconds:
         text += f", {status.expected_seconds:.0f} s left"
-    return f"{text} ({status.reason})" if status.reason else text
+    return f"{text} ({status.reason.rstrip('.')})" if status.reason else text
 
 
 def _replicas(spec: ModelSpec | None, status: ModelStatus) -> str:
@@ -513,11 +522,11 @@ def _replicas(spec: ModelSpec | None, status: ModelStatus) -> str:
 
 
 def _declared(spec: ModelSpec) -> dict[str, Any]:
-    """What stands in its entry, without what is as it is by default."""
-    fields: dict[str, Any] = msgspec.to_builtins(declared(spec))
-    if spec.pinned:
-        fields["pinned"] = "yes"
-    return fields
+    """What its entry says, without what is as it is by default."""
+    usual = ModelSpec("", "")
+    fields = {name: getattr(spec, name) for name in DECLARED if getattr(spec, name) != getattr(usual, name)}
+    settings = msgspec.structs.asdict(fields.pop("settings", usual.settings))
+    return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
 
 
 def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from services.cli.serve import require_packages
@@ -14,6 +15,7 @@ from services.cli.target import DataDir, NatsUrl, StackSettings
 from services.cli.ui import console
 from shared.config import load_settings
 from shared.errors import ConfigurationError
+from shared.messages import ModelSpec
 from shared.model_store import catalog as model_store
 from shared.models import REASONING_PARSERS, TOOL_PARSERS
 
@@ -22,12 +24,20 @@ _WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")
 
 def up(
     model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Built-in name, hub name (of a GGUF file ORG/NAME:Q4_K_M), directory or .gguf file. May be given "
+            "several times: the first is that of the executors, which take the others beside it.",
+            metavar="NAME|DIR|FILE.gguf",
+            show_default=model_store.DEFAULT_MODEL,
+        ),
+    ] = None,
+    models_file: Annotated[
         str,
         typer.Option(
-            help="Built-in name, hub name (of a GGUF file ORG/NAME:Q4_K_M), directory or .gguf file.",
-            metavar="NAME|DIR|FILE.gguf",
+            help="models.yaml: models that are served too; without --model they alone.", metavar="FILE"
         ),
-    ] = model_store.DEFAULT_MODEL,
+    ] = "",
     tp: Annotated[
         int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)
     ] = 1,
@@ -109,8 +119,9 @@ def up(
     _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
     _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir, **files)
+    first, further = _models(model or [], models_file)
     plan = StackPlan(
-        model=model,
+        model=first,
         served_model_name="",
         data_dir=settings.data_dir.expanduser().resolve(),
         host=host,
@@ -124,6 +135,7 @@ def up(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         grpc_port=grpc_port,
+        further=further,
     )
 
     async def run() -> int:
@@ -131,6 +143,28 @@ def up(
         return await Up(plan, settings, console(), nats_url=nats_url, smoke_test=smokes).run()
 
     raise typer.Exit(asyncio.run(run()))
+
+
+def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec]]:
+    """The executors' own model (empty: none), and those beside it. Raises `ConfigurationError`."""
+    if not file and len(names) < 2:
+        return names[0] if names else model_store.DEFAULT_MODEL, []
+    from services.cli.commands.serving import read_file, spec_of
+    from shared.registry import check_all
+
+    further: list[ModelSpec] = []
+    for name in names[1:]:
+        spec = spec_of(name)
+        if spec is None:
+            raise ConfigurationError(
+                f"{name!r} is not a model: there is no such directory, GGUF file or built-in name, and it is not of "
+                "the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
+            )
+        further.append(msgspec.structs.replace(spec, least=1))
+    further += read_file(file) if file else []
+    if problems := check_all(further):
+        raise ConfigurationError("\n  ".join(problems))
+    return names[0] if names else "", further
 
 
 def main() -> None:

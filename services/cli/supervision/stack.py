@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,12 +25,16 @@ from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_pro
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.messages import Heartbeat
+from shared.messages import Heartbeat, ModelSettings, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
 from shared.tasks import Backoff
+
+if TYPE_CHECKING:
+    from services.cli.cluster_models import ClusterModels
 
 _LAST_LINES = 50
 
@@ -166,6 +171,22 @@ class StackPlan(msgspec.Struct, frozen=True):
     """The same for its reasoning."""
     grpc_port: int | None = None
     """Of the gRPC API; 0: the system chooses; None: it is not served."""
+    further: list[ModelSpec] = []
+    """Models beside that of the executors, or instead of it where that has no name; the scheduler has them loaded."""
+
+    def own_spec(self) -> ModelSpec | None:
+        """The model that the executors are started with, as the registry has it; None: they are started without one.
+
+        One replica is always there: those that leave are not replaced in other executors, which have their own."""
+        if not self.served_model_name:
+            return None
+        settings = ModelSettings(
+            tp=self.tp, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser
+        )
+        source = self.model or self.served_model_name
+        return ModelSpec(
+            self.served_model_name, source, settings=settings, least=1, most=self.replicas, origin="up"
+        )
 
 
 class LocalStack:
@@ -244,6 +265,23 @@ class LocalStack:
                 await asyncio.wait_for(self._news.wait(), LOOK_INTERVAL)
         report(self.beats)
 
+    async def withdraw_models(self) -> None:
+        """Takes what an earlier start has declared and this one does not out of the registry, while the executors
+        load: it is neither listed nor loaded again."""
+        assert self._bus is not None
+        registry = await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        names = {self.plan.served_model_name, *(spec.name for spec in self.plan.further)}
+        for name, spec in (await registry.items()).items():
+            if spec.origin == "up" and name not in names:
+                await registry.delete(name)
+
+    def models(self) -> "ClusterModels":
+        """The registry, and what comes of it; after `start`."""
+        from services.cli.cluster_models import ClusterModels  # once the services start
+
+        assert self._bus is not None
+        return ClusterModels(self._bus)
+
     async def watch(self, on_event: Tell) -> None:
         """Starts what has ended again, with growing pauses. Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -297,7 +335,9 @@ class LocalStack:
     def _executor_arguments(self, replica: int) -> list[str]:
         plan, settings = self.plan, self._settings
         arguments = ["--group", f"group-{self._mark}{replica}", "--tp", str(plan.tp), "--dtype", plan.dtype]
-        arguments += ["--engine", plan.engine, "--served-model-name", plan.served_model_name]
+        arguments += ["--engine", plan.engine, "--takes-models"]
+        if plan.served_model_name:
+            arguments += ["--served-model-name", plan.served_model_name]
         for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model"):
             if value := getattr(plan, name):
                 arguments += [f"--{name.replace('_', '-')}", value]
@@ -357,6 +397,8 @@ class LocalStack:
         beat = self.beats.get(child.instance)
         if beat is None or beat.state != "ready":
             return False
+        if not self.plan.served_model_name:
+            return True
         if child.service == "gateway":  # it is told of the groups later than this process
             return self.plan.served_model_name in beat.models
         return child.service != "executor" or (beat.group is not None and beat.group.state == "ready")

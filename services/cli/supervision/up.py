@@ -13,7 +13,7 @@ import shutil
 import signal
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -199,41 +199,67 @@ class Up:
         if plan.engine == "stub" or self._settings.device == "cpu":
             return []
         gpus = await find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return assign_gpus(gpus, tp=plan.tp, replicas=plan.replicas)
+        each = plan.tp
+        if plan.further:  # which may need what the executors' own model leaves
+            each = max(each, len(gpus) // plan.replicas)
+        return assign_gpus(gpus, tp=each, replicas=plan.replicas)
 
     async def _prepare_model(self) -> tuple[str, str]:
         plan = self._plan
         if plan.engine == "stub":
             return "stub", ""
+        if not plan.model:
+            return "", ""
         with model_bars(self._console) as report:
             name, directory = await prepare_model(plan.model, self._settings.store, report)
         return name, str(directory)
 
     async def _run_stack(self, stack: LocalStack) -> None:
-        watching: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
             await self._unless_stopped(self._bring_up(stack))
             watching = asyncio.create_task(stack.watch(self._tell))
-            chats = True
-            if self._smoke_test and not self._signal.is_set():
-                chats = await self._unless_stopped(self._prove(stack.gateway_url)) is not False
+            tasks.append(watching)
             if not self._signal.is_set():
-                self._print_request(stack, chats=chats)
+                declaring = asyncio.create_task(self._declare(stack))
+                tasks.append(declaring)
+                await self._show(stack, declaring)
+            if not self._signal.is_set():
                 self._say("Serving. Press Ctrl-C to stop.")
                 await self._unless_stopped(asyncio.shield(watching))
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._stop(stack)
+
+    async def _show(self, stack: LocalStack, declaring: "asyncio.Task[str]") -> None:
+        """One answer, and how to get another. The executors' own model is asked while the registry is written; one
+        that is only loaded then, when it is."""
+        own = stack.plan.served_model_name
+        model, chats = own or await self._unless_stopped(declaring), True
+        if model and self._smoke_test and not self._signal.is_set():
+            chats = await self._unless_stopped(self._prove(stack.gateway_url, model)) is not False
+        await self._unless_stopped(asyncio.shield(declaring))
+        if model and not self._signal.is_set():
+            self._print_request(stack, model, chats=chats)
 
     async def _bring_up(self, stack: LocalStack) -> None:
         await stack.start()
         self._leave_note(stack, "")
+        await stack.withdraw_models()
         with LoadBars(self._console) as bars:
             await stack.wait_ready(bars.update)
         self._leave_note(stack, stack.gateway_url)
         self._print_where(stack)
+
+    async def _declare(self, stack: LocalStack) -> str:
+        """Writes the models of this start into the registry, and takes those of an earlier one out of it; waits for
+        those that are to be there at all times. The first that is, if any: one that fails keeps no other from being
+        served."""
+        from services.cli.supervision.declaration import declare
+
+        return await declare(stack.models(), stack.plan, self._console, self._tell)
 
     def _leave_note(self, stack: LocalStack, gateway_url: str) -> None:
         settings = stack.nats_settings
@@ -270,9 +296,9 @@ class Up:
                 f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
             )
 
-    def _print_request(self, stack: LocalStack, *, chats: bool) -> None:
+    def _print_request(self, stack: LocalStack, model: str, *, chats: bool) -> None:
         """A request that can be pasted into another terminal."""
-        body: dict[str, object] = {"model": stack.plan.served_model_name}
+        body: dict[str, object] = {"model": model}
         if chats:
             body["messages"] = [{"role": "user", "content": "Name a river."}]
         else:
@@ -285,10 +311,10 @@ class Up:
         key = ' -H "authorization: Bearer $RYZANSTEIN_API_KEY"' if self._keyed else ""
         self._say(f"  {shlex.join(command)}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n")
 
-    async def _prove(self, url: str) -> bool:
+    async def _prove(self, url: str, model: str) -> bool:
         """One answer, streamed: the whole way works. Whether the model has a chat template, as far as that is known."""
         # With httpx: the services are to start before it.
-        from services.cli.chat_client import KeyNeeded, NoChatTemplate
+        from services.cli.chat_client import KeyNeeded, NoChatTemplate, TemplateRefused
 
         chats = True
         if self._settings.tls_client_ca:
@@ -296,11 +322,13 @@ class Up:
             return chats
         try:
             try:
-                await self._show_answer(url, SMOKE_TEST_PROMPT)
-            except NoChatTemplate:
+                await self._show_answer(url, model, SMOKE_TEST_PROMPT)
+            except (NoChatTemplate, TemplateRefused):
                 chats = False
-                self._say("(the model has no chat template: it completes a text instead)")
-                await self._show_answer(url, SMOKE_TEST_TEXT, plain=True)
+                self._say(
+                    "(the model has no chat template that takes a question: it completes a text instead)"
+                )
+                await self._show_answer(url, model, SMOKE_TEST_TEXT, plain=True)
         except KeyNeeded:
             self._keyed = True
             self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
@@ -312,7 +340,7 @@ class Up:
         self._say("")
         return chats
 
-    async def _show_answer(self, url: str, prompt: str, *, plain: bool = False) -> None:
+    async def _show_answer(self, url: str, model: str, prompt: str, *, plain: bool = False) -> None:
         """Raises as `answer_once`."""
         from services.cli.chat_client import answer_once
         from services.cli.target import trust_of
@@ -322,7 +350,13 @@ class Up:
         key, trust = self._settings.api_key.get_secret_value(), trust_of(self._settings.tls_certificate)
         try:
             async for text in answer_once(
-                url, prompt, max_tokens=SMOKE_TEST_TOKENS, api_key=key, trust=trust, plain=plain
+                url,
+                prompt,
+                max_tokens=SMOKE_TEST_TOKENS,
+                model=model,
+                api_key=key,
+                trust=trust,
+                plain=plain,
             ):
                 printer.write(text)
         finally:

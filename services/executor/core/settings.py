@@ -415,7 +415,7 @@ def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
     """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
     cores the system places them better: it knows what else runs."""
     cores, threads = sorted(os.sched_getaffinity(0)), thread_count(settings)
-    if not settings.pin_threads or settings.takes_models or threads * settings.ranks_here != len(cores):
+    if not settings.pin_threads or threads * settings.ranks_here != len(cores):
         return []
     here = rank % settings.ranks_here
     return cores[here * threads : (here + 1) * threads]

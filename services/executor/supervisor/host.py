@@ -71,7 +71,10 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     fields = {**host.model_dump(), **given, "model": spec.source, "revision": spec.revision}
     fields["served_model_name"] = spec.name
     try:
-        settings = ExecutorSettings.model_validate({**fields, "group": "", "nnodes": 1, "takes_models": True})
+        # Groups that come and go share the cores: none of their threads has one of its own.
+        settings = ExecutorSettings.model_validate(
+            {**fields, "group": "", "nnodes": 1, "takes_models": True, "pin_threads": False}
+        )
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigurationError(

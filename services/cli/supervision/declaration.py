@@ -1,0 +1,67 @@
+"""The models that a local stack is started with, in the registry of its NATS.
+
+Each start writes its own, marked as such, and takes out those of an earlier start that it does not name; what somebody
+has added with `ryzanstein models add` stays as it is.
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+from rich.console import Console
+
+from services.cli.cluster_models import ClusterModels, Snapshot, apply
+from services.cli.supervision.stack import StackPlan
+from services.cli.ui import ModelBars
+from shared.errors import RyzansteinError
+from shared.messages import ModelSpec
+
+ORIGIN = "up"
+
+
+async def declare(
+    models: ClusterModels, plan: StackPlan, console: Console, tell: Callable[[str], None]
+) -> str:
+    """Returns the first model that takes requests; empty: none is to, or none could be loaded, which is told."""
+    await models.open()
+    now, since = await models.read(), time.time()
+    own = plan.own_spec()
+    wanted = [spec for spec in ([own] if own else []) + plan.further if _is_ours(now, spec)]
+    try:
+        await apply(models, wanted, ORIGIN)
+    except RyzansteinError as error:
+        tell(error.message)
+    await _begin(models, wanted)
+    first = own.name if own else ""
+    for spec in plan.further:
+        if not spec.least:
+            continue
+        try:
+            await _wait(models, spec.name, since, console)
+        except RyzansteinError as error:
+            tell(error.message)
+        else:
+            first = first or spec.name
+    return first
+
+
+def _is_ours(now: Snapshot, spec: ModelSpec) -> bool:
+    known = now.specs.get(spec.name)
+    return known is None or known.origin == ORIGIN
+
+
+async def _begin(models: ClusterModels, wanted: list[ModelSpec]) -> None:
+    """A start is a new beginning: what was unloaded during the last one is loaded again."""
+    for spec in wanted:
+        if spec.name in (await models.registry.items()):
+            await models.change(spec.name, lambda one: msgspec.structs.replace(one, action="", action_at=0.0))
+
+
+async def _wait(models: ClusterModels, model: str, since: float, console: Console) -> None:
+    with ModelBars(console) as bars:
+
+        def report(now: Snapshot) -> None:
+            status = now.status(model)
+            bars.update(model, f"{model}: {status.state}", status.progress, status.done, status.total)
+
+        report(await models.wait_loaded([model], since, 0, report))
