@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.group import GroupHost, GroupSupervisor
+from services.executor.supervisor.host_adapters import HostAdapters
 from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
 from services.executor.supervisor.metrics import HostMetrics
 from services.executor.supervisor.model_files import (
@@ -45,6 +46,7 @@ from shared.messages import (
     LoadModel,
     ModelSettings,
     ModelSpec,
+    PullAdapter,
     PullModel,
     RemoveModel,
     UnloadModel,
@@ -139,6 +141,7 @@ class ModelHost:
         """Of models that are stored, asleep or have failed: the last that there is to say."""
         self._log_level = Change()
         self._tasks = TaskSet(failed="host_task_failed")
+        self._adapters = HostAdapters()
         self._stopping = False
 
     # --- its own group ---------------------------------------------------------------------------
@@ -235,6 +238,10 @@ class ModelHost:
                     return self._pull(spec)
                 case RemoveModel(spec):
                     return await self._remove(spec)
+                case PullAdapter():
+                    settings = settings_of(self._settings, command.spec)
+                    record = await self._adapters.pull(command, settings, self._service.bus)
+                    return HostReply(ok=True, adapter=record)
             raise InvalidRequest(f"The executor {self._service.instance} does not know this command.")
         except RyzansteinError as error:
             return HostReply(ok=False, code=error.code, error=error.message)

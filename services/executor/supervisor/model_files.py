@@ -129,7 +129,7 @@ class StoredModel:
 
     def size(self) -> ModelSize:
         """Raises `ModelLoadError`."""
-        return ModelSize(0, 0) if self._needs_none else size_of(self._settings, self._directory())
+        return ModelSize(0, 0) if self._needs_none else size_of(self._settings, self.directory())
 
     def weights(self) -> int:
         """Bytes of the weights in memory; 0: not known."""
@@ -141,20 +141,20 @@ class StoredModel:
     def bytes_on_disk(self) -> int:
         if self._needs_none:
             return 0
-        return sum(path.stat().st_size for path in checkpoint_files(self._directory()))
+        return sum(path.stat().st_size for path in checkpoint_files(self.directory()))
 
     def resident(self) -> "ResidentFiles":
         """What a load would read. Raises `OSError`, `RyzansteinError`."""
         if self._needs_none:
             return ResidentFiles([])
-        directory = self._directory()
+        directory = self.directory()
         return ResidentFiles(packed_files(self._settings, directory) or checkpoint_files(directory))
 
     def remove(self) -> None:
         """Deletes them, also what was made of them. Raises `InvalidRequest` where they are not the store's own."""
         if self._needs_none or not self.is_ready:
             return
-        directory = self._directory()
+        directory = self.directory()
         if not directory.is_relative_to(self._store.cache.resolve()):
             raise InvalidRequest(
                 f"The model {self._settings.model} lies outside the cache {self._store.cache}; delete it yourself."
@@ -165,7 +165,8 @@ class StoredModel:
         for path in packed:
             path.unlink(missing_ok=True)
 
-    def _directory(self) -> Path:
+    def directory(self) -> Path:
+        """Where they are. Raises `RyzansteinError`."""
         model, revision = self._settings.model, self._settings.revision
         return catalog.ensure_model(model, self._store, lambda *step: None, revision=revision)[1].resolve()
 

@@ -27,6 +27,7 @@ from shared.messages import (
     LoadModel,
     ModelSettings,
     ModelSpec,
+    PullAdapter,
     PullModel,
     RemoveModel,
     SamplingParams,
@@ -34,9 +35,13 @@ from shared.messages import (
     UnloadModel,
 )
 from shared.nats import subjects
+from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
+from tests.adapters import make_adapter
 from tests.integration.executor.reader import Reader
+from tests.integration.executor.rings import make_served_model
 from tests.processes import ServiceProcess, service_process
+from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 
 INSTANCE = "host"
 KV = 1 << 20
@@ -299,6 +304,74 @@ async def test_a_download_is_cancelled_by_an_unload_and_by_the_end(
         assert (await host.tell(PullModel(spec("p", str(file))))).ok
         await host.said("p", "downloading")
         assert await host.process.end() == 0
+
+
+async def test_an_adapter_is_read_checked_and_stored(host: Host, tmp_path: Path) -> None:
+    digest = make_adapter(tmp_path / "adapter", 7)
+    base = spec("a")
+    reply = await host.tell(PullAdapter("mine", "a", str(tmp_path / "adapter"), base))
+    assert reply.adapter is not None
+    assert (reply.adapter.digest, reply.adapter.rank, reply.adapter.model) == (digest, 8, "a")
+    assert await AdapterFiles(host.bus).has(digest)
+    for source, more, what in (
+        (tmp_path / "nowhere", {}, "There is no directory"),
+        (tmp_path, {}, "adapter_config.json cannot be read"),
+        (tmp_path / "adapter", {"max_adapter_rank": 4}, "has the rank 8"),
+        (tmp_path / "adapter", {"max_adapters": 0}, "takes no adapters"),
+    ):
+        refused = await host.tell(PullAdapter("mine", "a", str(source), spec("a", **more)))
+        assert not refused.ok
+        assert what in refused.error
+
+
+TORCH = ("--device", "cpu", "--dtype", "fp32", "--threads", "1", "--host-memory", str(1 << 30))
+
+
+@pytest.mark.slow
+async def test_models_that_compute_come_sleep_and_give_their_memory_back(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    one, two = make_served_model(tmp_path / "one"), make_served_model(tmp_path / "two", seed=1)
+    async with host_with(bus, nats_settings, tmp_path, *TORCH, engine="torch") as host:
+        assert (await host.load("a", str(one), kv_memory=None)).ok
+        assert (await host.load("b", str(two), kv_memory=4 << 20)).ok
+        a, b = await host.ready("a", "b")
+        assert min(a.memory, b.memory) > a.kv_bytes > 0
+        await host.dispatch("a", "first")
+        text, _ = await reader.finish("first")
+        await host.dispatch("b", "other")
+        assert len((await reader.finish("other"))[0]) == 8
+
+        await host.unload("a", sleep=True)
+        await host.gone("a")
+        asleep = await host.said("a", "sleeping")
+        assert asleep.total == sum(path.stat().st_size for path in one.glob("*.safetensors"))
+        assert not any(psutil.pid_exists(rank.pid) for rank in a.ranks)
+        assert (await host.load("a", str(one), kv_memory=None)).ok
+        await host.ready("a", "b")
+        await host.dispatch("a", "again")
+        assert (await reader.finish("again"))[0] == text
+
+        base = spec("a", str(one))
+        save_adapter(base_of(one), tmp_path / "adapter", targets_in(one), 4)
+        reply = await host.tell(PullAdapter("mine", "a", str(tmp_path / "adapter"), base))
+        assert reply.adapter is not None, reply.error
+        assert reply.adapter.rank == 4
+        assert await AdapterFiles(host.bus).has(reply.adapter.digest)
+        (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+        refused = await host.tell(PullAdapter("mine", "a", str(tmp_path / "adapter"), base))
+        assert not refused.ok
+
+        no_model = tmp_path / "none"
+        no_model.mkdir()
+        (no_model / "config.json").write_text('{"model_type": "nothing"}')
+        assert (await host.load("c", str(no_model))).ok
+        assert "nothing" in (await host.said("c", "failed")).error
+        missing = await host.load("d", str(tmp_path / "missing"))
+        assert missing.ok
+        assert "missing" in (await host.said("d", "failed")).error
+        await host.dispatch("b", "last")
+        await reader.finish("last")
 
 
 async def test_an_executor_with_a_model_takes_no_others_unless_it_is_told_to(

@@ -6,6 +6,7 @@ Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one a
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +16,12 @@ import msgspec
 import structlog
 from transformers.utils import logging
 
+from services.executor.model.adapters import inspect_adapter
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import FORMATS, convert
 from services.executor.model.conversion.inspection import inspect, verdict_on
 from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.loader import load_config
 from shared.errors import RyzansteinError
 from shared.process import VERSION
 
@@ -59,6 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     one.set_defaults(run=_make_directory)
     one.add_argument("file", type=Path)
     one.add_argument("directory", type=Path)
+    one = commands.add_parser("adapter", help="a LoRA adapter, checked against the model in a directory")
+    one.set_defaults(run=_inspect_adapter)
+    one.add_argument("directory", type=Path)
+    one.add_argument("model", type=Path)
+    one.add_argument("max_rank", type=int)
     other = commands.add_parser("convert", help="one format into another")
     other.set_defaults(run=_convert)
     other.add_argument("source", type=Path)
@@ -68,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--calibrate", type=Path, help="a text by which codes of 4 bits are chosen")
     other.add_argument("--check", action="store_true", help="compare logits before and after")
     return parser
+
+
+def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
+    found = inspect_adapter(options.directory, load_config(options.model), options.max_rank)
+    return dataclasses.asdict(found)
 
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:

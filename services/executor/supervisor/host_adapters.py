@@ -1,0 +1,117 @@
+"""LoRA adapters that a host reads: checked against their base by a process of its own, and stored by their content.
+
+    directory, hub name ─▶ copied ─▶ inspected ─▶ object store `adapters` ─▶ AdapterRecord
+
+What is inspected is what is stored: a copy, which nobody changes meanwhile. The check imports PyTorch, which the
+executor does not; of the stub engine, which adds nothing to anything, it is told what the files say.
+"""
+
+import asyncio
+import hashlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.model_files import StoredModel
+from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, reason_of
+from shared.messages import AdapterRecord, PullAdapter
+from shared.model_store.preparation import prepare_adapter
+from shared.model_store.programs import run_module
+from shared.nats.adapters import CONFIG, CONFIG_BYTES, MAX_BYTES, WEIGHTS, AdapterFiles
+from shared.nats.bus import Bus
+
+AT_A_TIME = 2
+"""Adapters that are being read; further ones wait."""
+
+
+class AdapterInspection(msgspec.Struct, frozen=True):
+    """What `services.executor.model.adapters` finds out of an adapter."""
+
+    rank: int
+    bytes: int
+    modules: int
+    digest: str
+
+
+class _Config(msgspec.Struct):
+    r: int
+
+
+class HostAdapters:
+    """Reads adapters for the cluster."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(AT_A_TIME)
+
+    async def pull(self, command: PullAdapter, settings: ExecutorSettings, bus: Bus) -> AdapterRecord:
+        """`settings`: those of a group of the base. Raises `RyzansteinError` with one sentence."""
+        if not settings.max_adapters:
+            raise InvalidRequest(
+                f"The model {command.model} takes no adapters; set its max_adapters above 0."
+            )
+        base = StoredModel(settings)
+        if not base.is_ready:
+            raise ConfigurationError(
+                f"The model {command.model} is not stored on this host, so no adapter can be checked against it; load "
+                "or pull the model first."
+            )
+        async with self._turn:
+            with tempfile.TemporaryDirectory(prefix="ryzanstein-adapter-") as scratch:
+                copy = Path(scratch)
+                source = await prepare_adapter(command.source, settings.store, lambda *step: None)
+                await asyncio.to_thread(_copy, source, copy)
+                if settings.engine == "stub":
+                    found = await asyncio.to_thread(_as_told, copy, settings.max_adapter_rank)
+                else:
+                    model = await asyncio.to_thread(base.directory)
+                    found = await asyncio.to_thread(_inspect, copy, model, settings.max_adapter_rank)
+                files = AdapterFiles(bus)
+                await files.open()
+                await files.put(found.digest, copy)
+        return AdapterRecord(
+            command.name,
+            command.model,
+            command.source,
+            found.digest,
+            found.rank,
+            found.bytes,
+            created=int(time.time()),
+        )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """The two files of an adapter. Raises `ModelLoadError`."""
+    for name, limit in ((CONFIG, CONFIG_BYTES), (WEIGHTS, MAX_BYTES)):
+        try:
+            if (source / name).stat().st_size > limit:
+                raise ModelLoadError(f"{source / name} has more than {limit} bytes; no adapter has.")
+            shutil.copyfile(source / name, target / name)
+        except (OSError, shutil.Error) as error:
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise ModelLoadError(
+                f"{source / name} cannot be read ({reason}); name the directory of an adapter as peft saves it."
+            ) from None
+
+
+def _inspect(adapter: Path, model: Path, max_rank: int) -> AdapterInspection:
+    """Raises `ModelLoadError`."""
+    module = ["services.executor.model.conversion", "adapter", str(adapter), str(model), str(max_rank)]
+    result: dict[str, Any] = run_module(module, lambda *step: None, "The adapter could not be read")
+    return msgspec.convert(result, AdapterInspection)
+
+
+def _as_told(adapter: Path, max_rank: int) -> AdapterInspection:
+    """Without looking at a weight. Raises `ModelLoadError`."""
+    config, weights = ((adapter / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    try:
+        rank = msgspec.json.decode(config, type=_Config).r
+    except msgspec.MsgspecError as error:
+        raise ModelLoadError(f"{CONFIG} of the adapter is not one that peft writes ({error}).") from None
+    if rank > max_rank:
+        raise ModelLoadError(f"The adapter has the rank {rank}, and the executor takes {max_rank} at most.")
+    return AdapterInspection(rank, len(weights), 0, hashlib.sha256(config + weights).hexdigest())
