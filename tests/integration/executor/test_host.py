@@ -314,8 +314,8 @@ async def test_an_adapter_is_read_checked_and_stored(host: Host, tmp_path: Path)
     assert (reply.adapter.digest, reply.adapter.rank, reply.adapter.model) == (digest, 8, "a")
     assert await AdapterFiles(host.bus).has(digest)
     for source, more, what in (
-        (tmp_path / "nowhere", {}, "There is no directory"),
-        (tmp_path, {}, "adapter_config.json cannot be read"),
+        (tmp_path / "nowhere", {}, "there is no such directory"),
+        (tmp_path, {}, "adapter_config.json"),
         (tmp_path / "adapter", {"max_adapter_rank": 4}, "has the rank 8"),
         (tmp_path / "adapter", {"max_adapters": 0}, "takes no adapters"),
     ):
