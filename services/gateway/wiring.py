@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from services.gateway.api.adapter_management import AdapterManagement
 from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management import Management
@@ -20,6 +21,7 @@ from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
 from services.gateway.batches.runners import Runners
 from services.gateway.batches.service import Batches
+from services.gateway.core.adapters import RETENTION_FACTOR, AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import GatewayMetrics
@@ -75,7 +77,9 @@ class Work:
             bus, special_tokens_in_messages=settings.special_tokens_in_messages
         )
         models = self._registry = ModelRegistry(bus)
-        catalog = self.catalog = Catalog(bus, models, on_card=tokenizers.prefetch)
+        retention = RETENTION_FACTOR * settings.journal_max_age
+        adapters = self._adapters = AdapterRegistry(bus, retention)
+        catalog = self.catalog = Catalog(bus, models, adapters, on_card=tokenizers.prefetch)
         cold = self._cold_starts = ColdStarts(bus, instance, settings, catalog)
         runs = Runs(catalog, tokenizers)
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
@@ -123,6 +127,7 @@ class Work:
             instance,
         )
         self._runners = Runners(bus, jobs, parts)
+        management = Management(bus, catalog, settings)
         self._parts = Parts(
             intake,
             reading,
@@ -132,7 +137,8 @@ class Work:
             files,
             batches,
             Cluster(bus, catalog, answers),
-            Management(bus, catalog, settings),
+            management,
+            AdapterManagement(bus, catalog, management),
         )
 
     async def start(self) -> None:
@@ -146,6 +152,8 @@ class Work:
             self._spawn(self._registry.watch_specs(), "registry"),
             self._spawn(self._registry.watch_hosts(), "hosts"),
             self._spawn(self._registry.watch_placements(), "placements"),
+            self._spawn(self._adapters.watch(), "adapters"),
+            self._spawn(self._adapters.run(), "adapters that nobody needs"),
             self._spawn(self._cold_starts.run(), "cold starts"),
             self._spawn(self.generations.run(), "timeouts"),
             self._spawn(self.generations.suspects.run(), "suspects"),

@@ -121,6 +121,13 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the ids of the prompts' tokens and of the outputs' are shown beside the text."""
     stop_token_ids: list[int] = []
     """The client's own stop token ids, without the model's end of sequence: the one that ends a text is told."""
+    adapter: str = ""
+    """Name of the LoRA adapter that its client has asked for; its digest stands in the requests."""
+
+    @property
+    def model_shown(self) -> str:
+        """What answers call the model: the adapter's name, else the model's."""
+        return self.adapter or self.requests[0].model
 
     @property
     def outlives(self) -> bool:

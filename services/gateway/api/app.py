@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, page_routes
+from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
 from services.gateway.api.openai import completions, operations, vllm
@@ -82,6 +83,7 @@ class GatewayApp:
                 *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),
                 *model_routes(backend, settings),
                 *registry_routes(backend, settings),
+                *adapter_routes(backend, settings),
                 one(
                     (operations.GENERATION, completions.retrieve_generation),
                     (operations.CANCEL, completions.cancel_generation),

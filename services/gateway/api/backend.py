@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from services.gateway.api.adapter_management import AdapterManagement
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
@@ -53,6 +54,7 @@ class Parts(msgspec.Struct, frozen=True):
     batches: Batches
     cluster: Cluster
     management: Management
+    adapters: AdapterManagement
 
 
 class Backend:

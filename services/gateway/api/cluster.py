@@ -172,7 +172,7 @@ def _generation(answer: Answer) -> RunningGeneration:
     tokens = sum(len(generation.tokens) for generation in answer.generations)
     return RunningGeneration(
         digest=hashlib.sha256(answer.public_id.encode()).hexdigest()[:DIGEST],
-        model=record.requests[0].model,
+        model=record.model_shown,
         endpoint=record.endpoint,
         status="in_progress" if tokens else "queued",
         created=record.created,

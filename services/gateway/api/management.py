@@ -180,8 +180,8 @@ class Management:
         problems = list(found)
         if spec is not None:
             others = [other for other in self._registry.specs.values() if other.name != spec.name]
-            problems += problems_of(spec, others)
-            if (known is None or known.source != spec.source) and (wrong := self._wrong_source(spec.source)):
+            problems += problems_of(spec, others, self._catalog.adapters.records)
+            if (known is None or known.source != spec.source) and (wrong := self.wrong_source(spec.source)):
                 problems.append(Problem("source", wrong))
         if problems:
             raise InvalidParameter(
@@ -191,7 +191,7 @@ class Management:
                 problems=[FieldProblem(one.field, one.text) for one in problems],
             )
 
-    def _wrong_source(self, source: str) -> str:
+    def wrong_source(self, source: str) -> str:
         """Why a model may not come from there over the API; empty: it may."""
         if source in BUILT_IN or (of_hub(source) and _HUB_NAME.fullmatch(source)):
             return ""

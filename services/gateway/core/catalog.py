@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
 from shared.messages import GroupRecord, ModelCard
@@ -44,6 +45,8 @@ class Resolved(msgspec.Struct, frozen=True):
     model: str
     adapter: str = ""
     """Digest of a LoRA adapter on it; empty: none."""
+    name: str = ""
+    """Of that adapter."""
 
 
 class ModelNotLoaded(Unavailable):
@@ -69,6 +72,7 @@ class Catalog:
         self,
         bus: Bus,
         registry: ModelRegistry,
+        adapters: AdapterRegistry,
         *,
         on_card: Callable[[ModelCard], None],
         clock: Callable[[], float] = time.time,
@@ -77,6 +81,7 @@ class Catalog:
         seconds."""
         self._bus = bus
         self.registry = registry
+        self.adapters = adapters
         self._on_card = on_card
         self._clock = clock
         self.cards: dict[str, ModelCard] = {}
@@ -104,11 +109,19 @@ class Catalog:
     # --- names -----------------------------------------------------------------------------------
 
     def resolve(self, name: str) -> Resolved:
-        """What a client's `model` stands for: a model, or an alias of one. Raises `UnknownModel`."""
+        """What a client's `model` stands for: a model, an alias of one, or a LoRA adapter of one. Raises
+        `UnknownModel`."""
         model = self.registry.model_of(name)
-        if not self._accepts(model):
+        if self._accepts(model):
+            return Resolved(model)
+        record = self.adapters.records.get(name)
+        if record is None or not self._accepts(record.model):
             raise self._unknown(name)
-        return Resolved(model)
+        return Resolved(record.model, record.digest, record.name)
+
+    def is_model(self, name: str) -> bool:
+        """Whether it names a model, or is an alias of one."""
+        return self._accepts(self.registry.model_of(name))
 
     def card(self, name: str) -> ModelCard:
         """The card of a model, whether it has a group now or not. Raises `UnknownModel`, `ModelNotLoaded`."""
@@ -154,11 +167,12 @@ class Catalog:
     def _unknown(self, name: str) -> UnknownModel:
         names = self.names()
         near = difflib.get_close_matches(name[:128], names, NAMED) if len(names) > NAMED else names
+        near = [*difflib.get_close_matches(name[:128], self.adapters.near(name), 3), *near]
         known = ", ".join(near or names[:NAMED])
         if not names:
             known = "none yet; wait until an executor has loaded one"
-        elif len(near) < len(names):
-            known += f" and {len(names) - len(near or names[:NAMED])} more (GET /v1/models)"
+        elif (left := len(names) + len(self.adapters.records) - len(near or names[:NAMED])) > 0:
+            known += f" and {left} more (GET /v1/models)"
         return UnknownModel(
             f"The model '{name[:128]}' does not exist here; the models are: {known}.", param="model"
         )
@@ -255,6 +269,7 @@ class Catalog:
         for event in self._caught_up:
             await event.wait()
         await self.registry.wait()
+        await self.adapters.wait()
 
     async def watch_models(self) -> None:
         """Runs until it is cancelled."""

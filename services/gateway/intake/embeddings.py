@@ -140,12 +140,13 @@ def record_of(
             consumer=parts.answers.consumer,
             prompt=prompt,
             max_tokens=1,
-            session=session_of(context.tenant, context.session),
+            session=session_of(context.tenant, context.session, context.adapter),
             lane=context.lane,
             tenant=context.tenant,
             deadline=started_at + settings.token_timeout,
             embed=True,
             cache_salt=cache_salt(None, context.tenant if settings.isolate_tenant_cache else ""),
+            adapter=context.adapter,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -161,4 +162,5 @@ def record_of(
         dimensions=request.dimensions or 0,
         base64=request.encoding_format == "base64",
         user=request.user or "",
+        adapter=context.adapter_name,
     )

@@ -30,6 +30,7 @@ from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import markers_of
 from shared import tracing
+from shared.errors import Unavailable
 from shared.messages import Grammar, ModelCard
 from shared.messages.records import GenerationRecord, Idempotency
 from shared.nats.kv import Entry
@@ -239,6 +240,7 @@ class Intake:
         rules.check_chat(request)
         context = self._named(request, context)
         card = await self.loaded(request, context)
+        context = self._with_adapter(request.model, card, context)
         answer = wanted_by(request)
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
@@ -291,6 +293,16 @@ class Intake:
             gone=context.gone,
         )
 
+    def _with_adapter(self, name: str, card: ModelCard, context: Context) -> Context:
+        """`context` with the LoRA adapter that the client's `name` stands for now: the request keeps it to its end.
+        Raises `UnknownModel`."""
+        resolved = self._catalog.resolve(name)
+        if resolved.model != card.model:  # while the model was waited for
+            raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
+        if not resolved.adapter:
+            return context
+        return msgspec.structs.replace(context, adapter=resolved.adapter, adapter_name=resolved.name)
+
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         return self._catalog.card(model).context_length
@@ -332,6 +344,7 @@ class Intake:
     async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
         card = await self.loaded(request, context)
+        context = self._with_adapter(request.model, card, context)
         embeddings.check(request, card)
         tokenizer = await self._tokenizers.get(card)
         limit = self._parts.settings.prompt_limit
@@ -343,6 +356,7 @@ class Intake:
         rules.check_completion(request)
         context = self._named(request, context)
         card = await self.loaded(request, context)
+        context = self._with_adapter(request.model, card, context)
         given = rules.prompts_of(request)
         grammar = await self._grammars.of(request, context.tenant)
         tokenizer = await self._tokenizers.get(card)

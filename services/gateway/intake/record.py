@@ -64,6 +64,9 @@ class Context(msgspec.Struct, frozen=True):
     """Returns when the client has gone, where nothing else ends what waits for it."""
     admission: Admission | None = None
     """Set by the intake, where something is limited."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that the request names; set by the intake."""
+    adapter_name: str = ""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -114,7 +117,7 @@ def record_of(
         max_tokens=0,
         sampling=params,
         stop_token_ids=sampling.stop_token_ids(request, card),
-        session=session_of(context.tenant, session),
+        session=session_of(context.tenant, session, context.adapter),
         lane=context.lane,
         tenant=context.tenant,
         deadline=_deadline(started_at, context, parts.settings),
@@ -122,6 +125,7 @@ def record_of(
         prompt_logprobs=sampling.prompt_logprobs(request),
         cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
         priority=request.priority or 0,
+        adapter=context.adapter,
     )
     stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)
@@ -152,6 +156,7 @@ def record_of(
         tenant=context.tenant,
         parsing=parsing,
         response=response.record(params) if response else None,
+        adapter=context.adapter_name,
     )
     return extra_fields.noted(record, request, card)
 

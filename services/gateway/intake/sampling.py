@@ -148,9 +148,12 @@ def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
     return f"auto-{digest.hexdigest()}"
 
 
-def session_of(tenant: str, name: str) -> str:
-    """The session that a tenant calls `name`, and nobody else's, whatever they call theirs; "" without a name."""
-    return f"{_digest(tenant)}-{name}" if name else ""
+def session_of(tenant: str, name: str, adapter: str = "") -> str:
+    """The session that a tenant calls `name`, and nobody else's, whatever they call theirs; "" without a name. With
+    each LoRA adapter (its digest) it is another one: what is kept of it is of no use to others."""
+    if not name:
+        return ""
+    return f"{_digest(tenant)}-{adapter[:16]}-{name}" if adapter else f"{_digest(tenant)}-{name}"
 
 
 def cache_key(given: str | None) -> str:

@@ -97,7 +97,7 @@ def _entry(answer: Answer) -> StoredChat:
         identity=answer.identity,
         id=answer.public_id,
         tenant=record.tenant,
-        model=record.requests[0].model,
+        model=record.model_shown,
         created_at=record.created,
         metadata=record.metadata,
     )

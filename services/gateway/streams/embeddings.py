@@ -85,7 +85,7 @@ class VectorFormat(Format):
         ]
         counted = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
         return msgspec.json.encode(
-            {"object": "list", "data": data, "model": self._record.requests[0].model, "usage": counted}
+            {"object": "list", "data": data, "model": self._record.model_shown, "usage": counted}
         )
 
     def _shown(self, text: str) -> str | list[float]:

@@ -99,7 +99,7 @@ class JsonFormat(Format):
             "id": answer.public_id,
             "object": self.chunk_kind,
             "created": int(record.created),
-            "model": record.requests[0].model,
+            "model": record.model_shown,
             "system_fingerprint": None,
         } | ({"service_tier": record.service_tier} if record.service_tier else {})
         self._after = b'],"usage":null}' if record.include_usage else b"]}"

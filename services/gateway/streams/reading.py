@@ -161,7 +161,7 @@ class Reading:
             id=answer.public_id,
             object="generation",
             created=int(record.created),
-            model=record.requests[0].model,
+            model=record.model_shown,
             endpoint=record.endpoint,
             status=_status(answer, run),
             position=run.position,

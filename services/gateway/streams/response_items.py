@@ -57,7 +57,7 @@ class ResponseShape:
             "status": status,
             "error": error,
             "incomplete_details": {"reason": incomplete} if incomplete else None,
-            "model": record.requests[0].model,
+            "model": record.model_shown,
             "output": list(output),
             "usage": _usage(usage, reasoning_tokens) if usage else None,
             **self._shown,

@@ -83,7 +83,7 @@ DELETE = Operation(
     "deleteModel",
     "Removes a model from the registry; what runs ends first.",
     TAG,
-    "409 while it is pinned. Its files stay." + MANAGING,
+    "409 while it is pinned. Its files stay. A LoRA adapter is unloaded." + MANAGING,
     response=Deleted,
     errors=(409, 412),
 )
@@ -177,7 +177,10 @@ async def retrieve_model(ask: Ask) -> Model:
 
 async def delete_model(ask: Ask) -> Deleted:
     ask.check_manages_models()
-    return Deleted(await ask.parts.management.delete(ask.named("model")), "model", True)
+    name = ask.named("model")
+    if ask.parts.catalog.resolve(name).adapter:
+        return Deleted((await ask.parts.adapters.unload(name)).name, "model", True)
+    return Deleted(await ask.parts.management.delete(name), "model", True)
 
 
 async def router_delete(ask: Ask) -> Done:

@@ -6,6 +6,7 @@ import msgspec
 
 from services.gateway.core.catalog import Catalog
 from shared.messages import ModelCard, ModelSpec
+from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelState, ModelStatus
 from shared.registry import of_hub
 
@@ -66,7 +67,7 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     root: str
-    """The model that answers: of an alias the one that it stands for."""
+    """The model that answers: of an alias the one that it stands for; of an adapter where it was read from."""
     parent: str | None
     """Of an adapter: its base."""
     max_model_len: int | None
@@ -86,17 +87,29 @@ class Models:
 
     def all(self, *, aliases: bool) -> list[Model]:
         """By name. `aliases`: with an entry for each of them."""
-        found = []
+        found: list[Model] = []
+        adapters: dict[str, list[AdapterRecord]] = {}
+        for _, record in sorted(self._catalog.adapters.records.items()):
+            adapters.setdefault(record.model, []).append(record)
         for name, status in self._catalog.statuses().items():
+            base = len(found)
             found.append(self._model(name, name, status))
             for alias in found[-1].aliases if aliases else ():
                 found.append(self._model(alias, name, status))
+            found += [self._adapter(record, found[base]) for record in adapters.get(name, ())]
         return found
 
     def one(self, name: str) -> Model:
         """By its name or an alias. Raises `UnknownModel`."""
-        model = self._catalog.resolve(name).model
-        return self._model(name, model, self._catalog.status(model))
+        resolved = self._catalog.resolve(name)
+        model = resolved.model
+        found = self._model(name if not resolved.adapter else model, model, self._catalog.status(model))
+        return self._adapter(self._catalog.adapters.records[name], found) if resolved.adapter else found
+
+    def _adapter(self, record: AdapterRecord, base: Model) -> Model:
+        return msgspec.structs.replace(
+            base, id=record.name, created=record.created, root=record.source, parent=record.model, aliases=[]
+        )
 
     def _model(self, name: str, model: str, status: ModelStatus) -> Model:
         spec = self._catalog.registry.specs.get(model)

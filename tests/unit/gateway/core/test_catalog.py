@@ -5,6 +5,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import UnknownModel
@@ -18,6 +19,7 @@ def catalog(told: list[str]) -> Catalog:
     return Catalog(
         bus,
         ModelRegistry(bus),
+        AdapterRegistry(bus, 1.0),
         on_card=lambda card: told.append(f"{card.model} {card.created}"),
         clock=lambda: NOW,
     )

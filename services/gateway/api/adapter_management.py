@@ -1,0 +1,175 @@
+"""What may be done to LoRA adapters over HTTP: the rules, and who reads them.
+
+load ──PullAdapter──▶ a host: reads, checks, stores the files under their digest ──▶ AdapterRecord ──▶ KV
+"""
+
+import time
+
+import msgspec
+import structlog
+
+from services.gateway.api.management import Management
+from services.gateway.core.adapters import AdapterRegistry, already_loaded
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.errors import InvalidParameter, RouteError
+from shared.errors import (
+    BrokerUnavailable,
+    InternalError,
+    NobodyThere,
+    Unavailable,
+    UnknownModel,
+    error_from_code,
+)
+from shared.messages import HostReply, ModelSpec
+from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.registry import wrong_name
+
+log = structlog.get_logger(__name__)
+
+PULL_TIMEOUT = 300.0
+"""Seconds for a host to fetch, check and store an adapter."""
+AT_ONCE = 8
+"""Adapters that one gateway has read at a time; more are refused for the time being."""
+
+
+class AdapterManagement:
+    """One per gateway. Methods raise `RouteError`, `InvalidParameter`, `UnknownModel`, `Unavailable`."""
+
+    def __init__(self, bus: Bus, catalog: Catalog, management: Management) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._management = management
+        self._loading: set[str] = set()
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        return self._catalog.adapters
+
+    async def load(self, name: str, source: str, base: str | None, *, replace: bool) -> AdapterRecord:
+        """Has the adapter at `source` read and checked by a host, and registers it as `name`. `base`: the name of its
+        model; None: of the only one there is. `replace`: also where there is one of that name."""
+        self._check(name, source)
+        if name in self.registry.records and not replace:
+            raise already_loaded(name)
+        model = self._base(base)
+        self.registry.check_room(name, model)
+        if name in self._loading:
+            raise RouteError(
+                f"The adapter '{name}' is being loaded already; wait for that.",
+                status=409,
+                reason="adapter_loading",
+            )
+        if len(self._loading) >= AT_ONCE:
+            raise Unavailable(
+                f"This gateway loads {AT_ONCE} adapters already; try again in a moment.", retry_after=2
+            )
+        self._loading.add(name)
+        try:
+            record = await self._pulled(PullAdapter(name, model, source, self._spec(model)))
+            return await self.registry.put(record, replace=replace)
+        finally:
+            self._loading.discard(name)
+
+    async def unload(self, name: str) -> AdapterRecord:
+        """What runs with it goes on; nobody can ask for it any more."""
+        return await self.registry.remove(name)
+
+    # --- rules -----------------------------------------------------------------------------------
+
+    def _check(self, name: str, source: str) -> None:
+        if wrong := wrong_name(name):
+            raise InvalidParameter(
+                f"An adapter cannot be called {name[:64]!r}: {wrong}.",
+                param="lora_name",
+                reason="invalid_value",
+            )
+        if self._catalog.is_model(name):
+            raise RouteError(
+                f"A model is called '{name}', or has it as an alias; give the adapter another name.",
+                status=409,
+                reason="name_taken",
+                param="lora_name",
+            )
+        if wrong := self._management.wrong_source(source):
+            raise InvalidParameter(wrong, param="lora_path", reason="invalid_value")
+
+    def _base(self, given: str | None) -> str:
+        if given:
+            resolved = self._catalog.resolve(given)
+            if resolved.adapter:
+                raise InvalidParameter(
+                    f"'{given[:128]}' is an adapter itself; name its base, '{resolved.model}'.",
+                    param="model",
+                    reason="invalid_value",
+                )
+            return resolved.model
+        names = self._catalog.names()
+        if len(names) != 1:
+            raise InvalidParameter(
+                f"There are {len(names)} models here; name the adapter's base in 'model'.",
+                param="model",
+                reason="missing_required_parameter",
+            )
+        return names[0]
+
+    def _spec(self, model: str) -> ModelSpec:
+        return self._catalog.registry.specs.get(model) or ModelSpec(model, model)
+
+    # --- hosts -----------------------------------------------------------------------------------
+
+    async def _pulled(self, command: PullAdapter) -> AdapterRecord:
+        """What the first host that answers has read. Raises what it has against it."""
+        for host in self._hosts(command.model):
+            try:
+                subject = subjects.host_control(host)
+                reply = await self._bus.request(subject, command, HostReply, timeout=PULL_TIMEOUT)
+            except NobodyThere:
+                continue
+            except BrokerUnavailable as error:
+                raise Unavailable(
+                    f"The host that reads the adapter does not answer: {error}", retry_after=2
+                ) from error
+            if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):
+                return msgspec.structs.replace(
+                    reply.adapter,
+                    name=command.name,
+                    model=command.model,
+                    created=int(time.time()),
+                    retired=[],
+                )
+            raise _refused(command, reply)
+        raise Unavailable(
+            f"No host of the model '{command.model}' is there to read the adapter; try again when one is.",
+            retry_after=5,
+        )
+
+    def _hosts(self, model: str) -> list[str]:
+        """Instances that could read an adapter of `model`: those that serve it first."""
+        serving = [
+            group.instance
+            for group in self._catalog.groups()
+            if group.model == model and group.state in ("ready", "busy") and group.instance
+        ]
+        others = [
+            host.instance
+            for host in self._catalog.registry.hosts.values()
+            if host.state == "ready" and host.host.takes_models
+        ]
+        return list(dict.fromkeys([*sorted(serving), *sorted(others)]))
+
+
+def _refused(command: PullAdapter, reply: HostReply) -> Exception:
+    error = error_from_code(reply.code, reply.error)
+    if isinstance(error, (Unavailable, UnknownModel)):
+        return error
+    if isinstance(error, InternalError):
+        return InternalError(reply.error or "The host that reads the adapter has said nothing of it.")
+    missing = "no adapter" in reply.error.lower() or "does not exist" in reply.error
+    return RouteError(
+        reply.error,
+        status=404 if missing else 400,
+        reason="adapter_not_found" if missing else "invalid_adapter",
+        param="lora_path",
+    )

@@ -1,0 +1,198 @@
+"""LoRA adapters over HTTP: vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter; /v1/loras."""
+
+import msgspec
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.models.routes import BODY, MANAGING, TAG
+from services.gateway.api.models.shapes import Deleted
+from services.gateway.api.openapi.operation import TEXT, Operation
+from services.gateway.core.adapters import not_found
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from shared.messages.registry import AdapterRecord
+
+PATH = "/v1/loras"
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As in vLLM, and the base model's name."""
+
+    lora_name: str = ""
+    lora_path: str = ""
+    """Hub name (ORGANISATION/NAME), or a path on the hosts below the directories that are allowed."""
+    load_inplace: bool = False
+    """Also where there is an adapter of that name: what runs goes on with the one that it began with."""
+    model: str | None = None
+    """Name of its base; it may be left out where there is one model alone."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    lora_name: str = ""
+    lora_int_id: int | None = None
+    """Of vLLM; it changes nothing."""
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    source: str
+    """As `lora_path`."""
+    model: str | None = None
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A registered adapter; requests name it as their `model`."""
+
+    id: str
+    object: str
+    created: int
+    parent: str
+    """Its base."""
+    root: str
+    """Where it was read from."""
+    digest: str
+    """Of its content."""
+    rank: int
+    bytes: int
+    groups: list[str]
+    """Groups that have it in memory now."""
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    object: str
+    data: list[Adapter]
+
+
+LOAD = Operation(
+    "POST /v1/load_lora_adapter",
+    "loadLoraAdapter",
+    "Loads a LoRA adapter, as in vLLM.",
+    TAG,
+    "A host of its base reads and checks it; it is then on every replica of the base, and comes back after any "
+    "restart." + MANAGING,
+    request=LoadAdapter,
+    example={"lora_name": "sql", "lora_path": "org/sql-lora", "model": "SmolLM2-135M-Instruct"},
+    response_content={TEXT: {"type": "string"}},
+    errors=(404, 409),
+)
+UNLOAD = Operation(
+    "POST /v1/unload_lora_adapter",
+    "unloadLoraAdapter",
+    "Unloads a LoRA adapter, as in vLLM; what runs with it ends first.",
+    TAG,
+    MANAGING.strip(),
+    request=UnloadAdapter,
+    example={"lora_name": "sql"},
+    response_content={TEXT: {"type": "string"}},
+    errors=(404,),
+)
+LIST = Operation(f"GET {PATH}", "listLoras", "The LoRA adapters.", TAG, response=AdapterList)
+GET = Operation(f"GET {PATH}/{{adapter:path}}", "retrieveLora", "One LoRA adapter.", TAG, response=Adapter)
+PUT = Operation(
+    f"PUT {PATH}/{{adapter:path}}",
+    "putLora",
+    "Loads a LoRA adapter, or replaces it.",
+    TAG,
+    "What runs goes on with the adapter that it began with." + MANAGING,
+    request=AdapterEntry,
+    example={"source": "org/sql-lora", "model": "SmolLM2-135M-Instruct"},
+    response=Adapter,
+    errors=(404, 409),
+)
+DELETE = Operation(
+    f"DELETE {PATH}/{{adapter:path}}",
+    "deleteLora",
+    "Unloads a LoRA adapter; what runs with it ends first.",
+    TAG,
+    MANAGING.strip(),
+    response=Deleted,
+)
+
+
+async def load(ask: Ask) -> None:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _load)
+    if not request.lora_name or not request.lora_path:
+        raise InvalidParameter(
+            "Both 'lora_name' and 'lora_path' must be provided.",
+            param="lora_path" if request.lora_name else "lora_name",
+            reason="missing_required_parameter",
+        )
+    await ask.parts.adapters.load(
+        request.lora_name, request.lora_path, request.model, replace=request.load_inplace
+    )
+    await _say(ask, f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+
+
+async def unload(ask: Ask) -> None:
+    ask.check_manages_models()
+    name = decode(await ask.body(BODY), _unload).lora_name
+    if not name:
+        raise InvalidParameter(
+            "'lora_name' needs to be provided to unload a LoRA adapter.",
+            param="lora_name",
+            reason="missing_required_parameter",
+        )
+    await ask.parts.adapters.unload(name)
+    await _say(ask, f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def list_adapters(ask: Ask) -> AdapterList:
+    records = ask.backend.started.catalog.adapters.records
+    return AdapterList("list", [_shown(ask, record) for _, record in sorted(records.items())])
+
+
+async def retrieve(ask: Ask) -> Adapter:
+    record = ask.backend.started.catalog.adapters.records.get(ask.named("adapter"))
+    if record is None:
+        raise not_found(ask.named("adapter"))
+    return _shown(ask, record)
+
+
+async def put(ask: Ask) -> Adapter:
+    ask.check_manages_models()
+    entry = decode(await ask.body(BODY), _entry)
+    record = await ask.parts.adapters.load(ask.named("adapter"), entry.source, entry.model, replace=True)
+    return _shown(ask, record)
+
+
+async def delete(ask: Ask) -> Deleted:
+    ask.check_manages_models()
+    return Deleted((await ask.parts.adapters.unload(ask.named("adapter"))).name, "model", True)
+
+
+async def _say(ask: Ask, text: str) -> None:
+    """vLLM answers a text."""
+    await PlainTextResponse(text)(ask.scope, ask.receive, ask.send)
+
+
+def _shown(ask: Ask, record: AdapterRecord) -> Adapter:
+    groups = [
+        group.group for group in ask.backend.started.catalog.groups() if record.digest in group.adapters
+    ]
+    return Adapter(
+        record.name,
+        "model",
+        record.created,
+        record.model,
+        record.source,
+        record.digest,
+        record.rank,
+        record.bytes,
+        sorted(groups),
+    )
+
+
+_load = msgspec.json.Decoder(LoadAdapter)
+_unload = msgspec.json.Decoder(UnloadAdapter)
+_entry = msgspec.json.Decoder(AdapterEntry)
+
+
+def adapter_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        route(backend, settings, (LOAD, load)),
+        route(backend, settings, (UNLOAD, unload)),
+        route(backend, settings, (LIST, list_adapters)),
+        route(backend, settings, (GET, retrieve), (PUT, put), (DELETE, delete)),
+    ]
