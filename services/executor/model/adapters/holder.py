@@ -45,6 +45,8 @@ def slots_of_rows(plan: StepPlan) -> Int64Array | None:
 
 def grouped_rows(slots: Int64Array) -> list[tuple[int, Int64Array]]:
     """(slot, its rows in ascending order) of each slot that `slots` int64 [T] names."""
+    if not len(slots):
+        return []
     order = np.argsort(slots, kind="stable")
     found, starts = np.unique(slots[order], return_index=True)
     parts = np.split(order, starts[1:])

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -98,6 +98,20 @@ def make_runner(
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+    return runner_around(model, directory, collectives, dtype, kv_dtype, num_cold)
+
+
+def runner_around(
+    model: Any,
+    directory: Path,
+    collectives: Collectives,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: BlockDType = "bf16",
+    num_cold: int = 0,
+) -> ModelRunner:
+    """The same of a rank's share that is loaded."""
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     settings = ExecutorSettings(block_size=BLOCK_SIZE)
     shape = store_shape(settings, kv_dtype, layer_states(config, layout), dtype)
     for_snapshot = shape.blocks_per_snapshot if shape.slot else 0

@@ -3,18 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.gpu.linear import use_products
 from services.executor.model.adapters import AdapterTarget, targets_of
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.parallel.layers import LinearShard
+from services.executor.model.quantizing import CODECS
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
-from tests.unit.executor.model.ring import Script, make_runner, mixed_script, on_ring
+from tests.unit.executor.model.ring import CPU, Script, make_runner, mixed_script, on_ring, runner_around
 from tests.unit.executor.model.tiny import build, logits_of
 
 RANKS = (4, 9, 16)
@@ -76,11 +82,15 @@ def with_slots(plan: StepPlan, script: Script, slots: Sequence[int]) -> StepPlan
 
 def runner_of(directory: Path, collectives: Collectives, dtype: torch.dtype = torch.float32) -> ModelRunner:
     runner = make_runner(directory, collectives, dtype)
+    return with_room(runner, dtype)
+
+
+def with_room(runner: ModelRunner, dtype: torch.dtype = torch.float32) -> ModelRunner:
     runner.serve_adapters(targets_of(runner._model), dtype, 4, 64)
     return runner
 
 
-def errors(
+def computed(
     model: Adapted, runner: ModelRunner, slots: Sequence[int], loads: list[tuple[int, str]]
 ) -> dict[tuple[int, int], torch.Tensor]:
     """The logits of the script's steps, the first of which loads."""
@@ -102,15 +112,68 @@ def furthest(found: dict[tuple[int, int], torch.Tensor], expected: list[torch.Te
     return max(float((row - expected[sequence][at]).abs().max()) for (sequence, at), row in found.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_rows_of_a_step_use_their_own_adapters(model: Adapted, ranks: int) -> None:
     changed = max(float((a - b).abs().max()) for a, b in zip(model.expected, model.plain, strict=True))
     assert changed > 0.05, "adapters that change nothing prove nothing"
     found = on_ring(
         ranks,
-        lambda collectives: errors(
+        lambda collectives: computed(
             model, runner_of(model.directory, collectives), OF_SEQUENCES, loads_of(model)
         ),
     )[0]
     assert len(found) > 8
     assert furthest(found, model.expected) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def llama_adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return adapted(tmp_path_factory.mktemp("adapted"), "llama")
+
+
+def test_a_slot_gets_another_adapter_and_none(llama_adapters: Adapted) -> None:
+    model = llama_adapters
+    runner = runner_of(model.directory, SingleRank())
+    swapped = [(1, str(model.adapters[0])), (2, str(model.adapters[1])), (0, str(model.adapters[2]))]
+    computed(model, runner, OF_SEQUENCES, swapped)
+    assert furthest(computed(model, runner, OF_SEQUENCES, loads_of(model)), model.expected) < 1e-4
+    assert runner._adapters is not None
+    for slot in range(3):
+        runner._adapters._holder.drop(slot)
+    assert furthest(computed(model, runner, OF_SEQUENCES, []), model.plain) < 1e-4
+
+
+def test_bfloat16_stays_close_to_merged_models(llama_adapters: Adapted) -> None:
+    model = llama_adapters
+    runner = runner_of(model.directory, SingleRank(), torch.bfloat16)
+    found = computed(model, runner, OF_SEQUENCES, loads_of(model))
+    spread = max(float(row.abs().max()) for row in model.expected)
+    assert furthest(found, model.expected) < 0.05 * spread
+
+
+@pytest.mark.parametrize("form", ["int8", "q4_k"])
+def test_quantized_weights_have_adapters_beside_them(llama_adapters: Adapted, form: str) -> None:
+    """As a model of the weights that the codes stand for, merged with the adapters."""
+    model = llama_adapters
+    loaded = load_quantized(model.directory, form)
+    base = base_of(model.directory)
+    with torch.no_grad():
+        for name, module in loaded.named_modules():
+            if isinstance(module, LinearShard) and not isinstance(module.stored, torch.Tensor):
+                base.get_submodule(name).weight.copy_(module.stored.dequantized())
+    use_products(loaded)
+    runner = with_room(runner_around(loaded, model.directory, SingleRank()))
+    found = computed(model, runner, (0, 0, 0, 0), loads_of(model)[:1])
+    path = model.adapters[0].parent / f"adapter-of-{form}"
+    merged = save_adapter(base, path, model.targets, RANKS[0])
+    assert furthest(found, logits_of(merged, mixed_script()[0].sequences)) < 1e-3
+
+
+def load_quantized(directory: Path, form: str) -> Any:
+    config = load_config(directory)
+    layout = ShardLayout.from_config(config, 1, 0)
+    return load_model(
+        directory, torch.float32, layout, SingleRank(), CPU, lambda done, total: None, CODECS[form]
+    )
