@@ -505,7 +505,7 @@ def _note_death(entry: _Group, said: GroupBeat) -> None:
 
 def _leader_of(group: _Group) -> str:
     """Name of the connection of the group's leader."""
-    return subjects.connection("executor", group.record.instance, subjects.LEADER)
+    return subjects.leader_connection(group.record.instance, group.record.group)
 
 
 def _announced(state: GroupStatus) -> Literal["", "up", "draining"]:

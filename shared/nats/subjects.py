@@ -140,6 +140,11 @@ def connection(service: str, instance: str, part: str = "") -> str:
     return "/".join(filter(None, (service, instance, part)))
 
 
+def leader_connection(instance: str, group: str) -> str:
+    """The same of a group's leader: an executor has one for each of its groups."""
+    return connection("executor", instance, f"{LEADER}/{group}")
+
+
 def batch_results(batch: str) -> str:
     """Where the results of a batch's lines are kept until its files are written."""
     return f"batches.results.{escape(batch)}"

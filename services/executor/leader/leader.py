@@ -210,7 +210,7 @@ class Leader:
         self._adapters = self._adapters_of() if engine_spec.max_adapters else None
         self._report_load()
         self._bus = await Bus.connect(
-            self._settings, subjects.connection("executor", self._spec.instance, subjects.LEADER)
+            self._settings, subjects.leader_connection(self._spec.instance, self._spec.group)
         )
         self._bus.on_reconnect(self._on_reconnect)
         self._bus.on_election(self._on_election)

@@ -9,7 +9,7 @@ from shared.messages import GroupBeat, GroupEvent, GroupLoad, GroupStatus, Heart
 from shared.nats import subjects
 
 SERVICE = subjects.connection("executor", "executor-1")
-LEADER = subjects.connection("executor", "executor-1", subjects.LEADER)
+LEADER = subjects.leader_connection("executor-1", "g")
 SOON, DUE = GRACE / 2, GRACE + 0.01
 
 
@@ -53,6 +53,12 @@ def test_a_process_that_is_killed_is_known_long_before_its_silence(
     assert "connection to NATS" in lost[0].reason
     assert state(seen) == "gone"
     assert seen.tick(0.9) == [], "told once"
+
+
+def test_the_leader_of_another_group_of_the_same_host_may_leave(seen: Detector) -> None:
+    seen.closed(event(subjects.leader_connection("executor-1", "unloaded")), 0.1)
+    assert seen.tick(0.1 + DUE) == []
+    assert state(seen) == "ready"
 
 
 @pytest.mark.parametrize("name", [SERVICE, LEADER])
