@@ -1,7 +1,7 @@
 """What runs where: the health monitor's records, for people and for machines."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ from rich.table import Table
 from services.cli.target import AsJson, DataDir, NatsUrl, Started, find_stack, nats_of_stack
 from services.cli.ui import console, megabytes, say
 from shared.config import CommonSettings
-from shared.messages import GroupRecord, ServiceRecord
+from shared.messages import GroupRecord, HostModel, HostRecord, ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -68,11 +68,24 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """What its ranks compute with, such as `native avx2`."""
 
 
+class HostStatus(msgspec.Struct, frozen=True):
+    """An executor as a host of models."""
+
+    instance: str
+    memory: int
+    """Bytes that its groups may take together."""
+    used: int
+    """Bytes that were promised to them."""
+    models: list[HostModel]
+    """What it fetches, loads, keeps asleep, could not load, and has on disk."""
+
+
 class Status(msgspec.Struct, frozen=True):
     """The shape of `ryzanstein status --json`; scripts rely on it."""
 
     services: list[ServiceStatus]
     groups: list[GroupStatus]
+    hosts: list[HostStatus] = []
 
 
 class Snapshot(NamedTuple):
@@ -93,11 +106,15 @@ async def read_status(settings: CommonSettings, started: Iterable[Started] = ())
     async with Bus.session(settings, "ryzanstein status") as bus:
         services = await (await Bucket.open(bus, subjects.SERVICES_BUCKET, ServiceRecord)).items()
         groups = await (await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)).items()
-    return snapshot(services.values(), groups.values(), started)
+        hosts = await (await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)).items()
+    return snapshot(services.values(), groups.values(), started, hosts.values())
 
 
 def snapshot(
-    services: Iterable[ServiceRecord], groups: Iterable[GroupRecord], started: Iterable[Started] = ()
+    services: Iterable[ServiceRecord],
+    groups: Iterable[GroupRecord],
+    started: Iterable[Started] = (),
+    hosts: Iterable[HostRecord] = (),
 ) -> Snapshot:
     """From the monitor's records. `started`: processes of a stack that is not up yet, some of which the monitor has
     not heard; what it knows of their names is of an earlier stack's then."""
@@ -112,6 +129,11 @@ def snapshot(
             key=lambda one: (one.name, one.instance),
         ),
         groups=list(map(_group, groups)),
+        hosts=[
+            HostStatus(one.instance, one.host.memory, one.host.used, one.host.models)
+            for one in sorted(hosts, key=lambda one: one.instance)
+            if one.host.takes_models and one.state != "gone" and one.instance not in silent
+        ],
     )
     own = pid_namespace()
     return Snapshot(
@@ -158,7 +180,8 @@ def _phase(record: GroupRecord) -> str:
 
 
 def print_status(snapshot: Snapshot, console: Console) -> None:
-    """Three tables, for 80 columns: services with their CPU time and memory, groups, and their ranks."""
+    """Tables for 80 columns: services with their CPU time and memory, groups, their ranks, and hosts that take models;
+    then what there is to say of groups and models that are not ready."""
     services = _table("Services", "service", "instance", "pid", "state", "CPU s", "memory")
     groups = _table("Groups", "group", "model", "state", "running", "waiting", "KV used", "KV at most")
     ranks = _table("Ranks", "group", "rank", "pid", "step", "memory", "kernels")
@@ -177,12 +200,35 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
             memory = (_usage(rank.pid) if here else UNKNOWN)[1]
             numbers = (str(rank.rank), str(rank.pid), str(rank.step), memory)
             ranks.add_row(escape(group.group), *numbers, escape(group.kernels) or "-")
-    for table in (services, groups, ranks):
+    for table in (services, groups, ranks, *_hosts_table(snapshot.status.hosts)):
         console.print(table)
         console.print()
+    for line in _news_of(snapshot.status.hosts):
+        say(console, line)
     for group in snapshot.status.groups:
         if group.message:
             say(console, f"{group.group}: {group.message}")
+
+
+def _hosts_table(hosts: Iterable[HostStatus]) -> list[Table]:
+    """None where there are no hosts."""
+    table = _table("Hosts", "host", "memory", "promised", "models asleep")
+    for host in hosts:
+        asleep = ", ".join(model.model for model in host.models if model.state == "sleeping")
+        figures = (megabytes(host.memory), megabytes(host.used), escape(asleep) or "-")
+        table.add_row(escape(host.instance), *figures)
+    return [table] if table.rows else []
+
+
+def _news_of(hosts: Iterable[HostStatus]) -> Iterator[str]:
+    """Of models that are on their way, or have failed."""
+    for host in hosts:
+        for model in host.models:
+            if model.state == "failed":
+                yield f"{host.instance}: {model.model} has failed: {model.error}"
+            elif model.state in ("downloading", "loading"):
+                share = f", {model.done / model.total:.0%}" if model.total else ""
+                yield f"{host.instance}: {model.model} is {model.state}{share}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -198,6 +244,7 @@ def _table(title: str, *columns: str) -> Table:
             "KV at most",
             "rank",
             "step",
+            "promised",
         )
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table

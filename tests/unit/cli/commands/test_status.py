@@ -7,7 +7,15 @@ from rich.console import Console
 
 from services.cli.commands.status import ServiceStatus, print_status, snapshot
 from services.cli.target import Started
-from shared.messages import GroupLoad, GroupRecord, RankBeat, ServiceRecord
+from shared.messages import (
+    GroupLoad,
+    GroupRecord,
+    HostBeat,
+    HostModel,
+    HostRecord,
+    RankBeat,
+    ServiceRecord,
+)
 from shared.process import pid_namespace
 
 
@@ -84,3 +92,33 @@ def test_what_has_not_been_heard_yet_is_starting_and_an_earlier_stacks_records_a
     ]
     assert found.groups == []
     assert len(snapshot(known, groups).status.groups) == 1
+
+
+def test_a_host_is_shown_with_its_groups_and_what_it_says_of_models() -> None:
+    models = [
+        HostModel("slow", "loading", done=1, total=4),
+        HostModel("wanted", "downloading"),
+        HostModel("broken", "failed", error="There is no such file."),
+        HostModel("dozing", "sleeping"),
+        HostModel("there", "stored"),
+    ]
+    takes = HostBeat(memory=20_000_000_000, used=5_000_000_000, models=models, takes_models=True)
+    hosts = [
+        HostRecord("host-0", takes, "ready"),
+        HostRecord("host-1", HostBeat(), "ready"),
+        HostRecord("host-2", takes, "gone"),
+    ]
+    groups = [
+        GroupRecord(name, name, "ready", 1, [], GroupLoad(), instance="host-0") for name in ("one", "two")
+    ]
+    found = snapshot([], groups, (), hosts)
+    assert [host.instance for host in found.status.hosts] == ["host-0"]
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(found, console)
+    text = capture.get()
+    assert all(part in text for part in ("one", "two", "20.0 GB", "5,000 MB", "dozing"))
+    assert "host-0: slow is loading, 25%" in text
+    assert "host-0: wanted is downloading\n" in text
+    assert "host-0: broken has failed: There is no such file." in text
+    assert "there" not in text.replace("There", "")
