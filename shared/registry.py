@@ -352,7 +352,7 @@ def unknown_field(within: str, key: object, known: Collection[str]) -> Problem:
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names that may be meant."""
     lowered = {one.lower(): one for one in known}
-    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.5)]
+    return [lowered[one] for one in difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.6)]
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -17,8 +17,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = make_model(tmp_path_factory.mktemp("model") / "tiny-base", "llama", vocab_size=258)
     for name, data in tiny_files(template=None).items():
         (directory / name).write_bytes(data)
-    with Stack(tmp_path_factory.mktemp("base"), "--model", str(directory), "--dtype", "fp32") as running:
+    chat = make_model(tmp_path_factory.mktemp("model") / "a-chat", "llama", vocab_size=258)
+    for name, data in tiny_files().items():
+        (chat / name).write_bytes(data)
+    data_dir = tmp_path_factory.mktemp("base")
+    with Stack(data_dir, "--model", str(chat), "--dtype", "fp32", "--no-smoke-test"):
+        pass  # the model of the last start, whose name comes first
+    with Stack(data_dir, "--model", str(directory), "--dtype", "fp32") as running:
         yield running
+
+
+def test_the_model_of_the_last_start_is_not_listed(stack: Stack) -> None:
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny-base"]
 
 
 def test_it_is_proven_with_a_text(stack: Stack) -> None:

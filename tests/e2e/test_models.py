@@ -1,0 +1,99 @@
+"""Models come and go on a running local stack, by the commands of its user."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.stack import Stack, run_cli
+
+pytestmark = pytest.mark.e2e
+
+FILE = """\
+models:
+  - {name: declared, source: org/declared, least: 1, aliases: [gpt]}
+  - {name: idle, source: org/idle}
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("models")
+    (directory / "models.yaml").write_text(FILE)
+    with Stack(
+        directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml")
+    ) as running:
+        yield running
+
+
+def models(stack: Stack, *arguments: str) -> str:
+    done = run_cli("models", *arguments, "--data-dir", str(stack.data_dir))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def states(stack: Stack) -> dict[str, str]:
+    listed = json.loads(models(stack, "list", "--json"))["models"]
+    return {model["name"]: model["status"]["state"] for model in listed}
+
+
+def ask(stack: Stack, model: str) -> dict[str, Any]:
+    body = {"model": model, "prompt": "Hi", "max_tokens": 4}
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_models_come_and_go_while_the_stack_runs(stack: Stack, tmp_path: Path) -> None:
+    assert "declared: loaded" in stack.output
+    assert states(stack) == {"declared": "loaded", "idle": "unloaded", "stub": "loaded"}
+    assert ask(stack, "gpt")["usage"]["completion_tokens"] == 4
+    assert "idle is loaded on executor-0." in models(stack, "load", "idle", "--timeout", "60")
+    assert ask(stack, "idle")["usage"]["completion_tokens"] == 4
+    assert "idle is unloaded" in models(stack, "unload", "idle", "--timeout", "60")
+    assert states(stack) == {"declared": "loaded", "idle": "unloaded", "stub": "loaded"}
+
+    models(stack, "add", "mine", "--source", "org/mine", "--least", "1", "--timeout", "60")
+    assert states(stack)["mine"] == "loaded"
+    assert "mine is removed" in models(stack, "remove", "mine", "--timeout", "60")
+    assert "mine" not in states(stack)
+    (tmp_path / "more.yaml").write_text("models: [{name: mine, source: org/mine}]")
+    assert models(stack, "apply", "-f", str(tmp_path / "more.yaml")) == "mine: added\n"
+
+    refused = run_cli("models", "unload", "stub", "--data-dir", str(stack.data_dir))
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: executor-0 was started with the model stub")
+    unknown = run_cli("models", "load", "idel", "--data-dir", str(stack.data_dir))
+    assert unknown.stderr == "error: There is no model 'idel' in the registry; idle may be meant.\n"
+
+
+def test_the_next_start_keeps_what_was_added_and_no_more(stack: Stack) -> None:
+    """Runs after the other, and ends its stack."""
+    stack.__exit__()
+    stack._arguments = [*stack._arguments[: stack._arguments.index("--models-file")]]
+    with stack:
+        assert states(stack) == {"mine": "unloaded", "stub": "loaded"}
+        with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+            listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
+        assert listed == {"mine", "stub"}
+
+
+def test_a_models_file_with_errors_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "models.yaml").write_text("models:\n  - name: a\n    tp: 1\n  - least: 2\n")
+    done = run_cli(
+        "up",
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--models-file",
+        str(tmp_path / "models.yaml"),
+        "--port",
+        "0",
+    )
+    assert done.returncode == 1
+    assert "has 2 errors; nothing was applied:\n  line 3: There is no `tp`" in done.stderr
+    assert not (tmp_path / "data").exists()
