@@ -3,18 +3,24 @@
     <digest>/adapter_model.safetensors
     <digest>/adapter_config.json          written last and deleted first: an adapter without it is not whole
 
-What is there never changes: another content has another digest.
+What is there never changes: another content has another digest. Names stand in the KV bucket `adapters`; a name that
+gets another digest, or none, keeps what it stood for as retired, so that somebody can delete those files later.
 """
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from pathlib import Path
 from typing import BinaryIO
 
-from shared.errors import InternalError, PayloadTooLarge
+import msgspec
+
+from shared.errors import BrokerUnavailable, InternalError, PayloadTooLarge
+from shared.messages.registry import AdapterRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
 from shared.nats.objects import CHUNK, MissingObject, Objects
 
 CONFIG = "adapter_config.json"
@@ -86,3 +92,64 @@ async def _write(file: BinaryIO, parts: AsyncIterable[bytes], limit: int) -> Non
         await asyncio.to_thread(file.write, part)
     if not size:
         raise InternalError(f"{Path(file.name).name} is empty in the object store; load the adapter again.")
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+MAX_RETIRED = 64
+"""Digests that a name has had and whose files still stay; a further replacement has to wait."""
+_TRIES = 8
+
+
+class AdapterRefused(Exception):
+    """The registry stays as it is. `reason`: `exists`, `missing` or `replaced_too_often`."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.reason = reason
+
+
+async def register(bucket: Bucket[AdapterRecord], record: AdapterRecord, *, replace: bool) -> AdapterRecord:
+    """Registers `record` under its name; with `replace` also where there is one, whose digest is retired then. Returns
+    what stands there now. Raises `AdapterRefused`, `BrokerUnavailable`."""
+    for _ in range(_TRIES):
+        known = await bucket.get(record.name)
+        if known is None:
+            if await bucket.create(record.name, record) is not None:
+                return record
+            continue
+        if known.value.digest and not replace:
+            raise AdapterRefused(record.name, "exists")
+        new = msgspec.structs.replace(record, retired=_retired(known.value, record.digest))
+        if await bucket.update(record.name, new, known.revision) is not None:
+            return new
+    raise _overtaken(record.name)
+
+
+async def unregister(bucket: Bucket[AdapterRecord], name: str) -> AdapterRecord:
+    """Takes an adapter out of the registry: what runs with it goes on. Returns what stands there now. Raises as
+    `register`."""
+    for _ in range(_TRIES):
+        known = await bucket.get(name)
+        if known is None or not known.value.digest:
+            raise AdapterRefused(name, "missing")
+        gone = msgspec.structs.replace(known.value, digest="", retired=_retired(known.value, ""))
+        if await bucket.update(name, gone, known.revision) is not None:
+            return gone
+    raise _overtaken(name)
+
+
+def _retired(known: AdapterRecord, digest: str) -> list[tuple[str, int]]:
+    """What `known` has retired, its own digest with it, now that it gets another one."""
+    if known.digest == digest:
+        return known.retired
+    retired = [one for one in known.retired if one[0] not in (digest, known.digest)]
+    if known.digest:
+        retired.append((known.digest, int(time.time())))
+    if len(retired) > MAX_RETIRED:
+        raise AdapterRefused(known.name, "replaced_too_often")
+    return retired
+
+
+def _overtaken(name: str) -> BrokerUnavailable:
+    return BrokerUnavailable(f"Others change the adapter '{name}' at the same time; try again.")

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.commands.adapters import adapters_app
 from services.cli.commands.batch import batch_app
 from services.cli.commands.chat import chat
 from services.cli.commands.control import drain, log_level, undrain
@@ -70,6 +71,7 @@ for command in (status, drain, undrain, chat):
     app.command()(command)
 app.add_typer(batch_app, name="batch")
 app.add_typer(models_app, name="models")
+app.add_typer(adapters_app, name="adapters")
 app.add_typer(keys_app, name="keys")
 app.add_typer(debug_app, name="debug")
 app.command("log-level")(log_level)

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from pydantic import ValidationError
 
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.supervisor.group import GroupHost, GroupSupervisor
 from services.executor.supervisor.host_adapters import HostAdapters
 from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
@@ -239,7 +239,8 @@ class ModelHost:
                 case RemoveModel(spec):
                     return await self._remove(spec)
                 case PullAdapter():
-                    settings = settings_of(self._settings, command.spec)
+                    own = not command.spec.source and served_name(self._settings) == command.model
+                    settings = self._settings if own else settings_of(self._settings, command.spec)
                     record = await self._adapters.pull(command, settings, self._service.bus)
                     return HostReply(ok=True, adapter=record)
             raise InvalidRequest(f"The executor {self._service.instance} does not know this command.")

@@ -115,7 +115,8 @@ class AdapterManagement:
         return names[0]
 
     def _spec(self, model: str) -> ModelSpec:
-        return self._catalog.registry.specs.get(model) or ModelSpec(model, model)
+        """One that is in no registry is its executor's own."""
+        return self._catalog.registry.specs.get(model) or ModelSpec(model, "")
 
     # --- hosts -----------------------------------------------------------------------------------
 

@@ -16,22 +16,19 @@ import msgspec
 import structlog
 
 from services.gateway.core.errors import RouteError
-from shared.errors import BrokerUnavailable, RyzansteinError
+from shared.errors import RyzansteinError
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord
 from shared.nats import subjects
-from shared.nats.adapters import AdapterFiles
+from shared.nats.adapters import MAX_RETIRED, AdapterFiles, AdapterRefused, register, unregister
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
 log = structlog.get_logger(__name__)
 
 MAX_PER_MODEL = 4096
-MAX_RETIRED = 64
-"""Digests that a name has had within the retention; a further replacement has to wait."""
 RETENTION_FACTOR = 2.0
 """Of the journal's age, for how long retired files stay."""
 SWEEP_INTERVAL = 300.0
-_TRIES = 8
 _NEAR = 512
 
 
@@ -106,52 +103,36 @@ class AdapterRegistry:
     async def put(self, record: AdapterRecord, *, replace: bool) -> AdapterRecord:
         """Registers `record`; with `replace` also where the name has one, whose digest is retired then. Raises
         `RouteError`."""
-        bucket = await self._bucket()
-        for _ in range(_TRIES):
-            known = await bucket.get(record.name)
-            if known is None:
-                given = await bucket.create(record.name, record)
-                new = record
-            else:
-                if known.value.digest and not replace:
-                    raise already_loaded(record.name)
-                new = msgspec.structs.replace(record, retired=self._retired(known.value, record.digest))
-                given = await bucket.update(record.name, new, known.revision)
-            if given is not None:
-                self._set(record.name, new)
-                log.info("adapter_registered", adapter=record.name, model=record.model, digest=record.digest)
-                return new
-        raise _overtaken(record.name)
+        try:
+            new = await register(await self._bucket(), record, replace=replace)
+        except AdapterRefused as refused:
+            raise self._refusal(record.name, refused) from None
+        self._set(record.name, new)
+        log.info("adapter_registered", adapter=record.name, model=record.model, digest=record.digest)
+        return new
 
     async def remove(self, name: str) -> AdapterRecord:
         """Unloads an adapter: what runs with it goes on. Raises `RouteError` where there is none of that name."""
-        bucket = await self._bucket()
-        for _ in range(_TRIES):
-            known = await bucket.get(name)
-            if known is None or not known.value.digest:
-                raise not_found(name)
-            gone = msgspec.structs.replace(known.value, digest="", retired=self._retired(known.value, ""))
-            if await bucket.update(name, gone, known.revision) is not None:
-                self._set(name, gone)
-                log.info("adapter_unregistered", adapter=name, model=known.value.model)
-                return known.value
-        raise _overtaken(name)
+        try:
+            gone = await unregister(await self._bucket(), name)
+        except AdapterRefused as refused:
+            raise self._refusal(name, refused) from None
+        self._set(name, gone)
+        log.info("adapter_unregistered", adapter=name, model=gone.model)
+        return gone
 
-    def _retired(self, known: AdapterRecord, digest: str) -> list[tuple[str, int]]:
-        """What `known` has retired, its own digest with it, now that it gets another one."""
-        retired = [one for one in known.retired if one[0] != digest]
-        if known.digest and known.digest != digest:
-            retired = [one for one in retired if one[0] != known.digest]
-            retired.append((known.digest, int(time.time())))
-        if len(retired) > MAX_RETIRED:
-            raise RouteError(
-                f"The adapter '{known.name}' was replaced {MAX_RETIRED} times in {self._retention:.0f} seconds, and "
-                "generations may still need what it was; wait, or use another name.",
-                status=409,
-                reason="replaced_too_often",
-                param="lora_name",
-            )
-        return retired
+    def _refusal(self, name: str, refused: AdapterRefused) -> RouteError:
+        if refused.reason == "exists":
+            return already_loaded(name)
+        if refused.reason == "missing":
+            return not_found(name)
+        return RouteError(
+            f"The adapter '{name}' was replaced {MAX_RETIRED} times in {self._retention:.0f} seconds, and generations "
+            "may still need what it was; wait, or use another name.",
+            status=409,
+            reason="replaced_too_often",
+            param="lora_name",
+        )
 
     async def _bucket(self) -> Bucket[AdapterRecord]:
         return await Bucket.open(self._bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
@@ -221,7 +202,3 @@ def not_found(name: str) -> RouteError:
         reason="adapter_not_found",
         param="lora_name",
     )
-
-
-def _overtaken(name: str) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Others change the adapter '{name}' at the same time; try again.")

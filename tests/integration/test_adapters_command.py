@@ -1,0 +1,124 @@
+"""`ryzanstein adapters` against a real NATS, with a host that says what the test says."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from services.cli.commands.adapters import adapters_app
+from shared.config import CommonSettings
+from shared.errors import ConfigurationError, ModelLoadError, NoGroupAvailable, UnknownModel
+from shared.messages import GroupLoad, GroupRecord, HostBeat, HostCommand, HostRecord, HostReply, ModelSpec
+from shared.messages.registry import AdapterRecord, PullAdapter
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+
+class Host:
+    def __init__(self) -> None:
+        self.asked: list[PullAdapter] = []
+        self.error = ""
+
+    async def answer(self, command: HostCommand) -> HostReply:
+        assert isinstance(command, PullAdapter)
+        self.asked.append(command)
+        if self.error:
+            return HostReply(ok=False, code="model_load_error", error=self.error)
+        digest = f"{len(self.asked):064x}"
+        return HostReply(
+            ok=True, adapter=AdapterRecord(command.name, command.model, command.source, digest, 8, 3 << 20)
+        )
+
+
+class Command:
+    def __init__(self, nats: CommonSettings) -> None:
+        address = nats.nats_url.removeprefix("nats://")
+        self._url = f"nats://{nats.nats_user}:{nats.nats_password.get_secret_value()}@{address}"
+
+    async def run(self, *arguments: str) -> str:
+        """Its output. Raises what it ends with."""
+
+        def invoke() -> Result:
+            return CliRunner().invoke(adapters_app, [*arguments, "--nats-url", self._url])
+
+        result = await asyncio.to_thread(invoke)
+        if result.exception is not None:
+            raise result.exception
+        return result.stdout
+
+    async def json(self, *arguments: str) -> Any:
+        return json.loads(await self.run(*arguments, "--json"))
+
+
+@pytest.fixture
+def command(nats_settings: CommonSettings) -> Command:
+    return Command(nats_settings)
+
+
+@pytest.fixture
+async def host(bus: Bus) -> AsyncIterator[Host]:
+    """Of the model `base`, which is registered."""
+    registry = await Bucket.open(bus, subjects.REGISTRY_BUCKET, ModelSpec)
+    await registry.put("base", ModelSpec("base", "org/base", aliases=["short"]))
+    hosts = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
+    await hosts.put("h", HostRecord("h", HostBeat(takes_models=True), "ready"))
+    made = Host()
+    subscription = await bus.subscribe(subjects.host_control("h"), HostCommand, made.answer)  # type: ignore[arg-type]
+    await bus.flush()
+    yield made
+    await subscription.unsubscribe()
+
+
+async def test_adapters_are_loaded_shown_replaced_and_unloaded(
+    bus: Bus, host: Host, command: Command, tmp_path: Path
+) -> None:
+    assert "There are no adapters" in await command.run("list")
+    assert "sql: adapter of base, rank 8" in await command.run("load", "sql", str(tmp_path))
+    assert (host.asked[0].source, host.asked[0].spec.source) == (str(tmp_path), "org/base")
+    groups = await Bucket.open(bus, subjects.GROUPS_BUCKET, GroupRecord)
+    held = GroupRecord("g", "base", "ready", 1, [], GroupLoad(), adapters=[f"{1:064x}"])
+    await groups.put("g", held)
+    (shown,) = await command.json("list", "--model", "short")
+    assert (shown["name"], shown["groups"], shown["digest"]) == ("sql", ["g"], f"{1:064x}")
+    assert "in memory of g" in await command.run("show", "sql")
+    assert "3" in await command.run("list")
+    with pytest.raises(ConfigurationError, match="replace it with --replace"):
+        await command.run("load", "sql", "org/sql")
+    await command.run("load", "sql", "org/sql", "--replace", "--model", "base")
+    assert (await command.json("show", "sql"))["digest"] == f"{2:064x}"
+    await command.run("unload", "sql")
+    assert await command.json("list") == []
+    names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+    entry = await names.get("sql")
+    assert entry is not None
+    assert [digest for digest, _ in entry.value.retired] == [f"{1:064x}", f"{2:064x}"]
+
+
+async def test_what_is_wrong_is_told(bus: Bus, host: Host, command: Command) -> None:
+    registry = await Bucket.open(bus, subjects.REGISTRY_BUCKET, ModelSpec)
+    for name in ("base", "short"):
+        with pytest.raises(ConfigurationError, match="A model is called"):
+            await command.run("load", name, "org/x")
+    with pytest.raises(ConfigurationError, match="cannot be called"):
+        await command.run("load", " x", "org/x")
+    host.error = "It has rank 99."
+    with pytest.raises(ModelLoadError, match="It has rank 99"):
+        await command.run("load", "x", "org/x")
+    host.error = ""
+    await command.run("load", "tall", "org/tall")
+    with pytest.raises(UnknownModel, match="tall may be meant"):
+        await command.run("unload", "tal")
+    with pytest.raises(UnknownModel, match="adapters list"):
+        await command.run("show", "else")
+    await registry.put("second", ModelSpec("second", "org/second"))
+    with pytest.raises(ConfigurationError, match="There are 2 models here"):
+        await command.run("load", "x", "org/x")
+    hosts = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
+    await hosts.delete("h")
+    with pytest.raises(NoGroupAvailable, match="No host is there"):
+        await command.run("load", "x", "org/x", "--model", "base")
