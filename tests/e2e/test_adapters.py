@@ -4,11 +4,10 @@ import asyncio
 import json
 import os
 import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import httpx
+import pytest
 
 from services.cli.target import nats_of_stack
 from services.executor.worker.stub import adapted, stub_token
@@ -36,8 +35,11 @@ async def register_many(stack: Stack, digest: str) -> None:
             await names.put(f"a{number}", AdapterRecord(f"a{number}", "stub", "/a", digest, 8, 400))
 
 
-async def complete(client: httpx.AsyncClient, number: int, tokens: int) -> tuple[str, str]:
-    """The text that the adapter of that number writes, read from a stream, and what answers."""
+async def complete(
+    client: httpx.AsyncClient, number: int, tokens: int, began: asyncio.Event
+) -> tuple[str, str]:
+    """The text that the adapter of that number writes, read from a stream, and what answers. `began`: its first tokens
+    have come."""
     body = {"model": f"a{number}", "prompt": "x", "max_tokens": tokens, "seed": number, "stream": True}
     text, model = "", ""
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -46,17 +48,8 @@ async def complete(client: httpx.AsyncClient, number: int, tokens: int) -> tuple
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 text, model = text + event["choices"][0]["text"], event["model"]
+                began.set()
     return text, model
-
-
-def busy_group(stack: Stack) -> dict[str, Any]:
-    """The first that runs something."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        found = [group for group in stack.status()["groups"] if group["load"]["running"]]
-        if found:
-            return found[0]
-    raise AssertionError("no group has anything to do")
 
 
 async def use(stack: Stack, digests: list[str], tokens: int, *, kill: bool) -> None:
@@ -64,14 +57,17 @@ async def use(stack: Stack, digests: list[str], tokens: int, *, kill: bool) -> N
     async with httpx.AsyncClient(base_url=stack.url, timeout=90, limits=limits) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert sum(1 for one in listed if one["parent"] == "stub") == REGISTERED
-        running = [asyncio.create_task(complete(client, number, tokens)) for number in range(USED)]
+        pid = (await asyncio.to_thread(stack.status))["groups"][0]["ranks"][0]["pid"]
+        began = asyncio.Event()
+        running = [asyncio.create_task(complete(client, number, tokens, began)) for number in range(USED)]
         if kill:
-            group = await asyncio.to_thread(busy_group, stack)
-            os.kill(group["ranks"][0]["pid"], signal.SIGKILL)
+            await began.wait()
+            os.kill(pid, signal.SIGKILL)
         for number, answer in enumerate(await asyncio.gather(*running)):
             assert answer == (text_of(number, digests[number], tokens), f"a{number}")
 
 
+@pytest.mark.slow
 async def test_a_thousand_adapters_fifty_in_use(tmp_path: Path) -> None:
     """Fewer slots than adapters in use; a ring dies while they stream; the whole stack comes back."""
     sources = [tmp_path / "adapters" / str(number) for number in range(USED)]
