@@ -52,6 +52,8 @@ class HubServer(BaseHTTPRequestHandler):
     """Bytes of each file that were sent."""
     fetched: ClassVar[list[str]] = []
     """Names of files that were asked for, without their folders."""
+    begun: ClassVar[list[tuple[str, int]]] = []
+    """(file, position) of each answer."""
     tokens: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
@@ -115,6 +117,7 @@ class HubServer(BaseHTTPRequestHandler):
             if begin >= len(whole):
                 self._send(b"", 416)
                 return
+        self.begun.append((file, begin))
         self._send(whole[begin:], status, headers, file)
 
     def _send(
@@ -154,6 +157,7 @@ def serving() -> Iterator[str]:
     """The address of a hub without repositories or faults."""
     HubServer.repositories, HubServer.faults = {}, Faults()
     HubServer.sent, HubServer.fetched, HubServer.tokens = Counter(), [], set()
+    HubServer.begun = []
     with ThreadingHTTPServer(("127.0.0.1", 0), HubServer) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
