@@ -6,6 +6,7 @@ On something that is not a terminal (a log, a pipe) each stage is one line inste
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -189,10 +190,17 @@ _COUNTED_IN_BYTES = ("downloading", "unpacking", "writing")
 
 
 class _AmountColumn(DownloadColumn):
-    """Bytes where bytes are counted; steps of a conversion need no number beside their bar."""
+    """Bytes where bytes are counted, with rate and time left; steps of a conversion need no number beside their bar."""
 
     def render(self, task: Task) -> Text:
-        return super().render(task) if task.fields.get("bytes") else Text()
+        if not task.fields.get("bytes"):
+            return Text()
+        told = super().render(task)
+        if task.speed and not task.finished:
+            told.append(f"  {megabytes(int(task.speed))}/s")
+        if task.time_remaining and not task.finished:
+            told.append(f", {timedelta(seconds=int(task.time_remaining))} left")
+        return told
 
 
 @contextlib.contextmanager

@@ -266,6 +266,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.MODELS_BUCKET),
             *_own_objects(subjects.TOKENIZERS_STORE),
             *_bucket(subjects.ADAPTERS_BUCKET),
+            *_bucket(subjects.REGISTRY_BUCKET),  # whose models' files stay
             *_own_objects(subjects.ADAPTERS_STORE),
             *_own_keys(subjects.SESSIONS_BUCKET),  # a ring that leaves pins them to who has their blocks
             _ALL_HANDOVER,

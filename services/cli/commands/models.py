@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from services.cli.commands import serving
+from services.cli.commands.cache import gc, registered
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
@@ -23,6 +24,7 @@ from shared.models import hub_name
 models_app = typer.Typer(
     help="Models: of a running stack, and on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
+models_app.command()(gc)
 for command in (serving.load, serving.unload, serving.show, serving.add, serving.remove):
     models_app.command()(command)
 models_app.command("set")(serving.set_)
@@ -41,6 +43,9 @@ def models_pull(
             help="Have the hosts of a cluster fetch it, instead of this machine. With --nats-url the default.",
         ),
     ] = False,
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
+    ] = "",
     timeout: serving.Timeout = 0,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
@@ -49,10 +54,14 @@ def models_pull(
     if hosts or nats_url:
         serving.pull_on_hosts(name, data_dir, nats_url, timeout)
         return
-    settings = load_settings(LocalSettings)
-    screen = console()
+    store, screen = load_settings(LocalSettings).store, console()
+
+    async def prepare(report: Progress) -> tuple[str, Path]:
+        named = await registered(data_dir, nats_url) if store.cache_bytes else None
+        return await prepare_model(name, store, report, revision=revision, named=named)
+
     with model_bars(screen) as report:
-        served, directory = asyncio.run(prepare_model(name, settings.store, report))
+        served, directory = asyncio.run(prepare(report))
     say(screen, f"{served} is ready in {directory}")
 
 

@@ -52,6 +52,9 @@ from shared.messages import (
     UnloadModel,
 )
 from shared.model_store import catalog
+from shared.model_store.programs import Progress
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from shared.service.logs import Change
 from shared.tasks import TaskSet
 
@@ -393,11 +396,21 @@ class ModelHost:
 
         if load.unload is not None:
             raise _unwanted(load)
-        load.preparing = asyncio.create_task(StoredModel(load.settings).prepare(report))
+        load.preparing = asyncio.create_task(self._prepare(load.settings, report))
         await asyncio.wait({load.preparing})
         if load.preparing.cancelled():
             raise _unwanted(load)
         load.settings = load.settings.model_copy(update={"model": load.preparing.result()})
+
+    async def _prepare(self, settings: ExecutorSettings, report: Progress) -> str:
+        named = await self._named() if settings.model_cache_bytes else None
+        return await StoredModel(settings).prepare(report, named)
+
+    async def _named(self) -> list[tuple[str, str]]:
+        """What the registry names is not removed from the cache to make room."""
+        registry = Bucket(self._service.bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        await registry.ensure()
+        return [(spec.source, spec.revision) for spec in (await registry.items()).values()]
 
     async def _fetch(self, pull: _Load) -> None:
         try:

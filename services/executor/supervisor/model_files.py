@@ -18,7 +18,7 @@ from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
-from shared.model_store.disk import remove
+from shared.model_store.disk import Named, remove
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
 from shared.models import linked_gguf
@@ -119,13 +119,13 @@ class StoredModel:
             self._settings.model, self._store, self._settings.revision
         )
 
-    async def prepare(self, report: Progress) -> str:
+    async def prepare(self, report: Progress, named: Named | None = None) -> str:
         """Fetches and converts what is not there, in a process that ends when this is cancelled; returns what names
         the model from then on. Raises `ConfigurationError`, `ModelLoadError`."""
         if self._needs_none:
             return self._settings.model
         model, revision = self._settings.model, self._settings.revision
-        return str((await prepare_model(model, self._store, report, revision=revision))[1])
+        return str((await prepare_model(model, self._store, report, revision=revision, named=named))[1])
 
     def size(self) -> ModelSize:
         """Raises `ModelLoadError`."""

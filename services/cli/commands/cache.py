@@ -1,0 +1,102 @@
+"""`ryzanstein models gc`: room in this machine's model cache."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
+from services.cli.ui import console, megabytes, print_columns, say
+from shared.config import CommonSettings, load_settings
+from shared.errors import BrokerUnavailable, ConfigurationError
+from shared.messages.registry import ModelSpec
+from shared.model_store.disk import Entry, collect
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+
+
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Remove least recently used models until the cache holds no more: 20G, 500M, 0.",
+            show_default="RYZANSTEIN_MODEL_CACHE_BYTES",
+        ),
+    ] = None,
+    any_model: Annotated[
+        bool,
+        typer.Option("--unregistered", help="Ask no registry: only models that are being served stay."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+    data_dir: DataDir = None,
+    nats_url: NatsUrl = "",
+) -> None:
+    """Remove from this machine's model cache what is not needed: downloads that nobody goes on with, and models, least
+    recently used first, until it is as small as it should be. Models of the registry, and those that are being served,
+    stay, as does what was put there by hand."""
+    store = load_settings(LocalSettings).store
+    target = None if to is None else _bytes(to)
+    named = [] if any_model else asyncio.run(registered(data_dir, nats_url))
+    if named is None:
+        raise ConfigurationError(
+            "No stack runs here whose registry says which models are needed; start it, name its NATS with --nats-url, "
+            "or give --unregistered."
+        )
+    removed = collect(store, named, target, dry_run=dry_run) if store.cache.is_dir() else []
+    if as_json:
+        print(json.dumps({"removed": [_told(entry) for entry in removed], "dry_run": dry_run}))  # noqa: T201
+        return
+    rows = [("model", "size")]
+    rows += [
+        (entry.name + (" (unfinished)" if entry.unfinished else ""), megabytes(entry.bytes))
+        for entry in removed
+    ]
+    if removed:
+        print_columns(console(), rows, right=(1,))
+    freed = megabytes(sum(entry.bytes for entry in removed))
+    say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
+
+
+async def registered(data_dir: Path | None, nats_url: str) -> list[tuple[str, str]] | None:
+    """Source and revision of the models in the registry of the running stack; None: none runs, or none answers."""
+    settings = running_nats(data_dir, nats_url)
+    if settings is None:
+        return None
+    try:
+        return await _registry(settings)
+    except BrokerUnavailable:
+        if nats_url:
+            raise
+        return None
+
+
+async def _registry(settings: CommonSettings) -> list[tuple[str, str]]:
+    async with Bus.session(settings, "ryzanstein models gc") as bus:
+        bucket = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
+        await bucket.ensure()
+        return [(spec.source, spec.revision) for spec in (await bucket.items()).values()]
+
+
+def _bytes(text: str) -> int:
+    try:
+        count = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        count = -1
+    if count < 0:
+        raise ConfigurationError(f"--to {text} is no size; give bytes, or such as 500M, 20G or 20GiB.")
+    return count
+
+
+def _told(entry: Entry) -> dict[str, object]:
+    return {
+        "model": entry.name,
+        "directory": str(entry.directory),
+        "bytes": entry.bytes,
+        "unfinished": entry.unfinished,
+    }
