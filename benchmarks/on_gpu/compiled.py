@@ -27,7 +27,7 @@ from benchmarks.on_gpu.launched import (
     launches,
     meta,
 )
-from services.executor.gpu.kernels import attention_launch, elementwise, experts, sampling
+from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, sampling
 from services.executor.gpu.kernels.grouped import multiply_grouped
 from services.executor.gpu.kernels.matmul import (
     BLOCK_N,
@@ -337,6 +337,27 @@ def expert_kernels(every: bool) -> Iterator[Compiled]:
                 yield compile_launched(f"{launched.name} {tokens} {kind}", launched)
 
 
+def adapted(tokens: int, rank: int, dtype: torch.dtype) -> None:
+    """Launches what adapters of up to `rank` add to the queries, keys and values of 64 slots."""
+    slots = 64
+    rows = low_rank.LowRankRows(meta(tokens, dtype=torch.int32), meta(4, tokens, dtype=torch.int32))
+    table, ranks = meta(3, slots, 2, dtype=torch.int64), meta(3, slots, dtype=torch.int32)
+    x, out = meta(tokens, 4096, dtype=dtype), meta(tokens, 6144, dtype=dtype)
+    low_rank.add_low_rank(out, x, table, ranks, meta(4, dtype=torch.int32), 4096, rank, rows)
+
+
+def adapter_kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or some of it."""
+    cases = [(16, 64, torch.bfloat16)]
+    if every:
+        cases += list(product((1, 2048), (16, 256), (torch.bfloat16, torch.float32)))
+    for tokens, rank, dtype in cases:
+        kind = LOGIT_TYPES[dtype]
+        yield from compile_work(
+            f"adapters {tokens} rank {rank} {kind}", partial(adapted, tokens, rank, dtype)
+        )
+
+
 MOST_BY_LOGIT = 1024
 LOGIT_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -379,7 +400,9 @@ def sampling_kernels(every: bool) -> Iterator[Compiled]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
     parser.add_argument("--some", action="store_true", help="few variants, the largest among them")
-    parser.add_argument("--only", default="", help="attention, fused, products, experts or sampling")
+    parser.add_argument(
+        "--only", default="", help="attention, fused, products, experts, adapters or sampling"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
@@ -388,6 +411,7 @@ def main() -> None:
         "fused": fused_kernels,
         "products": partial(product_kernels, not given.some),
         "experts": partial(expert_kernels, not given.some),
+        "adapters": partial(adapter_kernels, not given.some),
         "sampling": partial(sampling_kernels, not given.some),
     }
     if given.only:

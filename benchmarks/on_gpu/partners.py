@@ -33,6 +33,10 @@ def experts(bench: Bench) -> None:
     _measure(bench, "experts", "expert_speed", **limits)
 
 
+def adapters(bench: Bench) -> None:
+    _measure(bench, "adapters", "adapter_speed", bandwidth=bench.bandwidth)
+
+
 def loading(bench: Bench) -> None:
     """Of a checkpoint in page cache."""
     try:

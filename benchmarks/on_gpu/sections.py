@@ -81,6 +81,7 @@ SECTIONS = (
     Section("decode-fp8", "decode, 8B, quantized weights", 110, 35, f"{HERE}.throughput:coded_8b"),
     PRODUCTS,
     Section("experts", "mixtures of experts", 40, 25, f"{HERE}.partners:experts"),
+    Section("adapters", "LoRA adapters", 40, 25, f"{HERE}.partners:adapters"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),

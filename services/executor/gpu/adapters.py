@@ -10,12 +10,14 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from services.executor.gpu.kernels import low_rank
 from services.executor.gpu.kernels.low_rank import LowRankRows
 from services.executor.model.adapters.files import LowRank
 
 _LEAST_RANK = 16
+"""What ranks are multiples of here."""
 
 
 class AdaptedProduct:
@@ -47,15 +49,21 @@ class AdaptedProduct:
                 addresses.append([0, 0])
                 ranks.append(0)
                 continue
-            there = LowRank(pair.a.to(self._device).contiguous(), pair.b.to(self._device).contiguous())
+            there = self._padded(pair)
             held.append(there)
             addresses.append([there.a.data_ptr(), there.b.data_ptr()])
-            ranks.append(pair.rank)
+            ranks.append(there.rank)
         self._table[:, slot] = torch.tensor(addresses, dtype=torch.int64).to(self._device)
         self._ranks[:, slot] = torch.tensor(ranks, dtype=torch.int32).to(self._device)
         self._held[slot] = (
             held  # what was there goes once the stream is past what reads it: memory is the stream's
         )
+
+    def _padded(self, pair: LowRank) -> LowRank:
+        """On the device, with the rank filled up to a multiple of 16: kernels read whole vectors."""
+        more = -pair.rank % _LEAST_RANK
+        a, b = pair.a.to(self._device), pair.b.to(self._device)
+        return LowRank(pad(a, (0, 0, 0, more)).contiguous(), pad(b, (0, more)).contiguous())
 
     def add(self, x: Tensor, out: Tensor, rows: LowRankRows | None) -> Tensor:
         """`out` [rows, outputs], what the product has made of `x`, with what adapters add; None: none does."""

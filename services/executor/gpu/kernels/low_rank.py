@@ -29,7 +29,9 @@ LEAST_SHARE = 512
 """Inputs of a split, at least."""
 MOST_SPLITS = 8
 MOST_BLOCK_R = 64
-"""Of the rank, in a program."""
+"""Of the rank, in a program that shrinks."""
+EXPAND_BLOCK_R = 32
+"""Of the rank, in a turn of one that expands: more would spill registers."""
 
 
 class LowRankRows(NamedTuple):
@@ -58,19 +60,20 @@ def _rows_of(order, tiles, tile, bound, BLOCK_T: tl.constexpr):
 def shrink_kernel(
     x, table, ranks, low, order, tiles, rows, bound, slots, inputs, x_stride, most,
     EACH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (bound, parts * cdiv(most, BLOCK_R), SPLITS). `x` [rows / EACH, inputs], rows `x_stride` apart; `table` int64
-    [parts, slots, 2]: addresses of A [experts * rank, inputs] and of B; `ranks` int32 [parts, slots], 0 for no factors;
+    [parts, slots, 2]: addresses of A [experts * rank, inputs] and of B; `ranks` int32 [parts, slots], multiples of 16, 0 for no factors;
     `low` float32 [SPLITS, parts, rows, most]."""
     tile, split = tl.program_id(0), tl.program_id(2)
     blocks = tl.cdiv(most, BLOCK_R)
     part, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
     slot, expert, row, there, count = _rows_of(order, tiles, tile, bound, BLOCK_T)
     place = part * slots + slot
-    rank = tl.where(count > 0, tl.load(ranks + place), 0)
+    rank = tl.multiple_of(tl.where(count > 0, tl.load(ranks + place), 0), 16)
     if block * BLOCK_R < rank:
         r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        a = tl.load(table + place * 2).to(tl.pointer_type(x.dtype.element_ty))
+        a = tl.multiple_of(tl.load(table + place * 2), 16).to(tl.pointer_type(x.dtype.element_ty))
         of_a = a + (expert.to(tl.int64) * rank + r)[None, :] * inputs
         of_x = x + (row // EACH).to(tl.int64)[:, None] * x_stride
         share = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
@@ -80,6 +83,8 @@ def shrink_kernel(
             k = start + tl.arange(0, BLOCK_K)
             values = tl.load(of_x + k[None, :], mask=there[:, None] & (k < inputs)[None, :], other=0.0)
             factor = tl.load(of_a + k[:, None], mask=(r < rank)[None, :] & (k < inputs)[:, None], other=0.0)
+            if WIDE:  # the interpreter multiplies no bf16
+                values, factor = values.to(tl.float32), factor.to(tl.float32)
             sums += tl.dot(values, factor, input_precision="ieee")
         into = ((split * (tl.num_programs(1) // blocks) + part).to(tl.int64) * rows + row)[:, None] * most
         tl.store(low + into + r[None, :], sums, mask=there[:, None] & (r < rank)[None, :])
@@ -89,6 +94,7 @@ def shrink_kernel(
 def expand_kernel(
     out, table, ranks, starts, low, order, tiles, rows, bound, slots, out_stride, most,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Grid (bound, cdiv(outputs of the widest part, BLOCK_N), PARTS). `out` [rows, outputs], to which is added; `starts`
     int32 [PARTS + 1]: where the outputs of each part begin; else as `shrink_kernel`."""
@@ -98,9 +104,9 @@ def expand_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     slot, expert, row, there, count = _rows_of(order, tiles, tile, bound, BLOCK_T)
     place = part * slots + slot
-    rank = tl.where(count > 0, tl.load(ranks + place), 0)
+    rank = tl.multiple_of(tl.where(count > 0, tl.load(ranks + place), 0), 16)
     if (rank > 0) & (tl.program_id(1) * BLOCK_N < outputs):
-        b = tl.load(table + place * 2 + 1).to(tl.pointer_type(out.dtype.element_ty))
+        b = tl.multiple_of(tl.load(table + place * 2 + 1), 16).to(tl.pointer_type(out.dtype.element_ty))
         of_b = b + (expert.to(tl.int64) * outputs + n)[None, :] * rank
         sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
         for start in range(0, rank, BLOCK_R):
@@ -111,7 +117,10 @@ def expand_kernel(
                 at = ((split * PARTS + part).to(tl.int64) * rows + row)[:, None] * most + r[None, :]
                 values += tl.load(low + at, mask=inside, other=0.0)
             factor = tl.load(of_b + r[:, None], mask=(r < rank)[:, None] & (n < outputs)[None, :], other=0.0)
-            sums += tl.dot(values.to(factor.dtype), factor, input_precision="ieee")
+            values = values.to(factor.dtype)
+            if WIDE:
+                values, factor = values.to(tl.float32), factor.to(tl.float32)
+            sums += tl.dot(values, factor, input_precision="ieee")
         into = out + row.to(tl.int64)[:, None] * out_stride + (first + n)[None, :]
         whole = there[:, None] & (n < outputs)[None, :]
         made = tl.load(into, mask=whole, other=0.0).to(tl.float32)
@@ -157,9 +166,10 @@ def add_low_rank(
     low = torch.empty((splits, parts, count, most), dtype=torch.float32, device=x.device)
     shrink_kernel[(bound, parts * triton.cdiv(most, block), splits)](
         x, table, ranks, low, rows.order, rows.tiles, count, bound, slots, inputs, x.stride(0), most,
-        EACH=count // len(x), SPLITS=splits, BLOCK_T=TILE, BLOCK_R=block, BLOCK_K=BLOCK_K,
+        EACH=count // len(x), SPLITS=splits, BLOCK_T=TILE, BLOCK_R=block, BLOCK_K=BLOCK_K, WIDE=x.device.type == "cpu",
     )  # fmt: skip
     expand_kernel[(bound, triton.cdiv(widest, BLOCK_N), parts)](
         out, table, ranks, starts, low, rows.order, rows.tiles, count, bound, slots, out.stride(0), most,
-        PARTS=parts, SPLITS=splits, BLOCK_T=TILE, BLOCK_R=block, BLOCK_N=BLOCK_N,
+        PARTS=parts, SPLITS=splits, BLOCK_T=TILE, BLOCK_R=min(block, EXPAND_BLOCK_R), BLOCK_N=BLOCK_N,
+        WIDE=x.device.type == "cpu",
     )  # fmt: skip

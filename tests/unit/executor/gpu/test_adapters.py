@@ -78,7 +78,7 @@ class Adapted:
     ("model_type", "ranks"),
     [
         ("llama", 1),
-        ("phi3", 1),
+        pytest.param("phi3", 1, marks=pytest.mark.slow),
         ("qwen2_moe", 1),
         ("llama", 2),
         pytest.param("qwen2_moe", 2, marks=pytest.mark.slow),

@@ -85,6 +85,15 @@ def test_experts_multiply_while_weights_come() -> None:
 
 
 @pytest.mark.slow
+def test_adapters_multiply_by_tensor_cores_and_spill_nothing() -> None:
+    found = compiled("adapters")
+    assert len(found) == 2
+    assert all(one["stack"] == 0 for one in found.values()), found
+    assert min(one["counts"]["mma"] + one["counts"]["wgmma"] for one in found.values()) > 0
+    assert max(one["shared"] for one in found.values()) * 2 <= MOST_SHARED
+
+
+@pytest.mark.slow
 def test_what_samples_leaves_its_processor_room() -> None:
     found = compiled("sampling")
     assert {name.split()[0] for name in found} == {

@@ -1,0 +1,114 @@
+"""What LoRA adapters cost beside a product: whether they are right, and how fast they are, beside what their factors'
+bytes ask for: `python -m benchmarks.gpu --only adapters`.
+
+A product is the joined queries, keys and values of a layer; its rows take turns among the adapters.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.on_gpu.product_speed import seconds_of
+from services.executor.model.adapters.files import LowRank
+
+ROWS = (1, 16, 64, 2048)
+RANKS = (16, 64)
+ADAPTERS = 8
+ROUNDED = 0.02
+"""Largest root mean square of the errors, in parts of the values': bf16 rounds in between."""
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+Row = dict[str, Any]
+
+
+class Shape(NamedTuple):
+    inputs: int
+    outputs: tuple[int, int, int]
+
+
+LLAMA = Shape(4096, (4096, 1024, 1024))
+"""A layer of Llama 3 8B."""
+TINY = Shape(64, (64, 32, 32))
+
+
+def adapter_speed(device: torch.device, tiny: bool = False, bandwidth: float | None = None) -> Iterator[Row]:
+    """Rows of `adapters/...`: errors; GB/s of the factors that are read. Without a GPU the kernels are interpreted."""
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    shape = TINY if tiny else LLAMA
+    for rank in (5,) if tiny else RANKS:
+        held = _Held(shape, rank, device)
+        for count in (1, 9) if tiny else ROWS:
+            yield held.error(count)
+            yield held.speed(count, bandwidth)
+
+
+class _Held:
+    """One product's adapters, all of one rank."""
+
+    def __init__(self, shape: Shape, rank: int, device: torch.device) -> None:
+        from services.executor.gpu.adapters import AdaptedProduct
+
+        self._shape, self._rank, self._device = shape, rank, device
+        self._product = AdaptedProduct(NAMES, shape.outputs, device)
+        self._product.reserve(ADAPTERS, rank)
+        self._factors = [self._adapter() for _ in range(ADAPTERS)]
+        for slot, factors in enumerate(self._factors):
+            self._product.load(slot, factors)
+
+    def _adapter(self) -> dict[str, LowRank]:
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(sizes, dtype=torch.bfloat16, device=self._device) * sizes[1] ** -0.5
+
+        outputs = zip(NAMES, self._shape.outputs, strict=True)
+        return {
+            name: LowRank(random(self._rank, self._shape.inputs), random(width, self._rank))
+            for name, width in outputs
+        }
+
+    def _slots(self, count: int) -> Tensor:
+        """Every ninth row has none."""
+        return (torch.arange(count, dtype=torch.int32, device=self._device) + 1) % (ADAPTERS + 1) - 1
+
+    def _made(self, x: Tensor, out: Tensor, slots: Tensor) -> Tensor:
+        from services.executor.gpu.kernels.low_rank import rows_by_slot
+
+        return self._product.add(x, out, rows_by_slot(slots, ADAPTERS))
+
+    def error(self, count: int) -> Row:
+        x = torch.randn(count, self._shape.inputs, dtype=torch.bfloat16, device=self._device)
+        slots = self._slots(count)
+        found = self._made(x, x.new_zeros(count, sum(self._shape.outputs)), slots).float()
+        expected = torch.zeros_like(found)
+        for slot, factors in enumerate(self._factors):
+            rows = slots == slot
+            parts = [x[rows].float() @ pair.a.float().T @ pair.b.float().T for pair in factors.values()]
+            expected[rows] = torch.cat(parts, dim=1)
+        off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+        return {
+            "key": f"adapters/right/{self._rank}/{count}",
+            "what": f"adapters of rank {self._rank} by {count} rows, against PyTorch in float32",
+            "figure": off,
+            "unit": "error",
+            "limit": ROUNDED,
+            "ok": off <= ROUNDED,
+        }
+
+    def speed(self, count: int, bandwidth: float | None) -> Row:
+        x = torch.randn(count, self._shape.inputs, dtype=torch.bfloat16, device=self._device)
+        out, slots = x.new_zeros(count, sum(self._shape.outputs)), self._slots(count)
+        seconds = seconds_of([lambda: self._made(x, out, slots)], self._device)
+        used = len(set(slots.tolist()) - {-1})
+        read = 2 * used * self._rank * (len(NAMES) * self._shape.inputs + sum(self._shape.outputs))
+        return {
+            "key": f"adapters/speed/{self._rank}/{count}",
+            "what": f"queries, keys and values of {count} rows with {used} adapters of rank {self._rank}",
+            "figure": read / seconds / 1e9,
+            "unit": "GB/s",
+            "limit": bandwidth / 1e9 if bandwidth else None,
+            "share": read / seconds / bandwidth if bandwidth else None,
+            "note": f"{seconds * 1e6:.1f} us",
+        }
