@@ -88,7 +88,7 @@ class Catalog:
         self._worked: set[str] = set()
         """Models that had a group at work since this gateway started."""
         self._removed: set[str] = set()
-        """Models that were in the registry, and whose groups are not gone yet."""
+        """Models that were in the registry: served until their groups are gone, and no longer."""
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
@@ -159,9 +159,10 @@ class Catalog:
             return False
         if model in self._worked or self._is_present(model):
             return True
-        if self.registry.specs:
+        if self.registry.specs or model in self._removed:
             return False
-        known = any(record.model == model for record in self._groups.values())
+        # One that an executor was started with may come back; what a host had loaded was in the registry.
+        known = any(one.model == model and not _was_told(one) for one in self._groups.values())
         return known or not self._present()
 
     def _unknown(self, name: str) -> UnknownModel:
@@ -222,7 +223,8 @@ class Catalog:
             return status
         left = plan.expected_at - self._clock()
         if left > 0:
-            status = msgspec.structs.replace(status, expected_seconds=left)
+            state = "loading" if status.state in ("unloaded", "sleeping", "failed") else status.state
+            status = msgspec.structs.replace(status, state=state, expected_seconds=left)
         if plan.reason and not status.reason:
             status = msgspec.structs.replace(status, reason=plan.reason)
         return status
@@ -294,15 +296,13 @@ class Catalog:
     def _registry_changed(self, model: str) -> None:
         if model in self.registry.specs:
             self._removed.discard(model)
-        else:
+        elif model in self.cards:
             self._removed.add(model)
             self._forget_removed(model)
         self.changed.set()
 
     def _forget_removed(self, model: str) -> None:
-        """A model that was removed from the registry is served until its groups are gone, and no longer."""
         if model in self._removed and not self._is_present(model):
-            self._removed.discard(model)
             self._worked.discard(model)
 
     def _news(self) -> None:
@@ -355,6 +355,11 @@ class Catalog:
     def _tell(self, card: ModelCard) -> None:
         self._told.add(card.model)
         self._on_card(card)
+
+
+def _was_told(record: GroupRecord) -> bool:
+    """Whether its host was told to load it (`hosts.<instance>.control`), by its name."""
+    return record.group.startswith(f"{record.instance}/")
 
 
 def _shown(record: GroupRecord) -> tuple[str, str, float]:

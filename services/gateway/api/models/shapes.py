@@ -37,13 +37,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, status: ModelStatus, spec: ModelSpec | None, now: float) -> "Status":
         failed: Any = {"failed": True, "exit_code": 1} if status.state == "failed" else {}
+        coming = status.state in ("downloading", "loading") and status.expected_seconds > 0
         return cls(
             value="unloaded" if failed else status.state,
             state=status.state,
             completed=round(status.progress, 4),
             replicas=status.replicas,
             reason=status.reason or None,
-            expected_at=round(now + status.expected_seconds, 1) if status.expected_seconds else None,
+            expected_at=round(now + status.expected_seconds, 1) if coming else None,
             progress=progress_of(status, spec),
             **failed,
         )

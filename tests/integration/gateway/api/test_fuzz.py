@@ -72,6 +72,8 @@ async def test_schemathesis_finds_nothing(
         SEED,
         "--generation-database",
         "none",
+        "--exclude-path",
+        "/models/sse",  # it has no end
     ]
     # It runs nothing of ours: traced for coverage it would take twice as long.
     environment = {

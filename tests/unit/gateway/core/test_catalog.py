@@ -170,6 +170,21 @@ def test_a_removed_model_is_served_until_its_groups_are_gone() -> None:
     known._group_changed("g", group("m", "gone"), Nobody())
     refused(known, "m")
     assert known.names() == ["n"]
+    known.registry.spec_changed(
+        "n", None, 0
+    )  # the last one, and a record of the other's group is still there
+    refused(known, "m")
+    known._group_changed("g", group("m", "ready"), Nobody())  # an executor was started with it
+    assert known.resolve("m").model == "m"
+
+
+def test_what_a_host_had_been_told_to_load_does_not_come_back_by_itself() -> None:
+    known = catalog([])
+    known._card_changed("m", card("m"))
+    gone = msgspec.structs.replace(group("m", "gone"), group="h1/m", instance="h1")
+    known._group_changed("h1/m", gone, Nobody())
+    known._group_changed("h", group("other", "ready"), Nobody())
+    refused(known, "m")
 
 
 def test_a_refusal_names_the_nearest_of_many_models() -> None:
