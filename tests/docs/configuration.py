@@ -66,8 +66,8 @@ OTHERS = {
 """Variables that are read beside the settings classes."""
 
 _OTHERS_NOTE = """The traces' exporter is set by OpenTelemetry's own variables ([traces](tracing.md)), the images
-and the compose stack by [`compose/.env`](../compose/.env). Hugging Face's variables (`HF_HOME`, `HF_TOKEN`,
-`HF_HUB_OFFLINE`) and NCCL's hold for executors as everywhere."""
+and the compose stack by [`compose/.env`](../compose/.env). Hugging Face's variables (`HF_ENDPOINT`, `HF_TOKEN`,
+`HF_HUB_OFFLINE`: [downloads](downloads.md)) and NCCL's hold as everywhere."""
 
 
 def page() -> str:
