@@ -15,6 +15,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import CommonSettings
+from shared.models_file import read_models_file
 from shared.nats.permissions import USERS
 from tests.unit.compose.dockerfile import Dockerfile
 
@@ -70,6 +71,7 @@ def test_profiles_bring_what_they_are_called() -> None:
     base = services | {"secrets"}
     assert active("cpu") == base | {"no-cluster-beside", "nats", "models", "executor"}
     assert active("gpu") == base | {"no-cluster-beside", "nats", "models-gpu", "executor-gpu"}
+    assert active("models") == base | {"no-cluster-beside", "nats", "apply-models", "executor-host"}
     two = {f"{name}-2" for name in (*services, "executor")}
     cluster = {"no-single-server-beside", "nats-1", "nats-2", "nats-3"}
     assert active("ha") == base | two | {"models", "executor"} | cluster
@@ -123,7 +125,7 @@ def test_a_container_may_do_no_more_than_it_must(name: str) -> None:
 def test_what_serves_comes_back_by_itself() -> None:
     once = {name for name, service in SERVICES.items() if service["restart"] != "unless-stopped"}
     guards = {"no-cluster-beside", "no-single-server-beside"}
-    assert once == {"secrets", "models", "models-gpu", "cli"} | guards
+    assert once == {"secrets", "models", "models-gpu", "apply-models", "cli"} | guards
 
 
 def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
@@ -137,12 +139,21 @@ def test_nothing_starts_before_what_it_needs_is_healthy() -> None:
     )
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha", "models"])
 def test_what_is_needed_is_there(profile: str) -> None:
     there = active(profile, "observability")
     for name in there:
         for other, how in SERVICES[name].get("depends_on", {}).items():
             assert other in there or how.get("required") is False, f"{name} needs {other}"
+
+
+def test_the_models_file_is_one_and_the_executors_may_fetch_what_it_names() -> None:
+    (spec,) = read_models_file((FOLDER / "models.yaml").read_text())
+    assert (spec.name, spec.least) == ("SmolLM2-135M-Instruct", 1)
+    host = SERVICES["executor-host"]
+    assert ExecutorSettings(model="", takes_models=True).is_host
+    assert "${MODELS:-models}:/models" in host["volumes"]
+    assert "edge" in host["networks"]
 
 
 def test_services_and_their_broker_share_a_network() -> None:
@@ -285,7 +296,7 @@ def test_our_images_are_never_fetched_from_a_name_that_anybody_may_own() -> None
         assert SERVICES[name]["pull_policy"] == "${PULL_POLICY:-never}", name
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "ha", "models"])
 def test_every_image_of_ours_is_built_and_the_large_ones_once(profile: str) -> None:
     there = active(profile)
     images = {SERVICES[name]["image"] for name in there if SERVICES[name]["image"].startswith("${IMAGES}/")}
@@ -387,6 +398,7 @@ def test_grafana_finds_its_sources_and_dashboards() -> None:
 def test_mounted_files_are_there(name: str) -> None:
     for mount in SERVICES[name].get("volumes", []):
         source = mount.replace("${MODELS:-models}", "models").replace("${SECRETS:-./secrets}", "./secrets")
+        source = source.replace("${MODELS_FILE:-./models.yaml}", "./models.yaml")
         source = source.split(":")[0]
         if source.startswith("."):
             assert (FOLDER / source).exists() or source == "../monitoring/dashboards", mount
