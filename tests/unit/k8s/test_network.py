@@ -27,6 +27,7 @@ MORE: dict[str, set[Edge]] = {
     "autoscaling": {("(keda)", "nats", 8222)},
     "tracing": {(service, "(observability)", 4318) for service in SERVICES},
     "shared-models": {("model-fetch", "(internet)", 443)},
+    "models": {("models", "nats", 4222)},
 }
 LESS: dict[str, set[Edge]] = {"shared-models": {("executor", "(internet)", 443)}}
 PORTS = (443, 4222, 4318, 6222, 7777, 8000, 8001, 8081, 8100, 8115, 8116, 8222)

@@ -8,6 +8,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.health_monitor.service import HealthMonitorSettings
 from services.scheduler.settings import SchedulerSettings
 from shared.config import ENV_PREFIX, CommonSettings
+from shared.models_file import read_models_file
 from shared.nats.permissions import USERS
 from shared.service.endpoints import OpsApp
 from tests.unit.k8s import manifests
@@ -76,7 +77,30 @@ def test_what_fetches_models_is_told_where_in_a_variable_of_the_command_line(nam
                     environment(manifests.build(name), container)["RYZANSTEIN_MODEL_CACHE"]
                     == (reader["RYZANSTEIN_MODEL_CACHE"])
                 )
-    assert found
+    takes = environment(manifests.build(name), manifests.build(name).component("executor").main)
+    assert found or takes["RYZANSTEIN_TAKES_MODELS"] == "true", "what takes models fetches them itself"
+
+
+def test_the_models_file_is_applied_as_it_was_given() -> None:
+    build = manifests.build("overlays/cpu+models")
+    (file,) = [
+        one["data"]["models.yaml"]
+        for one in build.of_kind("ConfigMap")
+        if one["metadata"]["name"].startswith("models-")
+    ]
+    assert [spec.name for spec in read_models_file(file)] == ["smollm2"]
+    (job,) = build.of_kind("Job")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"] == [
+        "ryzanstein",
+        "models",
+        "apply",
+        "--file",
+        "/registry/models.yaml",
+    ]
+    assert pod["volumes"][0]["configMap"]["name"].startswith("models-")
+    taking = environment(build, build.component("executor").main)
+    assert (taking["RYZANSTEIN_MODEL"], taking["HF_HUB_OFFLINE"]) == ("", "0")
 
 
 @builds
