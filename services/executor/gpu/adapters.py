@@ -92,6 +92,11 @@ class DecoderAdapters:
         for product in self.products:
             product.reserve(slots, max_rank)
 
+    @property
+    def modules(self) -> set[str]:
+        """What adapters may change, by name."""
+        return {name for product in self.products for name in product.names}
+
     def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
         for product in self.products:
             product.load(slot, weights)

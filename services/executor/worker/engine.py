@@ -119,7 +119,9 @@ class RingEngine:
         from services.executor.model.loading.loader import load_config
 
         if self._adapter_targets is None:
-            self._adapter_targets = whole_targets(load_config(self._directory))
+            served = self._loaded.runner.adapter_modules
+            targets = whole_targets(load_config(self._directory))
+            self._adapter_targets = [one for one in targets if served is None or one.name in served]
         return inspect_for(directory, self._adapter_targets, self._settings.max_adapter_rank).digest
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:

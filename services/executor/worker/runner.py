@@ -145,6 +145,12 @@ class ModelRunner:
     def takes_adapters(self) -> bool:
         return self._adapters is not None
 
+    @property
+    def adapter_modules(self) -> set[str] | None:
+        """Names of the modules that what computes takes adapters for; None: of all that adapters may change."""
+        held: Any = getattr(self._decoder, "adapters", None)
+        return None if held is None else held.modules
+
     def connect(self, endpoint: Endpoint) -> None:
         self._copier.endpoint = endpoint
 
