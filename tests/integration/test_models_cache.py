@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from services.cli.commands.models import models_app
 from shared.config import CommonSettings
-from shared.errors import BrokerUnavailable, ConfigurationError
+from shared.errors import BrokerUnavailable, ConfigurationError, ModelLoadError
 from shared.messages.registry import ModelSpec
 from shared.model_store.catalog import read_manifest
 from shared.model_store.locks import hold_model, lock_path
@@ -83,6 +83,13 @@ async def test_garbage_is_collected_by_the_registry(
         assert "org/old" in said_plainly
         assert "2 MB were removed" in said_plainly
         assert models(cache) == {"org--named@v1", "org--held"}
+    await run(nats_settings, "gc", "org/named@v1", "--dry-run")
+    with hold_model(cache / "org--named@v1", cache), pytest.raises(ModelLoadError, match="is in use"):
+        await run(nats_settings, "gc", "org/named@v1")
+    await run(nats_settings, "gc", "org/named@v1")
+    assert models(cache) == {"org--held"}
+    with pytest.raises(ConfigurationError, match="holds no model org/named@v1"):
+        await run(nats_settings, "gc", "org/named@v1")
     with pytest.raises(ConfigurationError, match="--to much is no size"):
         await run(nats_settings, "gc", "--to", "much")
 
@@ -107,16 +114,17 @@ async def test_a_pull_makes_room_for_itself(
     hub: type[HubServer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a mirror; the files are no model, which is found out when they are there."""
+    """Of a mirror, which changes the file: that ends it before what comes is converted, which takes long."""
     await register(bus)
     monkeypatch.setenv("RYZANSTEIN_NATS_URL", nats_settings.nats_url)
     monkeypatch.setenv("RYZANSTEIN_NATS_USER", nats_settings.nats_user)
     monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", nats_settings.nats_password.get_secret_value())
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE_BYTES", "4200000")
     hub.repositories["org/next"] = Repository({}, branches={"v2": {GGUF: bytes(1_000_000)}})
+    hub.faults.contents[GGUF] = [b"x" * 1_000_000] * 2
     command = ["pull", "org/next:Q8_0", "--revision", "v2"]
     result = await asyncio.to_thread(CliRunner().invoke, models_app, command)
-    assert "not a GGUF file" in str(result.exception), result.output
+    assert "is not what the hub lists" in str(result.exception), result.output
     assert models(cache) == {"org--named@v1", "org--held", "org--new"}
-    assert hub.fetched == [GGUF]
+    assert hub.fetched == [GGUF, GGUF]
     assert read_manifest(cache / "org--new") is not None

@@ -13,13 +13,23 @@ from services.cli.ui import console, megabytes, print_columns, say
 from shared.config import CommonSettings, load_settings
 from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.messages.registry import ModelSpec
-from shared.model_store.disk import Entry, collect
+from shared.model_store.disk import Entry, bytes_of, collect, remove_model
+from shared.model_store.repository import directory_name
+from shared.model_store.settings import Store
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
 
 def gc(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Instead this one alone, as `models list --cached` names it, unless it is being served.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     to: Annotated[
         str | None,
@@ -41,6 +51,9 @@ def gc(
     recently used first, until it is as small as it should be. Models of the registry, and those that are being served,
     stay, as does what was put there by hand."""
     store = load_settings(LocalSettings).store
+    if model is not None:
+        _remove(model, store, dry_run=dry_run)
+        return
     target = None if to is None else _bytes(to)
     named = [] if any_model else asyncio.run(registered(data_dir, nats_url))
     if named is None:
@@ -60,6 +73,18 @@ def gc(
     if removed:
         print_columns(console(), rows, right=(1,))
     freed = megabytes(sum(entry.bytes for entry in removed))
+    say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
+
+
+def _remove(model: str, store: Store, *, dry_run: bool) -> None:
+    directory = store.cache / directory_name(model)
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"The cache {store.cache} holds no model {model}; `ryzanstein models list --cached` shows what it holds."
+        )
+    freed = megabytes(bytes_of(directory))
+    if not dry_run:
+        remove_model(model, "", store)
     say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
 
 

@@ -47,6 +47,27 @@ def test_a_connection_that_is_cut_is_continued_where_it_was(served: Hub, store: 
     assert served.sent[WEIGHTS] == len(CONTENT), "no byte twice"
 
 
+class FirstAnswer(threading.Event):
+    """Shut for one answer alone."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        HubServer.faults.gate = None
+        return super().wait(timeout)
+
+
+def test_a_server_that_falls_silent_is_asked_again(
+    served: Hub, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    served.repositories["org/name"] = Repository({"adapter_config.json": b"", WEIGHTS: CONTENT})
+    gate = served.faults.gate = FirstAnswer()
+    try:
+        assert fetch(store) == CONTENT
+        assert served.begun.count((WEIGHTS, len(CONTENT) // 2)) == 1
+    finally:
+        gate.set()
+
+
 def test_a_server_that_ignores_ranges_is_begun_with_again(served: Hub, store: Store) -> None:
     served.faults.ignores_ranges = True
     served.faults.cut_after[WEIGHTS] = [600_000]
