@@ -88,7 +88,8 @@ def expert_leaves(experts: Any) -> tuple[str, str]:
 
 def takes_adapters(module: Any) -> bool:
     """Whether `module` are experts that `modules.py` computes: transformers' own, that do nothing more."""
-    known = all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "act_fn"))
+    known = all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate"))
+    known = known and (module.has_gate or hasattr(module, "act_fn"))
     return known and not module.has_post_expert_norm and not hasattr(module, "identity_expert")
 
 

@@ -124,8 +124,8 @@ def _check_directory(directory: Path) -> None:
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
             raise ModelLoadError(
-                f"The directory {directory} holds an adapter (LoRA) and not a model; merge it into its model "
-                "(merge_and_unload of PEFT), save that, and give its directory."
+                f"The directory {directory} holds an adapter (LoRA) and not a model; serve its base and load the "
+                "adapter there (ryzanstein adapters load), or merge it into its model by PEFT and save that."
             )
         raise ModelLoadError(
             f"The directory {directory} has no config.json, so it is not a model; "

@@ -113,7 +113,7 @@ def test_directories_that_are_no_model(tmp_path: Path, copy: Path) -> None:
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "has no config.json")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    refused(tmp_path / "empty", "holds an adapter .* merge it into its model")
+    refused(tmp_path / "empty", "holds an adapter .* serve its base and load the adapter")
     (copy / "model.safetensors").rename(copy / "flax_model.msgpack")
     refused(copy, "only flax_model.msgpack, where model.safetensors")
     (copy / "flax_model.msgpack").unlink()
