@@ -19,6 +19,7 @@ from services.executor.supervisor.metrics import GpuReader
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
 from shared.model_store.disk import Named, remove
+from shared.model_store.locks import ModelInUse, hold_model
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
 from shared.models import linked_gguf
@@ -148,7 +149,8 @@ class StoredModel:
         if self._needs_none:
             return ResidentFiles([])
         directory = self.directory()
-        return ResidentFiles(packed_files(self._settings, directory) or checkpoint_files(directory))
+        paths = packed_files(self._settings, directory) or checkpoint_files(directory)
+        return ResidentFiles(paths, hold_model(directory, self._store.cache))
 
     def remove(self) -> None:
         """Deletes them, also what was made of them. Raises `InvalidRequest` where they are not the store's own."""
@@ -198,8 +200,9 @@ class ResidentFiles:
     """Files whose pages are mapped and have been read: a load takes them from memory. The kernel may still take them
     back when memory runs out, before it ends any process."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        """Reads them, which takes as long as the disk does. Raises `OSError`."""
+    def __init__(self, paths: Iterable[Path], held: ModelInUse | None = None) -> None:
+        """Reads them, which takes as long as the disk does; `held` is released by `close`. Raises `OSError`."""
+        self._held = held
         self._maps: list[mmap.mmap] = []
         try:
             for path in paths:
@@ -219,6 +222,8 @@ class ResidentFiles:
         for mapped in self._maps:
             mapped.close()
         self._maps.clear()
+        if self._held is not None:
+            self._held.release()
 
 
 def _populate(mapped: mmap.mmap) -> None:
