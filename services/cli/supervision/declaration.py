@@ -19,23 +19,27 @@ from shared.messages import ModelSpec
 ORIGIN = "up"
 
 
-async def declare(
-    models: ClusterModels, plan: StackPlan, console: Console, tell: Callable[[str], None]
-) -> str:
-    """Returns the first model that takes requests; empty: none is to, or none could be loaded, which is told."""
+async def declare(models: ClusterModels, plan: StackPlan) -> float:
+    """Writes the registry; returns when, in unix seconds. Raises `RyzansteinError`."""
     await models.open()
     now, since = await models.read(), time.time()
     own = plan.own_spec()
     wanted = [spec for spec in ([own] if own else []) + plan.further if _is_ours(now, spec)]
-    try:
-        await apply(models, wanted, ORIGIN)
-    except RyzansteinError as error:
-        tell(error.message)
+    await apply(models, wanted, ORIGIN)
     await _begin(models, wanted)
-    first = own.name if own else ""
-    for spec in plan.further:
-        if not spec.least:
-            continue
+    return since
+
+
+async def wait_further(
+    models: ClusterModels, plan: StackPlan, since: float, console: Console, tell: Callable[[str], None]
+) -> str:
+    """Until each further model that is to be there at all times is loaded, or has failed, which is told: it keeps no
+    other from being served. Returns the first that takes requests; empty: none."""
+    first = ""
+    waited = [spec for spec in plan.further if spec.least]
+    if waited:
+        await models.open()
+    for spec in waited:
         try:
             await _wait(models, spec.name, since, console)
         except RyzansteinError as error:

@@ -233,16 +233,24 @@ class Up:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._stop(stack)
 
-    async def _show(self, stack: LocalStack, declaring: "asyncio.Task[str]") -> None:
-        """One answer, and how to get another. The executors' own model is asked while the registry is written; one
-        that is only loaded then, when it is."""
-        own = stack.plan.served_model_name
-        model, chats = own or await self._unless_stopped(declaring), True
-        if model and self._smoke_test and not self._signal.is_set():
-            chats = await self._unless_stopped(self._prove(stack.gateway_url, model)) is not False
-        await self._unless_stopped(asyncio.shield(declaring))
+    async def _show(self, stack: LocalStack, declaring: "asyncio.Task[float | None]") -> None:
+        """One answer, and how to get another. The executors' own model is asked while the registry is written; where
+        they have none, the first that is loaded."""
+        model, chats = stack.plan.served_model_name, True
+        if model:
+            chats = await self._prove_unless_stopped(stack, model)
+        since = await self._unless_stopped(asyncio.shield(declaring))
+        further = await self._unless_stopped(self._wait_further(stack, since)) if since else ""
+        if not model and further:
+            model = further
+            chats = await self._prove_unless_stopped(stack, model)
         if model and not self._signal.is_set():
             self._print_request(stack, model, chats=chats)
+
+    async def _prove_unless_stopped(self, stack: LocalStack, model: str) -> bool:
+        if not self._smoke_test or self._signal.is_set():
+            return True
+        return await self._unless_stopped(self._prove(stack.gateway_url, model)) is not False
 
     async def _bring_up(self, stack: LocalStack) -> None:
         await stack.start()
@@ -253,13 +261,22 @@ class Up:
         self._leave_note(stack, stack.gateway_url)
         self._print_where(stack)
 
-    async def _declare(self, stack: LocalStack) -> str:
-        """Writes the models of this start into the registry, and takes those of an earlier one out of it; waits for
-        those that are to be there at all times. The first that is, if any: one that fails keeps no other from being
-        served."""
+    async def _declare(self, stack: LocalStack) -> float | None:
+        """Writes the models of this start into the registry, and takes those of an earlier one out of it. When, in unix
+        seconds; None: it could not, which is told and keeps nothing from being served."""
         from services.cli.supervision.declaration import declare
 
-        return await declare(stack.models(), stack.plan, self._console, self._tell)
+        try:
+            return await declare(stack.models(), stack.plan)
+        except RyzansteinError as error:
+            self._tell(error.message)
+            return None
+
+    async def _wait_further(self, stack: LocalStack, since: float) -> str:
+        """The first of the models beside the executors' own that takes requests; empty: none."""
+        from services.cli.supervision.declaration import wait_further
+
+        return await wait_further(stack.models(), stack.plan, since, self._console, self._tell)
 
     def _leave_note(self, stack: LocalStack, gateway_url: str) -> None:
         settings = stack.nats_settings
