@@ -12,6 +12,7 @@ import typer
 
 from services.cli.commands import serving
 from services.cli.commands.cache import gc, registered
+from services.cli.commands.model_tables import list_running
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
@@ -85,7 +86,7 @@ def models_list(
         return
     running = None if cached else running_nats(data_dir, nats_url)
     if running is not None:
-        serving.list_running(running, as_json=as_json)
+        list_running(running, as_json=as_json)
         return
     _list_cached(as_json=as_json)
 

@@ -11,14 +11,23 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, plan_apply
+from services.cli.commands.model_tables import (
+    declared_fields,
+    print_json,
+    replicas_of,
+    say_status,
+    show_end,
+    told_of,
+    words,
+)
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
-from services.cli.ui import ModelBars, console, megabytes, print_columns, say
-from shared.config import CommonSettings, load_settings
+from services.cli.ui import ModelBars, console, megabytes, say
+from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
 from shared.model_store.catalog import BUILT_IN, is_ready
-from shared.registry import DECLARED, SETTINGS, of_hub, read_spec
+from shared.registry import SETTINGS, of_hub, read_spec
 
 T = TypeVar("T")
 
@@ -100,7 +109,7 @@ def add(
             return await _watched(models.wait_loaded, [name], since, timeout, quiet=json)
         return await models.read()
 
-    _show_end(_run(data_dir, nats_url, run), name, as_json=json)
+    show_end(_run(data_dir, nats_url, run), name, as_json=json)
 
 
 def set_(
@@ -137,7 +146,7 @@ def set_(
         return await models.read()
 
     found = _run(data_dir, nats_url, run)
-    _show_end(found, found.resolve(name), as_json=json)
+    show_end(found, found.resolve(name), as_json=json)
 
 
 def load(
@@ -169,10 +178,10 @@ def load(
 
     found, wanted = _run(data_dir, nats_url, run)
     if json:
-        _print_json([_told(found, model) for model in wanted])
+        print_json([told_of(found, model) for model in wanted])
         return
     for model in wanted:
-        _say_status(found, model)
+        say_status(found, model)
 
 
 def unload(
@@ -195,7 +204,7 @@ def unload(
         return await models.read()
 
     found = _run(data_dir, nats_url, run)
-    _show_end(found, found.resolve(name), as_json=json)
+    show_end(found, found.resolve(name), as_json=json)
 
 
 def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
@@ -203,10 +212,10 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
     found = _run(data_dir, nats_url, ClusterModels.read)
     model = found.resolve(name)
     if json:
-        _print_json(_told(found, model))
+        print_json(told_of(found, model))
         return
     spec, status = found.specs.get(model), found.status(model)
-    rows = [("status", words(status)), ("replicas", _replicas(spec, status))]
+    rows = [("status", words(status)), ("replicas", replicas_of(spec, status))]
     rows += [("memory", f"{megabytes(status.memory)} a replica")] if status.memory else []
     rows += [("hosts", ", ".join(status.hosts))] if status.hosts else []
     if (placement := found.placements.get(model)) and placement.reason:
@@ -216,7 +225,7 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
         rows.append(
             (f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting")
         )
-    for field, value in (_declared(spec) if spec else {"source": "an executor's own --model"}).items():
+    for field, value in (declared_fields(spec) if spec else {"source": "an executor's own --model"}).items():
         rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
     if adapters := sorted(one.name for one in found.adapters.values() if one.model == model and one.digest):
         rows.append(("adapters", ", ".join(adapters)))
@@ -256,7 +265,7 @@ def remove(
 
     model = _run(data_dir, nats_url, run)
     if json:
-        _print_json({"model": model, "removed": True, "files": files})
+        print_json({"model": model, "removed": True, "files": files})
     else:
         say(console(), f"{model} is removed{' with its files' if files else '; its files stay'}.")
 
@@ -293,7 +302,7 @@ def apply_(
 
     applied = _run(data_dir, nats_url, run)
     if json:
-        _print_json(msgspec.to_builtins(applied))
+        print_json(msgspec.to_builtins(applied))
         return
     for what, names in msgspec.structs.asdict(applied).items():
         for name in names:
@@ -502,96 +511,3 @@ def _doing(now: Snapshot, model: str, status: ModelStatus) -> str:
     if leaving:
         return f"draining, {sum(group.load.running for group in leaving)} running"
     return status.state
-
-
-def words(status: ModelStatus) -> str:
-    """A status for people: `loading 40%, 12 s left`."""
-    text: str = status.state
-    if status.state in ("loading", "downloading") and status.progress:
-        text += f" {status.progress:.0%}"
-    if status.state in ("loading", "downloading") and status.expected_seconds:
-        text += f", {status.expected_seconds:.0f} s left"
-    return f"{text} ({status.reason.rstrip('.')})" if status.reason else text
-
-
-def _replicas(spec: ModelSpec | None, status: ModelStatus) -> str:
-    if spec is None:
-        return str(status.replicas)
-    wanted = str(spec.most) if spec.least == spec.most else f"{spec.least} to {spec.most}"
-    return f"{status.replicas} (of {wanted})"
-
-
-def _declared(spec: ModelSpec) -> dict[str, Any]:
-    """What its entry says, without what is as it is by default."""
-    usual = ModelSpec("", "")
-    fields = {name: getattr(spec, name) for name in DECLARED if getattr(spec, name) != getattr(usual, name)}
-    settings = msgspec.structs.asdict(fields.pop("settings", usual.settings))
-    return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
-
-
-def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:
-    """A model as `--json` shows it; scripts rely on it."""
-    spec = found.specs.get(model)
-    fields: dict[str, Any] = {"name": model, "status": msgspec.to_builtins(status)}
-    fields["registry"] = msgspec.to_builtins(spec) if spec else None
-    fields["adapters"] = found.adapter_counts()[model]
-    placement = found.placements.get(model)
-    fields["placement"] = msgspec.to_builtins(placement) if placement else None
-    return fields
-
-
-def _told(found: Snapshot, model: str) -> dict[str, Any]:
-    return told(found, model, found.status(model))
-
-
-def list_running(settings: CommonSettings, *, as_json: bool) -> None:
-    """Every model of a running stack."""
-
-    async def run() -> Snapshot:
-        async with ClusterModels.connect(settings) as models:
-            return await models.read()
-
-    print_models(asyncio.run(run()), as_json=as_json)
-
-
-def print_models(found: Snapshot, *, as_json: bool) -> None:
-    """Every model of a running stack."""
-    every = found.statuses()
-    if as_json:
-        _print_json({"models": [told(found, name, status) for name, status in every.items()]})
-        return
-    adapters = found.adapter_counts()
-    rows = [("model", "status", "replicas", "memory", "adapters", "source")]
-    for name, status in every.items():
-        spec = found.specs.get(name)
-        memory = megabytes(status.memory) if status.memory else "-"
-        pin = ", pinned" if spec and spec.pinned else ""
-        source = spec.source if spec else "an executor's own"
-        aliases = f" (also {', '.join(spec.aliases)})" if spec and spec.aliases else ""
-        state = words(msgspec.structs.replace(status, reason=""))
-        rows.append(
-            (name + aliases, state + pin, _replicas(spec, status), memory, str(adapters[name]), source)
-        )
-    print_columns(console(), rows, right=(3, 4))
-    for name, status in every.items():
-        placement = found.placements.get(name)
-        reason = status.reason if status.state == "failed" else placement.reason if placement else ""
-        if reason:
-            say(console(), f"{name}: {reason}", "yellow")
-
-
-def _show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
-    if as_json:
-        _print_json(_told(found, model))
-    else:
-        _say_status(found, model)
-
-
-def _say_status(found: Snapshot, model: str) -> None:
-    status = found.status(model)
-    where = f" on {', '.join(status.hosts)}" if status.ready else ""
-    say(console(), f"{model} is {words(status)}{where}.")
-
-
-def _print_json(value: Any) -> None:
-    print(msgspec.json.encode(value).decode())  # noqa: T201

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from services.cli.commands.main import app
-from services.cli.commands.up import _renamed
+from services.cli.commands.up import _models, _renamed
 from shared.errors import ConfigurationError
+from shared.model_store.catalog import DEFAULT_MODEL
 
 WATCHED = (
     "httpx",
@@ -55,3 +57,19 @@ def test_the_old_name_of_the_smoke_test_is_taken_with_a_warning(capsys: pytest.C
     assert capsys.readouterr().err == ""
     assert _renamed(False, True) is False
     assert "--smoke-test" in capsys.readouterr().err
+
+
+def test_models_beside_the_first_are_told_from_their_names(tmp_path: Path) -> None:
+    assert _models([], "") == (DEFAULT_MODEL, [])
+    assert _models(["org/name"], "") == ("org/name", [])
+    (tmp_path / "two").mkdir()
+    first, further = _models(["org/name", str(tmp_path / "two"), "org/q:Q4_K_M"], "")
+    assert first == "org/name"
+    assert [(spec.name, spec.least) for spec in further] == [("two", 1), ("org/q:Q4_K_M", 1)]
+    (tmp_path / "models.yaml").write_text("models: [{name: a, source: org/a}]")
+    first, further = _models([], str(tmp_path / "models.yaml"))
+    assert (first, [spec.name for spec in further]) == ("", ["a"])
+    with pytest.raises(ConfigurationError, match="'nothing' is not a model"):
+        _models(["org/name", "nothing"], "")
+    with pytest.raises(ConfigurationError, match="The model 'two' is there twice"):
+        _models(["org/name", str(tmp_path / "two"), str(tmp_path / "two")], "")

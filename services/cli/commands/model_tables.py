@@ -1,0 +1,106 @@
+"""Models of a running stack, as `ryzanstein models` shows them: to people, and to programs (`--json`)."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.ui import console, megabytes, print_columns, say
+from shared.config import CommonSettings
+from shared.messages.registry import ModelSpec
+from shared.model_status import ModelStatus
+from shared.registry import DECLARED
+
+
+def list_running(settings: CommonSettings, *, as_json: bool) -> None:
+    """Every model of a running stack."""
+
+    async def run() -> Snapshot:
+        async with ClusterModels.connect(settings) as models:
+            return await models.read()
+
+    print_models(asyncio.run(run()), as_json=as_json)
+
+
+def print_models(found: Snapshot, *, as_json: bool) -> None:
+    """Every model of a running stack."""
+    every = found.statuses()
+    if as_json:
+        print_json({"models": [told(found, name, status) for name, status in every.items()]})
+        return
+    adapters = found.adapter_counts()
+    rows = [("model", "status", "replicas", "memory", "adapters", "source")]
+    for name, status in every.items():
+        spec = found.specs.get(name)
+        memory = megabytes(status.memory) if status.memory else "-"
+        pin = ", pinned" if spec and spec.pinned else ""
+        source = spec.source if spec else "an executor's own"
+        aliases = f" (also {', '.join(spec.aliases)})" if spec and spec.aliases else ""
+        state = words(msgspec.structs.replace(status, reason=""))
+        rows.append(
+            (name + aliases, state + pin, replicas_of(spec, status), memory, str(adapters[name]), source)
+        )
+    print_columns(console(), rows, right=(3, 4))
+    for name, status in every.items():
+        placement = found.placements.get(name)
+        reason = status.reason if status.state == "failed" else placement.reason if placement else ""
+        if reason:
+            say(console(), f"{name}: {reason}", "yellow")
+
+
+def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(told_of(found, model))
+    else:
+        say_status(found, model)
+
+
+def say_status(found: Snapshot, model: str) -> None:
+    status = found.status(model)
+    where = f" on {', '.join(status.hosts)}" if status.ready else ""
+    say(console(), f"{model} is {words(status)}{where}.")
+
+
+def words(status: ModelStatus) -> str:
+    """A status for people: `loading 40%, 12 s left`."""
+    text: str = status.state
+    if status.state in ("loading", "downloading") and status.progress:
+        text += f" {status.progress:.0%}"
+    if status.state in ("loading", "downloading") and status.expected_seconds:
+        text += f", {status.expected_seconds:.0f} s left"
+    return f"{text} ({status.reason.rstrip('.')})" if status.reason else text
+
+
+def replicas_of(spec: ModelSpec | None, status: ModelStatus) -> str:
+    if spec is None:
+        return str(status.replicas)
+    wanted = str(spec.most) if spec.least == spec.most else f"{spec.least} to {spec.most}"
+    return f"{status.replicas} (of {wanted})"
+
+
+def declared_fields(spec: ModelSpec) -> dict[str, Any]:
+    """What its entry says, without what is as it is by default."""
+    usual = ModelSpec("", "")
+    fields = {name: getattr(spec, name) for name in DECLARED if getattr(spec, name) != getattr(usual, name)}
+    settings = msgspec.structs.asdict(fields.pop("settings", usual.settings))
+    return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
+
+
+def told(found: Snapshot, model: str, status: ModelStatus) -> dict[str, Any]:
+    """A model as `--json` shows it; scripts rely on it."""
+    spec = found.specs.get(model)
+    fields: dict[str, Any] = {"name": model, "status": msgspec.to_builtins(status)}
+    fields["registry"] = msgspec.to_builtins(spec) if spec else None
+    fields["adapters"] = found.adapter_counts()[model]
+    placement = found.placements.get(model)
+    fields["placement"] = msgspec.to_builtins(placement) if placement else None
+    return fields
+
+
+def told_of(found: Snapshot, model: str) -> dict[str, Any]:
+    return told(found, model, found.status(model))
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())  # noqa: T201
