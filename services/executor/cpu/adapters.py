@@ -34,6 +34,8 @@ from shared.errors import ModelLoadError
 _LANES = 16
 """Outputs of a block, and what the columns between two factors are rounded up to"""
 _ALIGNMENT = 64
+_MOST_SLOTS = 1024
+"""As `ExecutorSettings.max_adapters`"""
 _KEYS, _VALUES = ".keys", ".values"
 """Behind the name of a module that makes both of latents"""
 _Ints = NDArray[np.int64]
@@ -107,8 +109,9 @@ class NativeAdapters:
         held = [slot for slot in np.unique(named).tolist() if slot in self._held]
         if not held:
             return {}
-        if named.max() >= self._slots:
+        if named.max() >= _MOST_SLOTS:
             raise IndexError("the step plan names slots of adapters that do not exist")
+        self._grow(int(named.max()) + 1)
         return {
             "num_adapters": len(named),
             "adapter_slots": self._slots,

@@ -400,7 +400,9 @@ static void shrink_expert_task(void *argument, long task, long next, int thread)
     rz_expansion own;
     (void)part_of(all, group, &own);
     const long done = (task - group->first_piece) * ROWS_OF_TASK;
-    rz_shrink_rows(&own, group->first + done, least(ROWS_OF_TASK, group->rows - done), all->part.job->from);
+    const rz_product *job = all->part.job;
+    rz_shrink_rows(&own, group->first + done, least(ROWS_OF_TASK, group->rows - done),
+                   rz_rounds(job->linear) ? job->from : NULL);
 }
 
 void rz_multiply_experts(rz_decoder *decoder, int thread, int booked, rz_product job, long experts, rz_group *groups,

@@ -32,6 +32,8 @@ TOLERANCE = 1e-6
 """Of a sum, as a share of the largest of its line: sums of products of bf16, in another order."""
 ROUNDED = 4e-3
 """The same behind tens of thousands of sums that are rounded to bf16, some of which fall the other way."""
+TOLERANCES = {"latents": ROUNDED, "adapted": 1e-2}
+"""Of what is rounded between two products: adapters' columns go through all of a layer's."""
 
 
 X86, ARM = platform.machine() == "x86_64", platform.machine() == "aarch64"
@@ -99,7 +101,7 @@ def test_every_level_computes_the_same(name: str) -> None:
         else:
             values, expected = np.array(ours[1:], float), np.array(theirs[1:], float)
             largest = np.abs(expected[np.isfinite(expected)]).max()
-            tolerance = ROUNDED if ours[0] == "latents" else TOLERANCE
+            tolerance = TOLERANCES.get(ours[0], TOLERANCE)
             np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance * largest)
 
 

@@ -312,6 +312,45 @@ static rz_linear linear_of(long outputs, long inputs, int biased)
                         .outputs = (int32_t)outputs, .inputs = (int32_t)inputs };
 }
 
+/* What each step's sequence has, where its model's linears are adapted. */
+static int32_t adapter = -1;
+static int64_t adapter_slots = 0;
+
+enum { SLOTS = 3, COLUMNS_BETWEEN = 16 };
+
+/* Factors of 6 columns for one module, as Python lays them out. */
+static rz_low_rank *factors_of(const rz_linear *linear)
+{
+    const long columns = 6, taken = (linear->outputs + LANES - 1) / LANES, pairs = (linear->inputs + 1) / 2;
+    bf16 *a = room((size_t)(COLUMNS_BETWEEN * pairs * 2) * 2), *b = room((size_t)(taken * LANES * columns) * 2);
+    for (long pair = 0; pair < pairs; pair++)
+        for (long i = 0; i < 2 * columns; i++)
+            a[pair * 2 * LANES + i] = to_bf16_of(0.25f * draw_float());
+    for (long i = 0; i < taken * LANES * columns; i++)
+        b[i] = to_bf16_of(0.25f * draw_float());
+    rz_low_rank *made = room(sizeof *made);
+    *made = (rz_low_rank){ .shrink = a, .expand = { b }, .columns = COLUMNS_BETWEEN, .pairs = { columns / 2 } };
+    return made;
+}
+
+/* Has `linear` take adapters in two of three slots. */
+static void adapt(rz_linear *linear)
+{
+    const int32_t taken = (linear->outputs + LANES - 1) / LANES, halves = (linear->outputs + PANEL - 1) / PANEL * 2;
+    int32_t *first = room((size_t)(halves + 1) * sizeof *first);
+    rz_adapted_block *entries = room((size_t)taken * sizeof *entries);
+    for (int32_t i = 0; i <= halves; i++)
+        first[i] = i < taken ? i : taken;
+    for (int32_t i = 0; i < taken; i++)
+        entries[i] = (rz_adapted_block){ 0, i };
+    const rz_low_rank **slots = room(SLOTS * sizeof *slots);
+    slots[0] = factors_of(linear);
+    slots[2] = factors_of(linear);
+    rz_adapted *adapted = room(sizeof *adapted);
+    *adapted = (rz_adapted){ first, entries, slots };
+    linear->adapted = adapted;
+}
+
 /* Logits of the last token of `step`. */
 static void forward_tokens(rz_decoder *decoder, int first, int count, float *logits)
 {
@@ -333,7 +372,8 @@ static void forward_tokens(rz_decoder *decoder, int first, int count, float *log
     rz_step step = { .tokens = count, .sequences = 1, .sampled = 1, .table_blocks = (context + TOKENS_OF_BLOCK - 1) / TOKENS_OF_BLOCK,
                      .token_ids = ids, .positions = positions, .slots = slots, .query_lens = &count,
                      .context_lens = &context, .block_tables = tables, .sample_rows = &last, .logits = logits,
-                     .progress = &progress, .compressions = pairs, .num_compressions = compressions };
+                     .progress = &progress, .compressions = pairs, .num_compressions = compressions, .adapters = &adapter,
+                     .num_adapters = adapter_slots ? 1 : 0, .adapter_slots = adapter_slots, .shrunk_columns = COLUMNS_BETWEEN };
     must(rz_decoder_forward(decoder, &step) == RZ_OK, "a step fails");
     float value;
     int64_t index;
@@ -390,6 +430,27 @@ static void check_decoder(int codec, int activation, float cap)
     model.frequencies[0] = frequencies;
     model.rotary_scale[0] = 1;
     check_steps("logits", &model);
+    float plain[VOCABULARY], without[VOCABULARY];
+    rz_decoder *decoder = rz_decoder_new(&model, 2, NULL);
+    forward_tokens(decoder, 0, TOKENS, plain);
+    rz_decoder_free(decoder);
+    const uint32_t before = state;
+    for (int i = 0; i < LAYERS; i++) {
+        rz_linear *linears[] = { &layers[i].qkv, &layers[i].output, &layers[i].gate_up, &layers[i].down };
+        for (int j = 0; j < 4; j++)
+            adapt(linears[j]);
+    }
+    adapter_slots = SLOTS;
+    adapter = 2;
+    check_steps("adapted", &model);
+    adapter = 1;
+    decoder = rz_decoder_new(&model, 2, NULL);
+    forward_tokens(decoder, 0, TOKENS, without);
+    must(!memcmp(plain, without, sizeof plain), "an adapter that is not there");
+    rz_decoder_free(decoder);
+    adapter = -1;
+    adapter_slots = 0;
+    state = before; /* what follows draws as ever */
 }
 
 /* Two layers that keep lines of 64 + 32 values, with and without query latents, the one rotated in halves, the other in
