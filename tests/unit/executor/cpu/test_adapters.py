@@ -132,15 +132,23 @@ CHANGES = {"mixtral": ALL_EXPERTS, "qwen2_moe": ALL_EXPERTS, "deepseek_v2": ALL_
 """Of few experts, rounding to bf16 would choose others."""
 
 
+MORE = [
+    *((name, 2, 16, "") for name in ("qwen3_next", "granitemoehybrid", "gemma4_text", "mixtral")),
+    ("llama", 2, 64, ""),
+    ("llama", 1, 16, "q8_0"),
+    ("llama", 3, 5, ""),
+]
+
+
 @pytest.mark.parametrize(
     ("model_type", "world_size", "rank", "weights"),
     [
         *((name, 1, 16, "") for name in ("llama", "qwen2_moe", "qwen3_5_text", "deepseek_v2")),
-        *((name, 2, 16, "") for name in ("phi3", "qwen3_next", "granitemoehybrid", "gpt_oss", "gemma4_text")),
-        *((name, 2, 16, "") for name in ("deepseek_v2", "mixtral")),
-        *(("llama", 2, rank, "") for rank in (1, 3, 64, 256)),
-        *((name, 1, 16, "q8_0") for name in ("llama", "mixtral")),
-        *(("llama", 3, 5, codec) for codec in ("", "q6_k")),
+        *((name, 2, 16, "") for name in ("phi3", "gpt_oss", "deepseek_v2")),
+        *(("llama", 2, rank, "") for rank in (1, 3, 256)),
+        ("mixtral", 1, 16, "q8_0"),
+        ("llama", 3, 5, "q6_k"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
 def test_rows_of_one_step_have_their_own_adapters(
