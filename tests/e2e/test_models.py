@@ -72,6 +72,20 @@ def test_models_come_and_go_while_the_stack_runs(stack: Stack, tmp_path: Path) -
     assert unknown.stderr == "error: There is no model 'idel' in the registry; idle may be meant.\n"
 
 
+def test_a_request_has_its_model_loaded_and_waits(stack: Stack) -> None:
+    """One that was unloaded goes into the queue; one that never was loaded is held by the gateway."""
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        entry = {"source": "org/fresh", "aliases": ["gpt-fresh"]}
+        assert http.put("/v1/registry/models/fresh", json=entry).status_code == 200
+        assert ask(stack, "gpt-fresh")["model"] == "fresh"
+        assert http.get("/v1/models/fresh").json()["status"]["value"] == "loaded"
+        assert http.post("/models/unload", json={"model": "fresh"}).json() == {"success": True}
+        assert "fresh is unloaded" in models(stack, "unload", "fresh", "--timeout", "60")
+        assert ask(stack, "gpt-fresh")["model"] == "fresh"
+        assert http.delete("/v1/models/fresh").json()["deleted"]
+    assert "fresh" not in states(stack)
+
+
 def test_the_next_start_keeps_what_was_added_and_no_more(stack: Stack) -> None:
     """Runs after the other, and ends its stack."""
     stack.__exit__()
