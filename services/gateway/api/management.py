@@ -147,21 +147,21 @@ class Management:
 
     async def pull(self, name: str, hosts: int) -> None:
         """Has the files of a model fetched by so many hosts; one that is not registered is, under that name."""
-        model = self._registry.model_of(name)
-        spec = self._registry.specs.get(model)
-        if spec is None:
-            spec, _ = await self.put(name, {"name": name, "source": name}, 0)
-        held = set(self._hosts_with(spec.name))
         ready = sorted(
             host.instance
             for host in self._registry.hosts.values()
             if host.state == "ready" and host.host.takes_models
         )
         if not ready:
-            raise Unavailable(
-                "No host takes models now: start an executor without a model, or with RYZANSTEIN_TAKES_MODELS.",
-                retry_after=5,
+            raise _conflict(
+                "No host takes models now: start an executor without a model, or with RYZANSTEIN_TAKES_MODELS=true.",
+                "no_host_takes_models",
             )
+        model = self._registry.model_of(name)
+        spec = self._registry.specs.get(model)
+        if spec is None:
+            spec, _ = await self.put(name, {"name": name, "source": name}, 0)
+        held = set(self._hosts_with(spec.name))
         wanted = sorted(ready, key=lambda one: one not in held)[:hosts]
         await self._command(wanted, PullModel(spec))
         log.info("model_pull_asked", model=spec.name, hosts=wanted)

@@ -25,7 +25,8 @@ _TAG = re.compile(r'(?:W/)?"(\d{1,20})"')
 class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """What people declare of a model; what is left out is as it would be. PATCH leaves it as it is."""
 
-    name: str
+    name: str = ""
+    """As the path has it; it may be left out."""
     source: str = ""
     """Hub name (ORGANISATION/NAME), built-in name, or a path below the directories that are allowed; left out: the
     name."""
@@ -70,7 +71,6 @@ IF_MATCH = Parameter(
     "If-Match",
     "The ETag that the entry must still have; else 412.",
     {"type": "string", "pattern": r'^(\*|(W/)?"[0-9]{1,20}")$'},
-    example='"7"',
 )
 IF_NONE_MATCH = Parameter(
     "If-None-Match",
@@ -95,7 +95,7 @@ PUT = Operation(
     TAG,
     "All that is wrong with it is told at once, in `error.errors`." + MANAGING,
     request=ModelEntry,
-    example={"name": "smol", "source": "HuggingFaceTB/SmolLM2-360M-Instruct", "least": 1},
+    example={"source": "HuggingFaceTB/SmolLM2-360M-Instruct", "least": 1},
     response=RegisteredModel,
     parameters=(IF_MATCH, IF_NONE_MATCH),
     errors=(409, 412),
@@ -156,8 +156,14 @@ async def put_entry(ask: Ask) -> RegisteredModel:
     ask.check_manages_models()
     fields = decode(await ask.body(BODY), _fields)
     revision = _revision_of(ask)
-    if revision is None and header(ask.scope, b"if-none-match") == "*":
-        revision = 0
+    if (absent := header(ask.scope, b"if-none-match")) is not None:
+        if absent.strip() != "*":
+            raise InvalidParameter(
+                "Invalid header 'If-None-Match': send * to write only where there is no entry, or leave it out.",
+                param="If-None-Match",
+                reason="invalid_header",
+            )
+        revision = revision or 0
     return _answer(ask, *await ask.parts.management.put(ask.named("model"), fields, revision))
 
 

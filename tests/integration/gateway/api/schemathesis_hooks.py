@@ -64,8 +64,19 @@ def map_case(context: HookContext, case: Case) -> Case:
         if number % 4 or case.body.get("model") in (None, MODEL):
             case.body = fitting(case.body)
         _fit_endpoint(case.path, case.body, number)
+    if case.path.startswith("/v1/registry/models/"):
+        _fit_registry(case, number)
     _know_places(case, number)
     return case
+
+
+def _fit_registry(case: Case, number: int) -> None:
+    """Names and sources that may be, and no revision that nobody knows beforehand."""
+    for name in ("If-Match", "If-None-Match"):
+        case.headers.pop(name, None)
+    if isinstance(case.body, dict):
+        case.path_parameters["model"] = f"model-{number % 5}"
+        case.body = {"source": f"org/model-{number % 7}", "least": number % 2}
 
 
 def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:

@@ -114,7 +114,7 @@ async def test_a_model_that_is_removed_is_waited_for_no_longer(
 
 @pytest.fixture
 async def small(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings, cold_model_requests=1, cold_bytes=3000, token_timeout=1.5) as one:
+    async with run_gateway(nats_settings, cold_model_requests=1, cold_bytes=3000, token_timeout=4) as one:
         yield one
 
 
@@ -135,7 +135,7 @@ async def test_the_bounds_and_the_deadline_are_named(small: RunningGateway, host
         assert "limit cold_bytes: 3,000 bytes" in large.text
         late = await waiting
         assert (late.status_code, late.json()["error"]["code"]) == (503, "no_group_available")
-        assert "is unloaded and could not take the request in time; it is expected in" in late.text
+        assert "is loading and could not take the request in time; it is expected in" in late.text
         assert 90 < int(late.headers["retry-after"]) <= 100
 
 

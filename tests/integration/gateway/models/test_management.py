@@ -142,6 +142,7 @@ async def test_everything_wrong_with_an_entry_is_told_at_once(
     assert code(await http.put(f"{REGISTRY}/m", content=b'{"name":"' + b"m" * 70_000 + b'"}'))[0] == 413
     assert code(await http.patch(f"{REGISTRY}/other", json={"name": "n"}))[0] == 400
     assert code(await http.patch(f"{REGISTRY}/other", json={}, headers={"if-match": "x"}))[0] == 400
+    assert code(await http.put(f"{REGISTRY}/m", json={}, headers={"if-none-match": "x"}))[0] == 400
     assert code(await http.post("/models/load", json={"model": "nobody"})) == (404, "model_not_found")
     assert code(await http.post("/models/load", json={"name": "m"}))[0] == 400
 
@@ -219,7 +220,7 @@ async def test_a_load_that_fits_nowhere_is_refused_with_what_would_have_to_go(
 async def test_downloads_and_files_are_the_hosts(
     http: httpx.AsyncClient, hosts: FakeHosts, gateway: RunningGateway
 ) -> None:
-    assert code(await http.post("/models", json={"model": HUB})) == (503, "unavailable")
+    assert code(await http.post("/models", json={"model": HUB})) == (409, "no_host_takes_models")
     commands: list[tuple[str, HostCommand]] = []
     replies = {
         "host-1": HostReply(ok=True),
