@@ -215,7 +215,7 @@ class ModelPlacement(msgspec.Struct, frozen=True, omit_defaults=True):
 
     model: str
     hosts: list[str] = []
-    """Hosts that serve it, load it or have been told to, by instance."""
+    """Hosts that serve it, load it or have been told to, by instance; 64 of them at most."""
     expected_at: float = 0.0
     """Unix seconds at which a replica of a model that none serves is expected to be ready; 0: none is on its way."""
     code: str = ""

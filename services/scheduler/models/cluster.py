@@ -3,7 +3,7 @@
 memory of a host    |  used, by its own beat, or what its groups take  |  promised to loads it has not shown |  free  |
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostModel, HostRecord
@@ -241,10 +241,25 @@ class ClusterView:
             return said.memory
         return self._sizes.get(model, 0) or (said.total if said is not None else 0)
 
+    def estimates(self, model: str) -> Iterator[tuple[Host, int, float]]:
+        """Each host that loads models, with the size and the seconds of a load of the model there."""
+        source = self._sources.get(model, model)
+        least, known = self._least.get(model, 0), self._sizes.get(model, 0)
+        from_nothing = self._seconds_of(model, None, least or known)
+        for host in self.hosts.values():
+            if host.takes:
+                said = host.models.get(model) or host.models.get(source)
+                if said is None:
+                    yield host, least or known, from_nothing
+                else:
+                    size = least or said.memory or known or said.total
+                    yield host, size, self._seconds_of(model, said, size)
+
     def load_seconds(self, model: str, host: Host) -> float:
         """How long a load of the model is expected to take on the host."""
-        said = self.said(model, host)
-        size = self.size(model, host)
+        return self._seconds_of(model, self.said(model, host), self.size(model, host))
+
+    def _seconds_of(self, model: str, said: HostModel | None, size: int) -> float:
         if said is not None and said.state == "sleeping":
             return LOAD_BASE + size / SLEEP_BANDWIDTH
         if said is not None and said.state != "downloading" and said.load_seconds > 0:

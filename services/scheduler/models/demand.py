@@ -136,7 +136,8 @@ class DemandTracker:
             for name, asked in self._asked.items()
         }
         for model, count, since in self._waiting(now):
-            demand = found.setdefault(model, Demand())
+            if (demand := found.get(model)) is None:
+                continue
             demand.since = min(demand.since, since) if demand.waiting else since
             demand.waiting += count
             demand.last = max(demand.last, since)

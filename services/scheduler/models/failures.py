@@ -84,6 +84,10 @@ class Failures:
         known = self._known.get(model, {}).get(host)
         return (known is not None and now < known.until) or now < self._full.get((model, host), (0.0, 0))[0]
 
+    def any_of(self, model: str) -> bool:
+        """Whether there was any lately."""
+        return bool(self._known.get(model)) or any(name == model for name, _ in self._full)
+
     def of(self, model: str) -> Iterator[Failure]:
         yield from self._known.get(model, {}).values()
 

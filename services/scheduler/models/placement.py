@@ -14,6 +14,7 @@ load; further replicas by queue depth. What is pinned, works, has been loaded la
 is never unloaded for others. Asked twice about the same state it says nothing new.
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,10 +47,14 @@ ASKED_LATELY = 30.0
 """Seconds for which a request that was refused for want of memory still asks for its model."""
 ACTION_KEPT = 900.0
 """Seconds for which somebody's wish to load a model is tried."""
-SEARCHES = 32
-"""Models for which one pass looks for a host, at most."""
+SEARCHES = 16
+"""Loads for which one pass looks for a host, at most."""
+COMPARED = 64
+"""Hosts without room that are compared by what would have to go there; of fewer, all."""
 SEARCH_AGAIN = 0.5
 """Seconds before it looks again for one that none can take."""
+HOSTS_NAMED = 64
+"""Hosts of a model that are written into its placement, at most."""
 OVERDUE = 5.0
 """Seconds by which a load that takes longer than expected is put off again and again."""
 
@@ -77,6 +82,8 @@ class Plan:
     seconds: float
     """That it is expected to take, from being told."""
     size: int
+    there: Host | None = None
+    """What was known of the host then: one that comes back has forgotten it."""
     victims: set[str] = field(default_factory=set)
     """Groups that make room for it."""
     told_at: float = 0.0
@@ -127,6 +134,9 @@ class ModelPlacer:
         """Why models are not placed that are wanted, or were when they were last asked for."""
         self._fulfilled: dict[str, float] = {}
         """By model: the time of the wish to load it that was fulfilled last."""
+        self._turn = 0
+        self._counts: dict[str, int] = {}
+        """Replicas of each model that stay, as far as they were counted in this pass."""
         self._again: dict[str, float] = {}
         """When to look again for a host for models that none could take."""
         self._specs: Mapping[str, ModelSpec] = {}
@@ -142,6 +152,7 @@ class ModelPlacer:
         self._specs, self._demand, self._now = specs, demand, now
         self._worth = Worth(self.cluster, specs, demand, now)
         self._commands = []
+        self._counts.clear()
         self._look_at_failures()
         self._look_at_plans()
         self._forget()
@@ -194,7 +205,7 @@ class ModelPlacer:
     def _look_at_plans(self) -> None:
         for plan in list(self._plans.values()):
             host, replica = self.cluster.hosts.get(plan.host), self.cluster.get(plan.group)
-            if host is None or plan.model not in self._specs:
+            if host is None or host is not plan.there or plan.model not in self._specs:
                 self._drop(plan.group)
             elif replica is not None and replica.ready:
                 self.failures.succeeded(plan.model, plan.host)
@@ -235,6 +246,7 @@ class ModelPlacer:
         self._plans[plan.group] = plan
         self._plans_of.setdefault(plan.model, {})[plan.group] = plan
         self._victims.update(dict.fromkeys(plan.victims, plan))
+        self._counts.clear()
         self.cluster.hosts[plan.host].promise(plan.group, plan.size)
 
     def _drop(self, group: str) -> None:
@@ -244,6 +256,7 @@ class ModelPlacer:
         del self._plans_of[plan.model][group]
         for victim in plan.victims:
             self._victims.pop(victim, None)
+        self._counts.clear()
         if (host := self.cluster.hosts.get(plan.host)) is not None:
             host.release(group)
 
@@ -296,6 +309,7 @@ class ModelPlacer:
         command = UnloadModel(replica.group, force=force, sleep=sleeps)
         self._commands.append(Command(replica.host, command, replica.model, reason, told is not None))
         self._leaving[replica.group] = Leaving(self._now)
+        self._counts.pop(replica.model, None)
 
     # --- what is missing -------------------------------------------------------------------------
 
@@ -341,6 +355,12 @@ class ModelPlacer:
             and replica.group not in self._leaving
             and replica.group not in self._victims
         ]
+
+    def _count(self, model: str) -> int:
+        found = self._counts.get(model)
+        if found is None:
+            found = self._counts[model] = len(self._staying(model))
+        return found
 
     @staticmethod
     def _needed(demand: Demand, live: list[Replica]) -> int:
@@ -400,7 +420,7 @@ class ModelPlacer:
         seconds = self.cluster.load_seconds(want.model, host)
         victims = {replica.group for replica in room.victims}
         group = self._name(host, want.model)
-        self._add(Plan(group, want.model, host.name, want.reason, self._now, seconds, size, victims))
+        self._add(Plan(group, want.model, host.name, want.reason, self._now, seconds, size, host, victims))
         return True
 
     def _refuse(self, want: Want, demand: Demand) -> bool:
@@ -424,30 +444,45 @@ class ModelPlacer:
         weight = max(1, self._demand.get(model, NO_DEMAND).waiting)
         homes = {replica.host for replica in cluster.of(model)}
         homes.update(plan.host for plan in self._plans_of.get(model, {}).values())
+        failed = self.failures.any_of(model)
         best: Room | None = None
         best_key = (True, math.inf, 0.0)
-        for host in cluster.hosts.values():
-            size = cluster.size(model, host)
-            if not host.takes or size > host.memory or self.failures.blocked(model, host.name, self._now):
+        full: list[tuple[bool, float, Host, int]] = []
+        for host, size, seconds in cluster.estimates(model):
+            if size > host.memory or (failed and self.failures.blocked(model, host.name, self._now)):
                 continue
             if host.promised and 0 in host.promised.values():
                 continue  # nobody knows yet what is left there
-            home, cost = host.name in homes, weight * cluster.load_seconds(model, host)
+            home, cost = host.name in homes, weight * seconds
+            if host.free < size:
+                full.append((home, cost, host, size))
+                continue
+            key = (home, cost, -host.free / max(1, host.memory))
+            if best is None or key < best_key:
+                best, best_key = Room(host, (), cost), key
+        for home, cost, host, size in self._some(full):
             if (home, cost) > best_key[:2]:
                 continue
-            room = Room(host, (), cost)
-            if host.free < size and (room := self._with_victims(host, model, size, cost, busy=busy)) is None:  # type: ignore[assignment]
-                continue
-            key = (home, room.cost, -host.free / max(1, host.memory))
-            if best is None or key < best_key:
-                best, best_key = room, key
+            room = self._with_victims(host, model, size, cost, busy=busy)
+            if room is not None:
+                key = (home, room.cost, -host.free / max(1, host.memory))
+                if best is None or key < best_key:
+                    best, best_key = room, key
         return best
+
+    def _some(self, full: list[tuple[bool, float, Host, int]]) -> list[tuple[bool, float, Host, int]]:
+        """Of many hosts without room those that would have the model soonest, others in turn."""
+        if len(full) <= COMPARED:
+            return full
+        soonest = heapq.nsmallest(COMPARED // 2, full, key=lambda item: item[:2])
+        self._turn = (self._turn + COMPARED // 2) % len(full)
+        return soonest + (full + full)[self._turn : self._turn + COMPARED // 2]
 
     def _with_victims(self, host: Host, model: str, size: int, cost: float, *, busy: bool) -> Room | None:
         candidates = list(self._candidates(host, model, busy=busy))
         if sum(replica.memory for replica in candidates) < size - host.free:
             return None
-        spare = {replica.model: len(self._staying(replica.model)) > 1 for replica in candidates}
+        spare = {replica.model: self._count(replica.model) > 1 for replica in candidates}
         found = cheapest(
             candidates,
             size - host.free,
@@ -466,7 +501,7 @@ class ModelPlacer:
                 continue
             if self._worth.stays(replica, host, busy=not replica.idle) or not (replica.idle or busy):
                 continue
-            staying = len(self._staying(name))
+            staying = self._count(name)
             if staying == 1 and self._worth.waits(name) and not busy:
                 continue
             left = spare.setdefault(name, staying - self._worth.least(name))
@@ -478,8 +513,12 @@ class ModelPlacer:
         """Does what is next for it."""
         host = self.cluster.hosts[plan.host]
         if plan.told_at:
-            if self._now - max(plan.sent_at, plan.sign_at) >= REPEAT:
+            if self._now - max(plan.sent_at, plan.sign_at) < REPEAT:
+                return
+            if self._has_room(plan, host):
                 self._tell(plan, repeated=True)
+            else:  # it is another host by that name, or others were faster
+                self._drop(plan.group)
             return
         going = [replica for group in plan.victims if (replica := self.cluster.get(group)) is not None]
         for replica in going:
@@ -501,13 +540,19 @@ class ModelPlacer:
         plans = list(self._plans_of.get(spec.name, {}).values())
         hosts = {replica.host for replica in replicas} | {plan.host for plan in plans}
         hosts.update(self.cluster.loading(spec.name))
-        cordoned = [replica.group for replica in replicas if not replica.idle and self._goes(spec, replica)]
+        cordoned: list[str] = []
+        if self._victims or spec.action == "unload":
+            cordoned = [
+                replica.group for replica in replicas if not replica.idle and self._goes(spec, replica)
+            ]
         expected, refused = 0.0, None
         if not any(replica.ready for replica in replicas):
             expected = self._expected_at(spec.name, replicas, plans)
             refused = self._refused.get(spec.name) if not hosts else None
         code, reason = refused if refused is not None else ("", "")
-        return ModelPlacement(spec.name, sorted(hosts), expected, code, reason, sorted(cordoned))
+        return ModelPlacement(
+            spec.name, heapq.nsmallest(HOSTS_NAMED, hosts), expected, code, reason, sorted(cordoned)
+        )
 
     def _goes(self, spec: ModelSpec, replica: Replica) -> bool:
         return replica.group in self._victims or self._is_unloaded(spec)

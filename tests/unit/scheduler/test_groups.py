@@ -211,3 +211,16 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
+
+
+def test_a_cordoned_group_gets_nothing_new_until_it_is_uncordoned() -> None:
+    table = GroupTable()
+    table.cordon("m", ["b"])
+    for name in ("a", "b"):
+        table.record(group(name))
+    assert [item.name for item in table.open("m")] == ["a"]
+    table.cordon("m", ["a"])
+    assert [item.name for item in table.open("m")] == ["b"]
+    table.cordon("m", [])
+    assert {item.name for item in table.open("m")} == {"a", "b"}
+    table.cordon("m", [])
