@@ -77,7 +77,7 @@ def test_the_stub_keeps_to_it() -> None:
         ({"bad_words": [[letter] for letter in letters]}, {ord(" ")}),
     ):
         states = [SamplingState(SamplingParams(seed=seed, **fields), [1], []) for seed in range(50)]  # type: ignore[arg-type]
-        assert {engine._sample(state, None).token for state in states} == expected
+        assert {engine._sample(state, state.params.seed or 0, None).token for state in states} == expected
 
 
 @pytest.mark.parametrize(
