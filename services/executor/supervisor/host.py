@@ -75,6 +75,7 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     }
     fields = {**host.model_dump(), **given, "model": spec.source, "revision": spec.revision}
     fields["served_model_name"] = spec.name
+    fields["handover_port"] = 0  # a port that is set can be of one group alone
     try:
         # Groups that come and go share the cores: none of their threads has one of its own.
         settings = ExecutorSettings.model_validate(
