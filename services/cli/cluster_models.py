@@ -148,7 +148,7 @@ class ClusterModels:
             await self._groups.items(),
             await self._hosts.items(),
             await self._placements.items(),
-            await self._adapters.items(),
+            {name: record for name, record in (await self._adapters.items()).items() if record.digest},
         )
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:

@@ -10,6 +10,8 @@ then has the adapter read into it (`StepPlan.adapter_loads`). Where every slot i
 the slot with the fewest users: others whose adapter is in it wait too, behind it. Those whose slot is not claimed pass
 by, so the ring stays full while one adapter makes way for another.
 
+A step reads `LOADS_PER_STEP` adapters at most; who needs a further one is admitted with the next step.
+
 Everybody gets a turn: the fewest users of any slot never grow while somebody waits for one, since who waits longest
 claims that very slot, and running sequences end. With fewer slots than adapters in use they take turns; with enough
 nobody ever waits. Claims are made anew for every step, so that nothing is left of one whose sequence was cancelled.
@@ -18,6 +20,8 @@ nobody ever waits. Claims are made anew for every step, so that nothing is left 
 from collections.abc import Iterable
 
 NO_SLOT = -1
+LOADS_PER_STEP = 2
+"""Adapters that one step reads at most: everybody's next token waits for it."""
 
 
 class _Slot:
@@ -48,6 +52,10 @@ class AdapterSlots:
     def pending(self) -> list[str]:
         """Of those that the next plan has read."""
         return list(self._loads.values())
+
+    def holds(self, digest: str) -> bool:
+        """Whether the adapter is in a slot, or on its way there."""
+        return digest in self._by_digest
 
     def users(self, slot: int) -> int:
         return self._slots[slot].users
@@ -125,12 +133,16 @@ class Claims:
         if digest in self._waiting:
             return False
         if self._slots.find(digest, self._claimed) != NO_SLOT:
-            return True
+            return self._slots.holds(digest) or len(self._slots.pending) < LOADS_PER_STEP
         self._waiting.add(digest)
         claimed = self._slots.fewest(self._claimed)
         if claimed != NO_SLOT:
             self._claimed.add(claimed)
         return False
+
+    def is_waiting(self, digest: str) -> bool:
+        """Whether `may_take` has found every slot in use."""
+        return digest in self._waiting
 
     def withdraw(self, digest: str) -> None:
         """A slot was made free for it."""

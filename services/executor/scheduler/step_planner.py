@@ -255,7 +255,11 @@ class StepPlanner:
             sequence = self.waiting[step.passed]
             if step.claims.may_take(sequence.request.adapter):
                 return sequence
-            if not sequence.is_batch and self._lent_slot():
+            if (
+                not sequence.is_batch
+                and step.claims.is_waiting(sequence.request.adapter)
+                and self._lent_slot()
+            ):
                 return sequence
             step.passed += 1
         return None

@@ -204,7 +204,7 @@ class ModelRunner:
         if plan.on_device:
             self.launch(plan, None, progress)
             return None
-        if not self._copy(plan) or not plan.token_ids:
+        if not self._copy(plan, progress) or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
         return self._logits(plan, progress)
 
@@ -238,18 +238,21 @@ class ModelRunner:
         Raises as `forward` does; None where a restore has failed on another rank than 0.
         """
         assert self._steps is not None, "steps are waited for here"
-        if not self._copy(plan):
+        if not self._copy(plan, progress):
             return None
         return self._steps.launch(plan, states, progress)
 
-    def _copy(self, plan: StepPlan) -> bool:
-        """Copies what the plan copies; False where some rank cannot restore a block, on rank 0 `RestoreFailed`."""
+    def _copy(self, plan: StepPlan, progress: Progress) -> bool:
+        """Loads and copies what the plan does; False where some rank cannot restore a block, on rank 0
+        `RestoreFailed`. Adapters come first: the next plan counts on them, whatever becomes of this one."""
+        if self._adapters is not None:
+            for load in plan.adapter_loads:
+                self._adapters.load([load])
+                progress.tick()
         with span("copy KV blocks"):
             failed = self._copier.run(plan)
         if failed and self._is_leader:
             raise RestoreFailed(failed)
-        if self._adapters is not None:
-            self._adapters.load(plan.adapter_loads)
         return not failed
 
     def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:

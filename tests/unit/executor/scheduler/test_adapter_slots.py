@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.step_plan import as_int32
-from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
+from services.executor.scheduler.adapter_slots import LOADS_PER_STEP, NO_SLOT, AdapterSlots, Claims
 from shared.errors import InvalidRequest
 from shared.messages import GenerationRequest
 from tests.unit.executor.scheduler.fake_engine import undisturbed
@@ -50,6 +50,7 @@ def test_everybody_gets_a_turn_and_no_slot_is_replaced_in_use(
                 waiting.remove(one)
                 running.append(one)
         slots.check((slot, digest(adapter)) for adapter, _, slot in running)
+        assert len(slots.take_loads()) <= LOADS_PER_STEP
         assert running or not waiting, "all wait for each other"
         for one in list(running):
             one[1] -= 1
