@@ -6,7 +6,8 @@
 Of experts peft writes one pair for each (`experts.3.gate_proj`), or one for all of a parameter (`target_parameters`):
 A [experts * rank, in], expert by expert, and B [out, rank * experts], rank by rank. The second parameter of the same
 module wraps the first: its tensors stand at the module itself, those of the first at `base_layer`.
-Pickled files are not read. Sources: https://github.com/huggingface/peft, `tuners/lora/layer.py`, `save_and_load.py`.
+Pickled files are not read. Source: https://github.com/huggingface/peft, modules `tuners.lora.layer` and
+`utils.save_and_load`.
 """
 
 import hashlib
