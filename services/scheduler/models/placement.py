@@ -414,7 +414,7 @@ class ModelPlacer:
         self._refused.pop(want.model, None)
         if want.order == 4 and self._now - demand.last > ASKED_LATELY:
             return True  # there is room again, and nobody asks any more
-        if want.order == 3 and room.victims and room.cost > demand.waiting * SWITCH_AFTER:
+        if want.order == 3 and room.lost > demand.waiting * SWITCH_AFTER:
             return False
         host, size = room.host, self.cluster.size(want.model, room.host)
         seconds = self.cluster.load_seconds(want.model, host)
@@ -488,7 +488,7 @@ class ModelPlacer:
             size - host.free,
             lambda replica: self._worth.of(replica, host, spare=spare[replica.model]),
         )
-        return None if found is None else Room(host, found[0], cost + found[1])
+        return None if found is None else Room(host, found[0], cost + found[1], found[1])
 
     def _candidates(self, host: Host, model: str, *, busy: bool) -> Iterator[Replica]:
         """Groups on the host that may make room."""

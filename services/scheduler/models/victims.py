@@ -29,7 +29,9 @@ class Room(NamedTuple):
     host: Host
     victims: tuple[Replica, ...]
     cost: float
-    """Seconds that requests wait for it."""
+    """Seconds that requests wait for it, and for what goes."""
+    lost: float = 0.0
+    """Of these, those for what goes."""
 
 
 class Worth:
