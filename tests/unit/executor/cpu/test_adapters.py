@@ -94,7 +94,8 @@ def merged(directory: Path, weights: Weights | None, sequences: list[list[int]])
         for name, pair in (weights or {}).items():
             delta = pair.b.float() @ pair.a.float()
             weight = parameters[name if name in parameters else f"{name}.weight"]
-            weight += delta if delta.shape == weight.shape else delta.mT
+            module = model.get_submodule(name.rpartition(".")[0])
+            weight += delta.mT if getattr(module, "is_transposed", False) else delta
         return [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in sequences]
 
 
