@@ -44,6 +44,8 @@ TICK = 1.0
 """Seconds between two decisions, and between two words on demand, when nothing happens."""
 SHORTEST = 0.05
 """Seconds between two decisions at least, however much happens."""
+LOOP_SHARE = 0.1
+"""Share of the scheduler's time that decisions may take, as long as there is one each `TICK`: requests go first."""
 COMMAND_TIMEOUT = 5.0
 """Seconds that a host has to answer."""
 DEFERRED = 8.0
@@ -247,11 +249,13 @@ class ModelController:
     async def _decide(self) -> None:
         while True:
             await self._registered.wait()
+            began = time.perf_counter()
             if self._lease.held:
                 await self._once()
             else:
                 self._metrics.unplaced.set(0)
-            await _pause(self._changed, SHORTEST, TICK)
+            rest = (1 / LOOP_SHARE - 1) * (time.perf_counter() - began)
+            await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
     async def _once(self) -> None:
         now = time.time()
@@ -314,7 +318,7 @@ async def _pause(event: asyncio.Event, least: float, most: float) -> None:
     """Until `event` is set, at most `most` seconds, at least `least`."""
     await asyncio.sleep(least)
     try:
-        await asyncio.wait_for(event.wait(), most - least)
+        await asyncio.wait_for(event.wait(), max(0.0, most - least))
     except TimeoutError:
         return
     finally:

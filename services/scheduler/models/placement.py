@@ -49,7 +49,7 @@ ACTION_KEPT = 900.0
 """Seconds for which somebody's wish to load a model is tried."""
 SEARCHES = 16
 """Loads for which one pass looks for a host, at most."""
-COMPARED = 64
+COMPARED = 32
 """Hosts without room that are compared by what would have to go there; of fewer, all."""
 SEARCH_AGAIN = 0.5
 """Seconds before it looks again for one that none can take."""
