@@ -1,0 +1,1 @@
+"""Several models on one machine that has room for one of them."""
