@@ -24,6 +24,7 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.backend import Parts as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
+from services.gateway.core.catalog import Resolved
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
@@ -106,15 +107,22 @@ def edge_parts() -> EdgeParts:
     async def get(_: ModelCard) -> StubTokenizer:
         return tokenizer
 
-    catalog = cast(Any, SimpleNamespace(card=lambda _: card, listed=lambda: [card]))
+    async def loaded(*_: object, **__: object) -> ModelCard:
+        return card
+
+    named = Resolved(card.model)
+    catalog = cast(Any, SimpleNamespace(card=lambda _: card, listed=lambda: [card], resolve=lambda _: named))
+    cold_starts = cast(Any, SimpleNamespace(card=loaded))
     parts = Parts(settings, cast(Any, answers), metrics)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
     authenticator = Authenticator()
     authenticator.complete()
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
-    intake = Intake(parts, catalog, tokenizers, nobody, nobody, nobody, authenticator, limiter, nobody)
-    backend.open(BackendParts(intake, nobody, catalog, nobody, nobody, nobody, nobody, nobody))
+    intake = Intake(
+        parts, catalog, cold_starts, tokenizers, nobody, nobody, nobody, authenticator, limiter, nobody
+    )
+    backend.open(BackendParts(intake, nobody, catalog, *[nobody] * 7))
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")

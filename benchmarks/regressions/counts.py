@@ -30,8 +30,10 @@ from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.leader.frames import Gathering
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
+from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.generations import Generations
@@ -125,7 +127,7 @@ def request(number: int, *, prompt: int, output: int) -> GenerationRequest:
 def shared_frames(generations: int, frames: int) -> int:
     """Calls of a gateway that takes frames apart in which each of its generations has a token."""
     bus = Bus(Client(), CommonSettings())  # never connected: nothing here is said to anybody
-    rings = Catalog(bus, on_card=lambda card: None)
+    rings = Catalog(bus, ModelRegistry(bus), AdapterRegistry(bus, 0.0), on_card=lambda card: None)
     life = Generations(bus, "gateway-0", GatewaySettings(), GatewayMetrics(CollectorRegistry()), rings)
     limits = Limits(5, 600.0, 5.0, 0.0)
     each = [request(number, prompt=4, output=1000) for number in range(generations)]

@@ -59,7 +59,7 @@ class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.cause != "external" and (self.more or generation_id in self.suspects)
 
 
-class GroupBeat(msgspec.Struct, frozen=True):
+class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an executor says of its group."""
 
     group: str

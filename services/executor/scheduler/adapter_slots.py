@@ -38,6 +38,8 @@ class AdapterSlots:
     """Slots of one ring. `take` only what `Claims.may_take` has allowed, or `free` says."""
 
     def __init__(self, slots: int) -> None:
+        self.empty = True
+        """Whether no sequence has had an adapter so far: then steps need none of this."""
         self._slots = [_Slot() for _ in range(slots)]
         self._by_digest: dict[str, int] = {}
         self._count = 0
@@ -83,6 +85,7 @@ class AdapterSlots:
             self._by_digest.pop(slot.digest, None)
             slot.digest, self._by_digest[digest], self._loads[at] = digest, at, digest
         slot.users += 1
+        self.empty = False
         self._touch(slot)
         return at
 

@@ -258,7 +258,8 @@ class ContinuousBatcher:
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
-        plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
+        if not self._planner.slots.empty:
+            plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
         pools = steps.parts_of(batch, steps.VECTOR)
         plan = self._tables.exchange.extend(plan)
         if pools:
@@ -284,20 +285,19 @@ class ContinuousBatcher:
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
         if states:
             plan = msgspec.structs.replace(plan, **states)
-        plan = self._with_adapters(plan, [one.sequence for one in successors])
+        if not self._planner.slots.empty:
+            plan = self._with_adapters(plan, [one.sequence for one in successors])
         step = step_ahead(successors)
         self._steps.begin(step)
         return plan, list(step.rows)
 
     def _with_adapters(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
         """`plan`, of these sequences in this order, with the slots of their adapters, and what is read into slots."""
-        if not self._spec.max_adapters:
-            return plan
         slots = [sequence.adapter_slot for sequence in sequences]
         loads = [
             (slot, self._directories[digest]) for slot, digest in self._planner.slots.take_loads().items()
         ]
-        if not loads and max(slots, default=NO_SLOT) == NO_SLOT:  # nearly always
+        if not loads and max(slots, default=NO_SLOT) == NO_SLOT:
             return plan
         return msgspec.structs.replace(plan, adapters=to_bytes(slots), adapter_loads=loads)
 

@@ -205,7 +205,7 @@ class StepPlanner:
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:
                 prefills.pop()
-            head = self._head(step, batch_lane) if admitting else None
+            head = self._head(step, batch_lane) if admitting and self.waiting else None
             if head is not None and (head.is_batch != batch_lane or not step.admits(head)):
                 head = None
             if head is not None and (not prefills or head.urgency < prefills[-1].urgency):
