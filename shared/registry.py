@@ -226,20 +226,6 @@ def check_all(specs: Iterable[ModelSpec], adapters: Collection[str] = ()) -> lis
     return found
 
 
-def pin_problems(specs: Iterable[ModelSpec], memory: Mapping[str, int], room: int) -> list[str]:
-    """Pins that cannot be met together. `memory`: bytes of a replica of each model, where that is known; `room`: bytes
-    of all hosts; 0: not known."""
-    pinned = [spec for spec in specs if spec.pinned and spec.least and memory.get(spec.name)]
-    needed = sum(memory[spec.name] * spec.least for spec in pinned)
-    if not room or needed <= room:
-        return []
-    listed = ", ".join(f"{spec.name} {memory[spec.name] * spec.least / 1e9:,.1f} GB" for spec in pinned)
-    return [
-        f"The pinned models need {needed / 1e9:,.1f} GB together ({listed}), and the hosts have {room / 1e9:,.1f} GB; "
-        "unpin one, or add a host."
-    ]
-
-
 def read_spec(
     fields: Mapping[Any, Any], *, base: ModelSpec | None = None
 ) -> tuple[ModelSpec | None, list[Problem]]:

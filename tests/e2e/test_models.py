@@ -65,9 +65,12 @@ def test_models_come_and_go_while_the_stack_runs(stack: Stack, tmp_path: Path) -
     (tmp_path / "more.yaml").write_text("models: [{name: mine, source: org/mine}]")
     assert models(stack, "apply", "-f", str(tmp_path / "more.yaml")) == "mine: added\n"
 
-    refused = run_cli("models", "unload", "stub", "--data-dir", str(stack.data_dir))
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("error: executor-0 was started with the model stub")
+    refused = run_cli("models", "remove", "stub", "--data-dir", str(stack.data_dir))
+    assert refused.stderr == (
+        "error: executor-0 was started with the model stub; `ryzanstein models unload stub` first.\n"
+    )
+    assert "stub is unloaded" in models(stack, "unload", "stub", "--timeout", "60")
+    assert ask(stack, "stub")["usage"]["completion_tokens"] == 4, "a request loads it again"
     unknown = run_cli("models", "load", "idel", "--data-dir", str(stack.data_dir))
     assert unknown.stderr == "error: There is no model 'idel' in the registry; idle may be meant.\n"
 

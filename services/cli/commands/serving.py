@@ -253,7 +253,7 @@ def remove(
         now = await models.read()
         spec = now.spec(name)
         if wait:
-            _raise_if_own(now, name)
+            _raise_if_own(now, name, removed=True)
             # A pin is against being unloaded to make room, not against this.
             await models.change(spec.name, lambda one: msgspec.structs.replace(one, pinned=False))
             await models.order(spec.name, "unload", force=force)
@@ -373,14 +373,21 @@ def _absolute(source: str) -> str:
     return str(path.resolve()) if path.exists() and not of_hub(source) else source
 
 
-def _raise_if_own(now: Snapshot, name: str) -> None:
-    """Raises `ConfigurationError` where an executor was started with the model: it has it as long as it runs."""
+def _raise_if_own(now: Snapshot, name: str, *, removed: bool = False) -> None:
+    """Raises `ConfigurationError` where an executor was started with the model and loads none: it serves that as long
+    as it runs; and of a model that is to be `removed` where one was started with it at all."""
     model = now.resolve(name)
     for group in now.groups_of(model):
-        if group.instance and not f"{group.group}/".startswith(f"{group.instance}/{model}/"):
+        if not group.instance or f"{group.group}/".startswith(f"{group.instance}/{model}/"):
+            continue
+        if group.instance not in now.taking_hosts():
             raise ConfigurationError(
                 f"{group.instance} was started with the model {model}, which it serves until it ends; `ryzanstein "
                 f"drain {group.group}` ends it once it has finished what it runs."
+            )
+        if removed:
+            raise ConfigurationError(
+                f"{group.instance} was started with the model {model}; `ryzanstein models unload {model}` first."
             )
 
 

@@ -7,7 +7,6 @@ has added with `ryzanstein models add` stays as it is.
 import time
 from collections.abc import Callable
 
-import msgspec
 from rich.console import Console
 
 from services.cli.cluster_models import ClusterModels, Snapshot, apply
@@ -26,7 +25,6 @@ async def declare(models: ClusterModels, plan: StackPlan) -> float:
     own = plan.own_spec()
     wanted = [spec for spec in ([own] if own else []) + plan.further if _is_ours(now, spec)]
     await apply(models, wanted, ORIGIN)
-    await _begin(models, wanted)
     return since
 
 
@@ -52,13 +50,6 @@ async def wait_further(
 def _is_ours(now: Snapshot, spec: ModelSpec) -> bool:
     known = now.specs.get(spec.name)
     return known is None or known.origin == ORIGIN
-
-
-async def _begin(models: ClusterModels, wanted: list[ModelSpec]) -> None:
-    """A start is a new beginning: what was unloaded during the last one is loaded again."""
-    for spec in wanted:
-        if spec.name in (await models.registry.items()):
-            await models.change(spec.name, lambda one: msgspec.structs.replace(one, action="", action_at=0.0))
 
 
 async def _wait(models: ClusterModels, model: str, since: float, console: Console) -> None:

@@ -267,13 +267,15 @@ class LocalStack:
 
     async def withdraw_models(self) -> None:
         """Takes what an earlier start has declared and this one does not out of the registry, while the executors
-        load: it is neither listed nor loaded again."""
+        load: it is neither listed nor loaded again. What was unloaded during that start is to be loaded again."""
         assert self._bus is not None
         registry = await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)
         names = {self.plan.served_model_name, *(spec.name for spec in self.plan.further)}
         for name, spec in (await registry.items()).items():
             if spec.origin == "up" and name not in names:
                 await registry.delete(name)
+            elif spec.origin == "up" and spec.action:
+                await registry.put(name, msgspec.structs.replace(spec, action="", action_at=0.0))
 
     def models(self) -> "ClusterModels":
         """The registry, and what comes of it; after `start`."""

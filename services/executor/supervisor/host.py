@@ -154,6 +154,19 @@ class ModelHost:
         """The group that the executor was started with: it has its memory whatever there is."""
         self._own = self.groups[group.group] = group
 
+    def outlives(self, group: GroupSupervisor) -> bool:
+        """Whether the executor goes on without the group that it was started with: it was unloaded, not drained."""
+        return self._own is not group
+
+    async def _unload_own(self, own: GroupSupervisor, command: UnloadModel) -> None:
+        await own.stop(command.grace, force=command.force)
+        self.memory.release(own.group)
+        self.groups.pop(own.group, None)
+        if command.sleep:
+            await self._put_to_sleep(own.model, own.settings)
+        log.info("model_unloaded", group=own.group, model=own.model)
+        await self._beat()
+
     def _count_own(self) -> None:
         own = self._own
         if own is None or own.memory or not own.kv_bytes:
@@ -288,10 +301,9 @@ class ModelHost:
     def _unload(self, command: UnloadModel) -> HostReply:
         load = self._loads.get(command.group)
         if load is None:
-            if command.group in self.groups:
-                raise InvalidRequest(
-                    f"The group {command.group} is the executor's own; end the executor instead."
-                )
+            if (own := self._own) is not None and own.group == command.group:
+                self._own = None
+                self._tasks.spawn(self._unload_own(own, command), f"unload {own.group}")
             return HostReply(ok=True)
         if load.unload is None or command.force:
             load.unload = command
@@ -313,8 +325,11 @@ class ModelHost:
             for load in self._loads.values()
             if load.spec.name == spec.name or (settings.model and load.settings.model == settings.model)
         ]
-        if users or (settings.model and settings.model == self._settings.model):
-            group = users[0] if users else self._settings.group or self._service.instance
+        own = self._own
+        if own is not None and settings.model and settings.model == own.settings.model:
+            users.append(own.group)
+        if users:
+            group = users[0]
             raise InvalidRequest(
                 f"The files of the model {spec.name} are those of the group {group}; unload that first."
             )
@@ -343,7 +358,7 @@ class ModelHost:
             self.memory.release(load.group)
             self.groups.pop(load.group, None)
             if load.unload is not None and load.unload.sleep:
-                await self._put_to_sleep(load)
+                await self._put_to_sleep(load.spec.name, load.settings)
             self._loads.pop(load.group, None)
             log.info("model_unloaded", group=load.group, model=name)
             await self._beat()
@@ -452,10 +467,9 @@ class ModelHost:
 
     # --- sleep -----------------------------------------------------------------------------------
 
-    async def _put_to_sleep(self, load: _Load) -> None:
-        name = load.spec.name
+    async def _put_to_sleep(self, name: str, settings: ExecutorSettings) -> None:
         try:
-            files = await asyncio.to_thread(StoredModel(load.settings).resident)
+            files = await asyncio.to_thread(StoredModel(settings).resident)
         except (RyzansteinError, OSError) as error:
             log.warning("model_not_asleep", model=name, reason=str(error))
             return

@@ -86,9 +86,11 @@ class ExecutorService(Service):
         await self._host.start()
 
     async def _live(self, group: GroupSupervisor) -> None:
-        """The life of the group that the executor was started with, which ends the executor."""
+        """The life of the group that the executor was started with, which ends the executor, unless it was unloaded."""
         error = await group.run()
-        if error is not None:
+        if self._host.outlives(group):
+            self._own = None
+        elif error is not None:
             self.fail(error)
         else:
             self.end()

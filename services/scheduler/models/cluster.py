@@ -50,7 +50,7 @@ class Replica:
 
     @property
     def ours(self) -> bool:
-        """Whether it was loaded for the registry: an executor's own group is not unloaded."""
+        """Whether it was loaded for the registry: an executor's own group stays when its model leaves that."""
         return f"{self.group}/".startswith(f"{self.host}/{self.model}/")
 
     @property
@@ -208,6 +208,11 @@ class ClusterView:
 
     def get(self, group: str) -> Replica | None:
         return self._groups.get(group)
+
+    def obeys(self, replica: Replica) -> bool:
+        """Whether its host unloads it when it is told to."""
+        host = self.hosts.get(replica.host)
+        return host is not None and host.takes
 
     def of(self, model: str) -> Iterable[Replica]:
         """Every group of a model, whatever its state."""

@@ -268,9 +268,8 @@ class ModelPlacer:
     # --- what is too much ------------------------------------------------------------------------
 
     def _unload_unwanted(self, spec: ModelSpec) -> None:
-        replicas = [
-            replica for replica in self.cluster.of(spec.name) if replica.ours and not replica.draining
-        ]
+        obeys = self.cluster.obeys
+        replicas = [one for one in self.cluster.of(spec.name) if obeys(one) and not one.draining]
         if self._is_unloaded(spec):
             for group in list(self._plans_of.get(spec.name, ())):
                 self._drop(group)

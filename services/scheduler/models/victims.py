@@ -77,9 +77,9 @@ class Worth:
         return self._demand.get(model, NO_DEMAND).waiting > 0
 
     def keeps(self, replica: Replica) -> bool:
-        """Whether it never makes room: its model is pinned or in no registry, or it is an executor's own group."""
+        """Whether it never makes room: its model is pinned or in no registry, or its host loads no models."""
         spec = self._specs.get(replica.model)
-        return spec is None or spec.pinned or not replica.ours
+        return spec is None or spec.pinned or not self._cluster.obeys(replica)
 
     def least(self, model: str) -> int:
         spec = self._specs.get(model)

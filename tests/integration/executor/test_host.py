@@ -184,6 +184,24 @@ def _read(url: str) -> str:
         return str(response.read().decode())
 
 
+async def test_the_model_that_an_executor_was_started_with_goes_and_comes_too(
+    bus: Bus, nats_settings: CommonSettings, reader: Reader, tmp_path: Path
+) -> None:
+    arguments = ("--engine", "stub", "--takes-models", "--served-model-name", "a", "--group", "own")
+    arguments += ("--host-memory", str(MEMORY), "--stub-step-ms", "5", "--handover-timeout", "0")
+    async with service_process(
+        bus, nats_settings, "services.executor", tmp_path, *arguments, instance=INSTANCE
+    ) as process:
+        own = Host(bus, process)
+        await own.until(lambda beat: [group.state for group in beat.groups] == ["ready"])
+        assert (await own.tell(UnloadModel("own"))).ok
+        await own.until(lambda beat: not beat.groups)
+        assert (await own.load("a")).ok
+        await own.ready("a")
+        await own.dispatch("a", "one")
+        assert len((await reader.finish("one"))[0]) == 8
+
+
 async def test_a_killed_rank_of_one_group_leaves_the_others_untouched(host: Host, reader: Reader) -> None:
     await host.load("a", tp=2)
     await host.load("b")

@@ -16,7 +16,6 @@ from shared.registry import (
     check,
     check_all,
     nearest,
-    pin_problems,
     read_spec,
     wrong_name,
 )
@@ -92,15 +91,6 @@ def test_names_clash_over_the_whole_registry() -> None:
     assert [problem for problem in check_all([*others, ModelSpec("b", "b")]) if "twice" in problem]
     full = [ModelSpec(str(number), "x") for number in range(MAX_MODELS)]
     assert any("1024 models at most" in problem for problem in check(GOOD, full))
-
-
-def test_pins_that_cannot_be_met_are_told_where_memory_is_known() -> None:
-    specs = [ModelSpec("a", "a", least=2, most=2, pinned=True), ModelSpec("b", "b", least=1, pinned=True)]
-    memory = {"a": 4 << 30, "b": 3 << 30}
-    assert pin_problems(specs, memory, 11 << 30) == []
-    assert pin_problems(specs, memory, 0) == []
-    (told,) = pin_problems(specs, memory, 10 << 30)
-    assert "a 8.6 GB" in told
 
 
 def test_fields_of_an_object_are_read_and_all_that_is_wrong_is_told() -> None:

@@ -67,6 +67,17 @@ def test_the_one_that_is_asked_for_least_makes_room() -> None:
     assert cluster.serving("a")
 
 
+def test_what_an_executor_was_started_with_makes_room_too_where_it_loads_models() -> None:
+    cluster = one_host()
+    cluster.hosts["h1"].groups["group-0"] = FakeGroup("group-0", "a", BEGIN)
+    cluster.register(spec("a"), spec("b"))
+    cluster.run(600)
+    cluster.ask("b")
+    cluster.run(15)
+    assert cluster.serving("b")
+    assert not cluster.serving("a")
+
+
 def test_what_was_loaded_only_now_stays_for_a_while() -> None:
     cluster = one_host()
     cluster.register(spec("a"), spec("b"))
