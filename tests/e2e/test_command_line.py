@@ -54,7 +54,7 @@ def test_up_proves_itself(two_groups: Stack) -> None:
 def test_status_has_its_promised_shape(two_groups: Stack) -> None:
     where = ("--data-dir", str(two_groups.data_dir))
     status = json.loads(run_cli("status", "--json", *where).stdout)
-    assert set(status) == {"services", "groups"}
+    assert set(status) == {"services", "groups", "hosts"}
     assert {one["name"] for one in status["services"]} == {
         "gateway",
         "scheduler",

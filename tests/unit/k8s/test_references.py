@@ -251,7 +251,7 @@ def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> No
                         wanted = "ryzanstein/executor-gpu" if gpu else "ryzanstein/executor"
                         assert (image.removeprefix("registry.example.com/"), tag) == (wanted, version[1])
                     case _:
-                        wanted = f"ryzanstein/{pod.component}"
+                        wanted = f"ryzanstein/{'cli' if pod.component == 'models' else pod.component}"
                         assert (image.removeprefix("registry.example.com/"), tag) == (wanted, version[1])
 
 

@@ -77,7 +77,8 @@ def whole_targets(config: Any) -> list[AdapterTarget]:
     `ModelLoadError` where the architecture is not served."""
     from services.executor.model.loading.loader import build_split
 
-    model = build_split(config, torch.bfloat16, ShardLayout.from_config(config, 1, 0), SingleRank())
+    # PyTorch's own default type: another would be that of what a step in another thread makes meanwhile, too.
+    model = build_split(config, torch.float32, ShardLayout.from_config(config, 1, 0), SingleRank())
     return targets_of(model)
 
 

@@ -66,6 +66,10 @@ def map_case(context: HookContext, case: Case) -> Case:
         _fit_endpoint(case.path, case.body, number)
     if case.path.startswith("/v1/registry/models/"):
         _fit_registry(case, number)
+    if "lora" in case.path and isinstance(case.body, dict):
+        case.body = _fit_adapter(case.path, number)
+    if "adapter" in case.path_parameters:
+        case.path_parameters["adapter"] = f"adapter-{number % 5}"
     _know_places(case, number)
     return case
 
@@ -77,6 +81,15 @@ def _fit_registry(case: Case, number: int) -> None:
     if isinstance(case.body, dict):
         case.path_parameters["model"] = f"model-{number % 5}"
         case.body = {"source": f"org/model-{number % 7}", "least": number % 2}
+
+
+def _fit_adapter(path: str, number: int) -> dict[str, Any]:
+    """Names and sources that may be, of a base that no host could be asked for: there is none."""
+    if path.startswith("/v1/loras/"):
+        return {"source": "org/adapter", "model": "nobody"}
+    if path == "/v1/unload_lora_adapter":
+        return {"lora_name": f"adapter-{number % 5}"}
+    return {"lora_name": f"adapter-{number % 5}", "lora_path": "org/adapter", "model": "nobody"}
 
 
 def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:

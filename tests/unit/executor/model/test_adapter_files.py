@@ -223,3 +223,14 @@ def test_adapters_of_single_experts_are_those_of_all(tmp_path: Path, older_names
     write(tmp_path / "single", tensors)
     with pytest.raises(ModelLoadError, match="is there without its lora_B"):
         inspect_adapter(tmp_path / "single", config)
+
+
+def test_a_look_at_the_base_leaves_the_type_that_other_threads_compute_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is one for the whole process, and steps go on while an adapter is checked."""
+    config = load_config(make_model(tmp_path, "llama"))
+    kinds: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", kinds.append)
+    assert whole_targets(config)
+    assert set(kinds) <= {torch.float32}
