@@ -57,12 +57,12 @@ async def use(stack: Stack, digests: list[str], tokens: int, *, kill: bool) -> N
     async with httpx.AsyncClient(base_url=stack.url, timeout=90, limits=limits) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert sum(1 for one in listed if one["parent"] == "stub") == REGISTERED
-        pid = (await asyncio.to_thread(stack.status))["groups"][0]["ranks"][0]["pid"]
         began = asyncio.Event()
         running = [asyncio.create_task(complete(client, number, tokens, began)) for number in range(USED)]
         if kill:
             await began.wait()
-            os.kill(pid, signal.SIGKILL)
+            group = (await asyncio.to_thread(stack.status))["groups"][0]
+            os.kill(group["ranks"][0]["pid"], signal.SIGKILL)
         for number, answer in enumerate(await asyncio.gather(*running)):
             assert answer == (text_of(number, digests[number], tokens), f"a{number}")
 

@@ -45,10 +45,12 @@ async def test_a_drain_is_seen_by_health_and_ends_every_answer(
     nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
     held = ring.behave = Held()
+    alone = ("grpc.use_local_subchannel_pool", 1)  # a connection of its own
     async with (
         run_gateway(nats_settings, grpc_port=0, drain_delay=1.0) as gateway,
         Client(gateway.service.grpc_address) as client,
-        Client(gateway.service.grpc_address, ("grpc.use_local_subchannel_pool", 1)) as late,
+        Client(gateway.service.grpc_address, alone) as late,
+        Client(gateway.service.grpc_address, alone) as new,
     ):
         watch = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == Response.SERVING
@@ -63,7 +65,7 @@ async def test_a_drain_is_seen_by_health_and_ends_every_answer(
         await session.write(pb.ChatSessionRequest(id="b", chat=QUESTION))
         refused = await session.read()
         assert refused.error.code == grpc.StatusCode.UNAVAILABLE.value[0]
-        error = await failure(Client(gateway.service.grpc_address).Generate(PROMPT))
+        error = await failure(new.Generate(PROMPT))
         assert error.code() == grpc.StatusCode.UNAVAILABLE
         held.go_on.set()
         assert text_of([event async for event in call]) == "Hi!"
