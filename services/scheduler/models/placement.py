@@ -184,9 +184,7 @@ class ModelPlacer:
     def _look_at_failures(self) -> None:
         while self.cluster.failed:
             (model, host), item = self.cluster.failed.popitem()
-            if model in self._specs and self.failures.told(
-                model, host, item.failed_at, item.error, self._now
-            ):
+            if model in self._specs and self._is_news(model, host, item):
                 for plan in list(self._plans_of.get(model, {}).values()):
                     if plan.host == host and plan.told_at:
                         self._drop(plan.group)

@@ -59,6 +59,10 @@ class FakeCluster:
         self.commands: list[Command] = []
         self.failing: dict[tuple[str, str], float] = {}
         """(model, host) whose loads fail: when the last one did."""
+        self.unfetched: set[str] = set()
+        """Models of which a host learns the size only once it has fetched the files."""
+        self.lacking: dict[tuple[str, str], float] = {}
+        """(model, host) for which there was no room then, and when."""
         self.known: set[str] = set()
         """Models whose size some host has told."""
         self.unknown: set[str] = set()
@@ -131,6 +135,11 @@ class FakeCluster:
                 for (model, name), at in self.failing.items()
                 if name == host.name and at
             ]
+            models += [
+                HostModel(model, "failed", error="There is no room.", memory=self.sizes[model], failed_at=at)
+                for (model, name), at in self.lacking.items()
+                if name == host.name
+            ]
             used = host.memory - self.free(host)
             beat = HostBeat(host.memory, used, host.devices, models, takes_models=True)
             self.view.host(HostRecord(host.name, beat, "ready"))
@@ -155,6 +164,11 @@ class FakeCluster:
             self.failing[command.model, host.name] = self.now
             return
         size = self.sizes[command.model]
+        if size > self.free(host) and command.model in self.unfetched:
+            self.unfetched.discard(command.model)
+            self.lacking[command.model, host.name] = self.now
+            return
+        self.lacking.pop((command.model, host.name), None)
         if size > self.free(host):
             assert command.model in self.unknown, "memory is exceeded"
             self.known.add(command.model)

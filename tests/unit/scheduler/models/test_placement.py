@@ -177,6 +177,19 @@ def test_failures_are_tried_elsewhere_then_told_then_not_tried_for_ever() -> Non
     assert cluster.serving("a")
 
 
+def test_a_host_that_finds_no_room_once_it_has_the_files_gets_room_made_for_it() -> None:
+    cluster = one_host(a=50)
+    cluster.sizes["b"] = 50 * GB
+    cluster.unfetched.add("b")
+    cluster.register(spec("a"), spec("b"))
+    cluster.ask("a")
+    cluster.run(600)
+    cluster.ask("b")
+    cluster.run(15)
+    assert cluster.serving("b"), "it is no fault of the model's, which would be put off"
+    assert not cluster.serving("a")
+
+
 def test_commands_that_are_not_seen_are_repeated_and_not_for_ever() -> None:
     cluster = one_host(a=50)
     cluster.deaf = True
