@@ -44,6 +44,12 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """The prompt ends within the reasoning."""
 
 
+RecordedEndpoint = Literal[
+    "chat.completions", "completions", "responses", "embeddings", "messages", "ollama.chat", "ollama.generate"
+]
+"""Which API's answer a generation is."""
+
+
 class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """All that any gateway needs to serve a client's generation: its choices, and how its text is shown.
 
@@ -52,7 +58,7 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     identity: str
     """What the client knows, behind a prefix of its endpoint."""
-    endpoint: Literal["chat.completions", "completions", "responses", "embeddings"]
+    endpoint: RecordedEndpoint
     created: float
     """Unix seconds by the clock of the gateway that took it."""
     requests: list[GenerationRequest]

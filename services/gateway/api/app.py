@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, page_routes
+from services.gateway.api.dialects import of_path
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
@@ -31,7 +32,6 @@ from services.gateway.core.errors import (
     CLIENT_GONE,
     ClientGone,
     RouteError,
-    describe,
     headers_of,
     log_failure,
     status_of,
@@ -54,7 +54,7 @@ OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, vllm.PING))
 
 
 class GatewayApp:
-    """Every answer carries an x-request-id; every error is in OpenAI's shape."""
+    """Every answer carries an x-request-id; every error is in the shape of the API that was asked."""
 
     def __init__(
         self, backend: Backend, ops: OpsApp, settings: GatewaySettings, metrics: GatewayMetrics
@@ -215,7 +215,8 @@ class _Exchange:
                 return
             send = self._deny
         if not self.status:
-            await send_json(send, status_of(error), describe(error, self.request_id), headers_of(error))
+            body = of_path(self._scope["path"]).describe(error, self.request_id)
+            await send_json(send, status_of(error), body, headers_of(error))
         else:
             self.status = status_of(error)  # a stream has told it: for logs and metrics alone
 

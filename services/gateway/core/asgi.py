@@ -131,3 +131,25 @@ class EventStream:
                 body += b"event: %b\n" % kind[0]
             body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+
+
+class LineStream:
+    """JSON texts, a line each (NDJSON). Begins with the first write."""
+
+    _HEAD = (
+        (b"content-type", b"application/x-ndjson"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    )
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def write(self, lines: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
+        """As `EventStream.write`; ids and types have no place here."""
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
+        body = b"".join(line[0] + b"\n" for line in lines)
+        await self._send({"type": "http.response.body", "body": body, "more_body": not end})

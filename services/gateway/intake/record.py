@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -26,7 +26,7 @@ from services.gateway.tracing.generations import traced
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
-from shared.messages.records import GenerationRecord, Parsing, ResponseRecord
+from shared.messages.records import GenerationRecord, Parsing, RecordedEndpoint, ResponseRecord
 from shared.nats.bus import encode
 
 UNNAMED_OUTPUT = 512
@@ -67,6 +67,8 @@ class Context(msgspec.Struct, frozen=True):
     adapter: str = ""
     """Digest of the LoRA adapter that the request names; set by the intake."""
     adapter_name: str = ""
+    endpoint: RecordedEndpoint | Literal[""] = ""
+    """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -142,7 +144,8 @@ def record_of(
     chat = isinstance(request, ChatCompletionRequest)
     record = GenerationRecord(
         identity=first.generation_id,
-        endpoint="responses" if response else "chat.completions" if chat else "completions",
+        endpoint=context.endpoint
+        or ("responses" if response else "chat.completions" if chat else "completions"),
         created=started_at,
         requests=requests,
         choices=count,

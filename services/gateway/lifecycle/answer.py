@@ -38,8 +38,11 @@ PREFIXES = {
     "completions": "cmpl-",
     "responses": "resp_",
     "embeddings": "embd-",
+    "messages": "msg_",
+    "ollama.chat": "ollama-",
+    "ollama.generate": "ollama-",
 }
-_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|embd-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
+_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|embd-|msg_|ollama-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
 
 
 class Place(NamedTuple):

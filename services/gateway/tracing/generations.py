@@ -20,7 +20,8 @@ from shared.messages.records import GenerationRecord
 from shared.nats import subjects
 from shared.tracing import NONE, Span, TraceContext, Value
 
-_OPERATIONS = {"chat.completions": "chat", "responses": "chat", "completions": "text_completion"}
+_OPERATIONS = {"completions": "text_completion", "ollama.generate": "text_completion"}
+"""Of OpenTelemetry's conventions, by endpoint; the others are chats."""
 PROVIDER = "ryzanstein"
 
 
@@ -122,7 +123,7 @@ def traced(
     if not parent.recording:
         return record, None
     first = record.requests[0]
-    operation = "embeddings" if first.embed else _OPERATIONS[record.endpoint]
+    operation = "embeddings" if first.embed else _OPERATIONS.get(record.endpoint, "chat")
     span = tracing.under(
         parent,
         f"{operation} {first.model}",

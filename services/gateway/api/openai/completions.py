@@ -8,15 +8,15 @@ from functools import partial
 import msgspec
 
 from services.gateway.api.backend import Ask, Backend
+from services.gateway.api.dialects import of_endpoint
 from services.gateway.core.asgi import (
-    EventStream,
     disconnected,
     header,
     read_body,
     send_json,
     watch_disconnect,
 )
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe
+from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
 from services.gateway.intake.intake import Endpoint
@@ -95,7 +95,8 @@ def positions_of(scope: Scope) -> list[int] | None:
 async def stream(run: Run, send: Send, request_id: str) -> None:
     """Events until the end. An error is raised: before the first chunk, so that it gets a status of its own; behind
     it, once the client has been told, so that it is logged and counted as what it is and not as a success."""
-    events = EventStream(send)
+    dialect = of_endpoint(run.answer.record.endpoint)
+    events = dialect.stream(send)
     try:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
@@ -105,7 +106,8 @@ async def stream(run: Run, send: Send, request_id: str) -> None:
         raise
     except Exception as error:
         if events.started:
-            await events.write([(msgspec.json.encode(describe(error, request_id)), b"")], end=True)
+            told = msgspec.json.encode(dialect.describe(error, request_id))
+            await events.write([(told, b"", dialect.error_event)], end=True)
         raise
 
 
