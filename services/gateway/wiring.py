@@ -9,10 +9,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from services.gateway.api.adapter_management import AdapterManagement
 from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
-from services.gateway.api.management import Management
+from services.gateway.api.management.adapters import AdapterManagement
+from services.gateway.api.management.models import Management
 from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
 from services.gateway.batches.files import Files

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands.models import models_app
+from services.cli.commands.models.local import models_app
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, ModelLoadError
 from shared.messages.registry import ModelSpec

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
-from services.cli.commands.models import models_app
+from services.cli.commands.models.local import models_app
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, DeadlineExceeded, ModelDoesNotFit, ModelLoadError, UnknownModel
 from shared.messages import GroupLoad, GroupRecord

@@ -10,7 +10,7 @@ from services.cli.commands.chat import chat
 from services.cli.commands.control import drain, log_level, undrain
 from services.cli.commands.debug import debug_app
 from services.cli.commands.keys import keys_app
-from services.cli.commands.models import models_app
+from services.cli.commands.models.local import models_app
 from services.cli.commands.status import status
 from services.cli.commands.up import up
 from services.cli.serve import MODULES

@@ -149,7 +149,7 @@ def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec]]:
     """The executors' own model (empty: none), and those beside it. Raises `ConfigurationError`."""
     if not file and len(names) < 2:
         return names[0] if names else model_store.DEFAULT_MODEL, []
-    from services.cli.commands.serving import read_file, spec_of
+    from services.cli.commands.models.serving import read_file, spec_of
     from shared.registry import check_all
 
     further: list[ModelSpec] = []

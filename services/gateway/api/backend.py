@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.api.adapter_management import AdapterManagement
 from services.gateway.api.cluster import Cluster
-from services.gateway.api.management import Management
+from services.gateway.api.management.adapters import AdapterManagement
+from services.gateway.api.management.models import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.batches.files import Files

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from services.cli.commands import models
-from services.cli.commands.models import models_app
+from services.cli.commands.models import local
+from services.cli.commands.models.local import models_app
 from services.executor.model.catalogue import REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store import hub
@@ -54,7 +54,7 @@ def test_architectures_that_are_served() -> None:
 
 def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RYZANSTEIN_MODEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(models, "running_nats", lambda *_: None)
+    monkeypatch.setattr(local, "running_nats", lambda *_: None)
     (tmp_path / "org--name").mkdir()
     (tmp_path / "org--name" / "config.json").write_text("{}")
     (model,) = json.loads(run("list", "--json"))["models"]

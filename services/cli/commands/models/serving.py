@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, plan_apply
-from services.cli.commands.model_tables import (
+from services.cli.commands.models.tables import (
     declared_fields,
     print_json,
     replicas_of,

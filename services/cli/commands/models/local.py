@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from services.cli.commands import serving
-from services.cli.commands.cache import gc, registered
-from services.cli.commands.model_tables import list_running
+from services.cli.commands.models import serving
+from services.cli.commands.models.cache import gc, registered
+from services.cli.commands.models.tables import list_running
 from services.cli.target import DataDir, LocalSettings, NatsUrl, running_nats
 from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings

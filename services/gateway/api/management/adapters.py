@@ -8,7 +8,7 @@ import time
 import msgspec
 import structlog
 
-from services.gateway.api.management import Management
+from services.gateway.api.management.models import Management
 from services.gateway.core.adapters import AdapterRegistry, already_loaded
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError

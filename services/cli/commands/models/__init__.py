@@ -1,0 +1,1 @@
+"""`ryzanstein models`: what a running stack or cluster serves, and what lies on this machine."""
