@@ -25,6 +25,8 @@ class Dialect:
     stream: type[EventStream] | type[LineStream] = EventStream
     error_event: bytes = b""
     """The type of the event that tells of an error within a stream."""
+    done: bool = True
+    """Whether streams end with `[DONE]`, but for those that end otherwise in the same API."""
 
 
 _ANTHROPIC_TYPES = {
@@ -56,8 +58,8 @@ def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
 
 
 OPENAI = Dialect(describe)
-ANTHROPIC = Dialect(_anthropic, error_event=b"error")
-OLLAMA = Dialect(_ollama, LineStream)
+ANTHROPIC = Dialect(_anthropic, error_event=b"error", done=False)
+OLLAMA = Dialect(_ollama, LineStream, done=False)
 _PATHS: Sequence[tuple[str, Dialect]] = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
 
 

@@ -142,14 +142,22 @@ class LineStream:
         (b"x-accel-buffering", b"no"),
     )
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, positions: bool = False) -> None:
+        """`positions`: whether each line, an object, has its id as `position`."""
         self._send = send
+        self._positions = positions
         self.started = False
 
     async def write(self, lines: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
-        """As `EventStream.write`; ids and types have no place here."""
+        """As `EventStream.write`; types have no place here."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
-        body = b"".join(line[0] + b"\n" for line in lines)
+        if self._positions:
+            lines = [_with_position(*line[:2]) for line in lines]
+        body = b"".join([line[0] + b"\n" for line in lines])
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+
+
+def _with_position(data: bytes, identity: bytes) -> tuple[bytes]:
+    return (data[:-1] + b',"position":"%b"}' % identity if identity else data,)

@@ -10,6 +10,8 @@ import msgspec
 from services.gateway.api.backend import Ask, Backend
 from services.gateway.api.dialects import of_endpoint
 from services.gateway.core.asgi import (
+    EventStream,
+    LineStream,
     disconnected,
     header,
     read_body,
@@ -27,6 +29,8 @@ from services.gateway.streams.run import Run
 from shared.service.endpoints import Receive, Scope, Send
 
 DONE = b"[DONE]"
+GENERATION_HEADER = "x-ryzanstein-generation"
+"""Of an answer whose lines name no id: the id of its generation."""
 
 
 class CompletionsRoute:
@@ -55,6 +59,8 @@ class CompletionsRoute:
 def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
+    if of_endpoint(run.answer.record.endpoint).stream is LineStream:
+        scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     watcher = asyncio.create_task(watch_disconnect(receive, run.end))
     try:
         yield
@@ -92,16 +98,30 @@ def positions_of(scope: Scope) -> list[int] | None:
     return cursor.parse(given) if given else None
 
 
-async def stream(run: Run, send: Send, request_id: str) -> None:
-    """Events until the end. An error is raised: before the first chunk, so that it gets a status of its own; behind
-    it, once the client has been told, so that it is logged and counted as what it is and not as a success."""
+def wants_positions(scope: Scope) -> bool:
+    """Whether lines are to say where in the log they stand, as the ids of events do. Raises `InvalidParameter`."""
+    given = (header(scope, b"x-ryzanstein-positions") or "false").lower()
+    if given not in ("true", "false"):
+        raise InvalidParameter(
+            "Invalid header 'X-Ryzanstein-Positions': expected true or false.",
+            param="X-Ryzanstein-Positions",
+            reason="invalid_header",
+        )
+    return given == "true"
+
+
+async def stream(run: Run, send: Send, request_id: str, *, positions: bool = False) -> None:
+    """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
+    so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
+    what it is and not as a success."""
     dialect = of_endpoint(run.answer.record.endpoint)
-    events = dialect.stream(send)
+    lines = dialect.stream is LineStream
+    events = LineStream(send, positions=positions) if lines else EventStream(send)
     try:
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
                 await events.write(batch)
-        await events.write([(DONE, b"")] if run.ends_with_done else [], end=True)
+        await events.write([(DONE, b"")] if run.ends_with_done and dialect.done else [], end=True)
     except ClientGone:
         raise
     except Exception as error:
@@ -134,7 +154,7 @@ async def cancel_generation(ask: Ask) -> Cancelled:
 
 async def stream_generation(ask: Ask) -> None:
     """Its events behind `Last-Event-ID`, in the format of the endpoint that began it."""
-    after = positions_of(ask.scope)
+    after, positions = positions_of(ask.scope), wants_positions(ask.scope)
     run = await ask.parts.reading.attach(ask.named("generation"), after, tenant=ask.tenant)
     with reading(run, ask.scope, ask.receive):
-        await stream(run, ask.send, ask.request_id)
+        await stream(run, ask.send, ask.request_id, positions=positions)

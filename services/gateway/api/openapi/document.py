@@ -7,16 +7,14 @@ import msgspec
 
 from services.gateway.api.openapi import operation as parameters
 from services.gateway.api.openapi.constraints import constrain
-from services.gateway.api.openapi.operation import EVENTS, JSON, ApiRoute, Operation, Parameter
+from services.gateway.api.openapi.operation import EVENTS, JSON, LINES, ApiRoute, Operation, Parameter
 from services.gateway.core.asgi import send_json
-from services.gateway.core.errors import ErrorBody
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import EXACT_HEADER
 from shared.process import VERSION
 from shared.service.endpoints import Receive, Scope, Send
 
 REF = "#/components/schemas/{name}"
-ERROR = {"$ref": REF.format(name="ErrorBody")}
 STATUSES = {
     400: "The request must change; `param` names the field, `code` says how.",
     401: "The API key is missing or not known.",
@@ -65,9 +63,10 @@ def document(routes: Iterable[Any], settings: GatewaySettings) -> dict[str, Any]
 
 def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str, Any]]:
     """The schema of every type that the operations name (by the type's id), and the components they refer to."""
-    types = [ErrorBody]
+    types = []
     for operation in operations:
-        types += [kind for kind in (operation.request, operation.response, *operation.events) if kind]
+        answers = (operation.response, *operation.events, *operation.lines, operation.error)
+        types += [kind for kind in (operation.request, *answers) if kind]
     schemas, components = msgspec.json.schema_components(types, ref_template=REF)
     constrain(components)
     return dict(zip(map(id, types), schemas, strict=True)), components
@@ -112,11 +111,14 @@ def _parameter(item: Parameter, settings: GatewaySettings) -> dict[str, Any]:
 
 
 def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
-    content = dict(_content(operation.response_content))
+    content, error = dict(_content(operation.response_content)), shown[id(operation.error)]
     if operation.response:
         content[JSON] = {"schema": shown[id(operation.response)]}
     if operation.events:
-        content[EVENTS] = {"schema": _event([shown[id(kind)] for kind in operation.events])}
+        content[EVENTS] = {"schema": _event([shown[id(kind)] for kind in operation.events], error)}
+    if operation.lines:
+        lines = [shown[id(kind)] for kind in operation.lines]
+        content[LINES] = {"schema": {"description": "One line.", "anyOf": [*lines, error]}}
     done = {"description": "Done."} | ({"content": content} if content else {})
     answers: dict[str, dict[str, Any]] = {str(operation.success): done}
     if operation.plain:
@@ -124,15 +126,15 @@ def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
             answers[str(status)] = {"description": STATUSES[status], "content": content}
         return answers
     for status in sorted(operation.statuses):
-        answers[str(status)] = {"description": STATUSES[status], "content": {JSON: {"schema": ERROR}}}
+        answers[str(status)] = {"description": STATUSES[status], "content": {JSON: {"schema": error}}}
     for code, answer in answers.items():
         answer["headers"] = _headers(int(code), generates=parameters.BACKGROUND in operation.parameters)
     return answers
 
 
-def _event(data: list[Any]) -> dict[str, Any]:
+def _event(data: list[Any], error: Any) -> dict[str, Any]:
     """One event of a stream: version 3.1 has no word for the whole."""
-    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [*data, ERROR]}}
+    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [*data, error]}}
     return {
         "type": "object",
         "description": "One server-sent event.",

@@ -18,10 +18,12 @@ from typing import Any
 import msgspec
 from starlette.routing import Match, Route
 
+from services.gateway.core.errors import ErrorBody
 from services.gateway.intake.headers import IDEMPOTENCY_KEY, REQUEST_ID
 from shared.service.endpoints import Scope
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+LINES = "application/x-ndjson"
 GENERATING = (404, 422, 504)
 """Statuses, besides those that follow from its body, with which a request for tokens may end."""
 
@@ -75,6 +77,10 @@ class Operation(msgspec.Struct, frozen=True):
     """Other answers: their schemas by content type."""
     events: tuple[Any, ...] = ()
     """The types of a server-sent event's data, where the answer can be a stream."""
+    lines: tuple[Any, ...] = ()
+    """The types of a line, where the answer can be a stream of JSON texts, a line each."""
+    error: Any = ErrorBody
+    """The type of the body of an error: each API has its own."""
     success: int = 200
     query: type[msgspec.Struct] | None = None
     """What its query is read as."""
