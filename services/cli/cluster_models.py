@@ -33,7 +33,7 @@ from shared.messages.registry import (
 from shared.model_status import ModelStatus, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Entry
 from shared.registry import check, nearest
 
 HOST_TIMEOUT = 10.0
@@ -42,8 +42,6 @@ LOOK_INTERVAL = 0.5
 """Seconds between two looks at most: a status depends on the time too."""
 SETTLED = 3.0
 """Seconds after an order in which the scheduler may still say what it said of the model before."""
-ATTEMPTS = 10
-"""To write an entry that others write at the same time."""
 
 Watch = Callable[["Snapshot"], None]
 
@@ -192,18 +190,19 @@ class ClusterModels:
     async def change(self, name: str, made: Callable[[ModelSpec], ModelSpec]) -> tuple[ModelSpec, ModelSpec]:
         """Writes what `made` makes of the entry, over writes of others; returns it before and after. Raises
         `UnknownModel`, `ConfigurationError` with all that is wrong with it."""
-        for _ in range(ATTEMPTS):
-            now = await self.read()
-            entry = await self.registry.get(now.spec(name).name)
-            if entry is None:
-                continue
-            changed = made(entry.value)
+        now = await self.read()
+
+        def newest(known: Entry[ModelSpec] | None) -> ModelSpec:
+            if known is None:
+                raise now.unknown(name)
+            changed = made(known.value)
             _raise(check(changed, now.specs.values(), now.adapters))
-            if changed == entry.value:
-                return entry.value, changed
-            if await self.registry.update(entry.key, changed, entry.revision) is not None:
-                return entry.value, changed
-        raise BrokerUnavailable(f"Others change the model {name} all the time; try again.")
+            return changed
+
+        change = await self.registry.change(now.spec(name).name, newest)
+        assert change.before is not None
+        assert change.after is not None, "an entry was made of one"
+        return change.before.value, change.after.value
 
     async def order(self, name: str, action: str, *, force: bool = False) -> ModelSpec:
         """Has the model loaded or unloaded from now on; an unload waits for what runs unless `force`."""

@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 import msgspec
 
-from shared.errors import BrokerUnavailable, InternalError, PayloadTooLarge
+from shared.errors import InternalError, PayloadTooLarge
 from shared.messages.registry import AdapterRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Change, Entry
 from shared.nats.objects import CHUNK, MissingObject, Objects
 
 CONFIG = "adapter_config.json"
@@ -98,7 +98,6 @@ async def _write(file: BinaryIO, parts: AsyncIterable[bytes], limit: int) -> Non
 
 MAX_RETIRED = 64
 """Digests that a name has had and whose files still stay; a further replacement has to wait."""
-_TRIES = 8
 
 
 class AdapterRefused(Exception):
@@ -112,31 +111,32 @@ class AdapterRefused(Exception):
 async def register(bucket: Bucket[AdapterRecord], record: AdapterRecord, *, replace: bool) -> AdapterRecord:
     """Registers `record` under its name; with `replace` also where there is one, whose digest is retired then. Returns
     what stands there now. Raises `AdapterRefused`, `BrokerUnavailable`."""
-    for _ in range(_TRIES):
-        known = await bucket.get(record.name)
+
+    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
         if known is None:
-            if await bucket.create(record.name, record) is not None:
-                return record
-            continue
+            return record
         if known.value.digest and not replace:
             raise AdapterRefused(record.name, "exists")
-        new = msgspec.structs.replace(record, retired=_retired(known.value, record.digest))
-        if await bucket.update(record.name, new, known.revision) is not None:
-            return new
-    raise _overtaken(record.name)
+        return msgspec.structs.replace(record, retired=_retired(known.value, record.digest))
+
+    return _there(await bucket.change(record.name, made))
 
 
 async def unregister(bucket: Bucket[AdapterRecord], name: str) -> AdapterRecord:
     """Takes an adapter out of the registry: what runs with it goes on. Returns what stands there now. Raises as
     `register`."""
-    for _ in range(_TRIES):
-        known = await bucket.get(name)
+
+    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
         if known is None or not known.value.digest:
             raise AdapterRefused(name, "missing")
-        gone = msgspec.structs.replace(known.value, digest="", retired=_retired(known.value, ""))
-        if await bucket.update(name, gone, known.revision) is not None:
-            return gone
-    raise _overtaken(name)
+        return msgspec.structs.replace(known.value, digest="", retired=_retired(known.value, ""))
+
+    return _there(await bucket.change(name, made))
+
+
+def _there(change: Change[AdapterRecord]) -> AdapterRecord:
+    assert change.after is not None, "it was made"
+    return change.after.value
 
 
 def _retired(known: AdapterRecord, digest: str) -> list[tuple[str, int]]:
@@ -149,7 +149,3 @@ def _retired(known: AdapterRecord, digest: str) -> list[tuple[str, int]]:
     if len(retired) > MAX_RETIRED:
         raise AdapterRefused(known.name, "replaced_too_often")
     return retired
-
-
-def _overtaken(name: str) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Others change the adapter '{name}' at the same time; try again.")

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -13,7 +13,7 @@ from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyW
 from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 
-from shared.errors import BrokerFull
+from shared.errors import BrokerFull, BrokerUnavailable
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
 from shared.nats.errors import BROKER_ERRORS, broker_error, reason_of, translated
 from shared.nats.streams import create_replicated, ensure_stream, read_stream, when_led
@@ -33,6 +33,8 @@ LEAST_BYTES = 1 << 20
 """With less room than that a bucket is of no use."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
+TRIES = 10
+"""Of a change that others overtake."""
 _SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
@@ -43,6 +45,13 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
     key: str
     value: T
     revision: int
+
+
+class Change(msgspec.Struct, Generic[T], frozen=True):
+    """What a key had before a change and has since; None: nothing."""
+
+    before: Entry[T] | None
+    after: Entry[T] | None
 
 
 class Bucket(Generic[T]):
@@ -153,6 +162,29 @@ class Bucket(Generic[T]):
                     raise
                 return False
         return True
+
+    async def change(self, key: str, made: Callable[[Entry[T] | None], T | None]) -> Change[T]:
+        """Has the key hold what `made` makes of its newest entry, where both may be None: nothing is there, or is to
+        be. Whenever somebody else was first `made` is called again, and what it raises ends the change. Writes nothing
+        where nothing changes. Raises `BrokerUnavailable`, where others are first `TRIES` times too."""
+        for _ in range(TRIES):
+            known = await self.get(key)
+            value = made(known)
+            if value == (None if known is None else known.value):
+                return Change(known, known)
+            if value is None:
+                if known is not None and await self.delete(key, known.revision):
+                    return Change(known, None)
+                continue
+            if known is None:
+                given = await self.create(key, value)
+            else:
+                given = await self.update(key, value, known.revision)
+            if given is not None:
+                return Change(known, Entry(key, value, given))
+        raise BrokerUnavailable(
+            f"Others change {key[:200]!r} in the bucket {self._name} all the time; try again."
+        )
 
     async def items(self) -> dict[str, T]:
         """All keys and values.

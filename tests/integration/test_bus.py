@@ -22,7 +22,7 @@ from shared.nats import bus as bus_module
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.journal import Begin, replay
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Change, Entry
 from shared.nats.objects import MissingObject, Objects
 from shared.nats.streams import ensure_streams
 from tests.chaos.links import Forwarder
@@ -87,6 +87,36 @@ async def test_compare_and_set_has_one_winner(bus: Bus) -> None:
     assert await pins.update("s", SessionPin("g3", 1), entry.revision)
     assert await pins.update("s", SessionPin("g4", 1), entry.revision) is None
     assert (await pins.items())["s"].group == "g3"
+
+
+async def test_changes_of_one_key_at_once_are_all_made(bus: Bus) -> None:
+    pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
+
+    def counted(known: Entry[SessionPin] | None) -> SessionPin:
+        return SessionPin("g", 1 if known is None else known.value.epoch + 1)
+
+    await asyncio.gather(*(pins.change("count", counted) for _ in range(5)))
+    entry = await pins.get("count")
+    assert entry is not None
+    assert entry.value == SessionPin("g", 5)
+    same = await pins.change("count", lambda known: known.value if known else None)
+    assert same == Change(entry, entry)
+    assert await pins.change("count", lambda known: None) == Change(entry, None)
+    assert await pins.change("count", lambda known: None) == Change(None, None)
+    with pytest.raises(ZeroDivisionError):
+        await pins.change("count", lambda known: SessionPin("g", 1 // 0))
+    assert await pins.get("count") is None
+
+
+async def test_a_change_that_is_overtaken_each_time_ends(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = await Bucket.open(bus, subjects.SESSIONS_BUCKET, SessionPin)
+
+    async def overtaken(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(pins, "create", overtaken)
+    with pytest.raises(BrokerUnavailable, match="change 'count' in the bucket sessions all the time"):
+        await pins.change("count", lambda known: SessionPin("g", 1))
 
 
 async def test_watch_shows_what_is_there_then_changes(bus: Bus) -> None:

@@ -18,7 +18,7 @@ from shared.errors import ConfigurationError
 from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Entry
 
 T = TypeVar("T")
 
@@ -184,15 +184,12 @@ async def _store(bucket: Bucket[KeyRecord], key: NewKey) -> None:
 
 
 async def _revoke(bucket: Bucket[KeyRecord], identity: str) -> None:
-    while True:
-        entry = await bucket.get(identity)
-        if entry is None:
+    def made(known: Entry[KeyRecord] | None) -> KeyRecord:
+        if known is None:
             raise _unknown(identity)
-        if entry.value.revoked:
-            return
-        record = msgspec.structs.replace(entry.value, revoked=time.time())
-        if await bucket.update(identity, record, entry.revision) is not None:
-            return
+        return msgspec.structs.replace(known.value, revoked=known.value.revoked or time.time())
+
+    await bucket.change(identity, made)
 
 
 def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:

@@ -21,7 +21,7 @@ from shared.messages.registry import MAX_ADAPTERS, AdapterRecord
 from shared.nats import subjects
 from shared.nats.adapters import MAX_RETIRED, AdapterFiles, AdapterRefused, register, unregister
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Entry
 
 log = structlog.get_logger(__name__)
 
@@ -169,18 +169,14 @@ class AdapterRegistry:
         )
 
     async def _forget(self, name: str, digests: set[str]) -> None:
-        """Whoever is overtaken leaves it to the next sweep."""
-        bucket = await self._bucket()
-        known = await bucket.get(name)
-        if known is None:
-            return
-        left = [one for one in known.value.retired if one[0] not in digests]
-        record = msgspec.structs.replace(known.value, retired=left)
-        if not record.digest and not left:
-            if await bucket.delete(name, known.revision):
-                self._set(name, None)
-        elif await bucket.update(name, record, known.revision) is not None:
-            self._set(name, record)
+        def made(known: Entry[AdapterRecord] | None) -> AdapterRecord | None:
+            if known is None:
+                return None
+            left = [one for one in known.value.retired if one[0] not in digests]
+            return msgspec.structs.replace(known.value, retired=left) if known.value.digest or left else None
+
+        after = (await (await self._bucket()).change(name, made)).after
+        self._set(name, None if after is None else after.value)
 
 
 def already_loaded(name: str) -> RouteError:

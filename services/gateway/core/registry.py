@@ -16,12 +16,9 @@ from services.gateway.core.errors import RouteError
 from shared.messages import HostRecord, ModelPlacement, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Entry
 
 T = TypeVar("T")
-
-TRIES = 8
-"""Of a change that others overtake."""
 
 
 class Changed(RouteError):
@@ -119,44 +116,34 @@ class ModelRegistry:
 
     # --- changing --------------------------------------------------------------------------------
 
-    async def put(self, spec: ModelSpec, *, revision: int | None = None) -> tuple[int, bool]:
-        """Writes an entry as it is; `revision`: only over that one, 0: only where there is none. Returns the new
-        revision and whether the entry is new. Raises `Changed`."""
-        bucket = await self._bucket()
-        known = await bucket.get(spec.name)
-        if known is None:
-            if revision:
-                raise Changed(spec.name)
-            given = await bucket.create(spec.name, spec)
-        else:
-            if revision is not None and revision != known.revision:
-                raise Changed(spec.name)
-            given = await bucket.update(spec.name, spec, known.revision)
-        if given is None:
-            raise Changed(spec.name)
-        self.spec_changed(spec.name, spec, given)
-        return given, known is None
+    async def put(
+        self, name: str, made: Callable[[ModelSpec | None], ModelSpec], *, revision: int | None = None
+    ) -> tuple[ModelSpec, int, bool]:
+        """Writes what `made` makes of the newest entry, again where others are first; `revision`: only over that one,
+        0: only where there is none. Returns the entry, its revision, and whether it is new. Raises `Changed`, and what
+        `made` raises."""
+
+        def newest(known: Entry[ModelSpec] | None) -> ModelSpec:
+            if revision is not None and revision != (known.revision if known is not None else 0):
+                raise Changed(name)
+            return made(known.value if known is not None else None)
+
+        change = await (await self._bucket()).change(name, newest)
+        assert change.after is not None, "an entry was made"
+        self.spec_changed(name, change.after.value, change.after.revision)
+        return change.after.value, change.after.revision, change.before is None
 
     async def change(
-        self, name: str, change: Callable[[ModelSpec], ModelSpec], *, revision: int | None = None
+        self, name: str, made: Callable[[ModelSpec], ModelSpec], *, revision: int | None = None
     ) -> tuple[ModelSpec, int]:
-        """Applies `change` to the newest entry, again where others are first; `revision`: only to that one. Raises
-        `Changed`, `RouteError` where there is no entry, and what `change` raises."""
-        bucket = await self._bucket()
-        for _ in range(TRIES):
-            known = await bucket.get(name)
+        """As `put`, of an entry that is there. Raises `RouteError` where there is none too."""
+
+        def newest(known: ModelSpec | None) -> ModelSpec:
             if known is None:
                 raise not_registered(name)
-            if revision is not None and revision != known.revision:
-                break
-            spec = change(known.value)
-            if spec == known.value:
-                return spec, known.revision
-            given = await bucket.update(name, spec, known.revision)
-            if given is not None:
-                self.spec_changed(name, spec, given)
-                return spec, given
-        raise Changed(name)
+            return made(known)
+
+        return (await self.put(name, newest, revision=revision))[:2]
 
     async def ask(self, name: str, action: Literal["load", "unload"], *, force: bool = False) -> ModelSpec:
         """Says that the model is to be loaded or unloaded; the scheduler that decides acts. Raises as `change`."""
@@ -169,17 +156,17 @@ class ModelRegistry:
 
     async def delete(self, name: str, *, revision: int | None = None) -> ModelSpec:
         """Removes the entry, and returns what it was. Raises as `change`."""
-        bucket = await self._bucket()
-        for _ in range(TRIES):
-            known = await bucket.get(name)
+
+        def nothing(known: Entry[ModelSpec] | None) -> None:
             if known is None:
                 raise not_registered(name)
             if revision is not None and revision != known.revision:
-                break
-            if await bucket.delete(name, known.revision):
-                self.spec_changed(name, None, 0)
-                return known.value
-        raise Changed(name)
+                raise Changed(name)
+
+        change = await (await self._bucket()).change(name, nothing)
+        assert change.before is not None, "there was one"
+        self.spec_changed(name, None, 0)
+        return change.before.value
 
     async def _bucket(self) -> Bucket[ModelSpec]:
         return await Bucket.open(self._bus, subjects.REGISTRY_BUCKET, ModelSpec)

@@ -64,17 +64,20 @@ class Management:
                 param="name",
                 reason="invalid_value",
             )
-        known = self._registry.specs.get(name)
-        spec, found = read_partly(fields)
-        self._check(spec, found, known)
-        assert spec is not None, "it has a name"
-        if known is None or _other_files(known, spec):
-            spec = msgspec.structs.replace(spec, created=int(time.time()))
-        if known is not None:
-            kept = {"action": known.action, "action_at": known.action_at, "force": known.force}
-            created = spec.created or known.created
-            spec = msgspec.structs.replace(spec, created=created, **kept)
-        given, new = await self._registry.put(spec, revision=revision)
+        declared, found = read_partly(fields)
+
+        def entry(known: ModelSpec | None) -> ModelSpec:
+            self._check(declared, found, known)
+            assert declared is not None, "it has a name"
+            made = msgspec.structs.replace(declared, created=int(time.time()))
+            if known is None:
+                return made
+            kept = {name: getattr(known, name) for name in ("action", "action_at", "force")}
+            if not _other_files(known, declared):
+                kept["created"] = known.created
+            return msgspec.structs.replace(made, **kept)
+
+        spec, given, new = await self._registry.put(name, entry, revision=revision)
         log.info("model_registered" if new else "model_changed", model=name, source=spec.source)
         return spec, given
 
