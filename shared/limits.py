@@ -94,6 +94,9 @@ SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's sc
 GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one")
 GRAMMAR_BYTES = Limit("grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8")
 NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other")
+LOGPROB_TOKEN_IDS = Limit(
+    "logprob_token_ids", 64, "entries", "tokens whose log probabilities behind a prompt are asked for"
+)
 EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings")
 
 # --- conversations and bodies ----------------------------------------------------------------------

@@ -210,6 +210,32 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     exact: bool = False
     """Whether a text depends on nothing but what `fingerprint` is of and the request: not on what else is computed,
     on what was found in a cache, or on a ring's death in its middle."""
+    tasks: list[str] = []
+    """What it does: `generate`, `embed`, `classify`. Empty: the card is an older executor's, whose model generates, and
+    embeds where it has an `embedding_size`; ask `does`."""
+    pooling: str = ""
+    """What of a text its vector or its classes are of: `mean` (of all tokens), `last`, `cls` (the first); empty: the
+    model gives neither, or pools in the way of its own classification head."""
+    normalized: bool = True
+    """Whether vectors have the length 1."""
+    bidirectional: bool = False
+    """Whether each token is seen by those before it as well: an encoder."""
+    labels: list[str] = []
+    """Of a classifier, in the order of its logits. A reranker has one."""
+    activation: str = ""
+    """What makes scores of a classifier's logits: `sigmoid`, `softmax`, `identity`."""
+    matryoshka_dimensions: list[int] | None = None
+    """Lengths that vectors may be cut to; None: any; empty: none."""
+    prompts: dict[str, str] = {}
+    """Texts that inputs are put behind, by name (sentence-transformers'): `query`, `document`."""
+    default_prompt: str = ""
+    """Which of them an input that names none is put behind; empty: none."""
+
+    def does(self, task: str) -> bool:
+        """Whether the model does `task`."""
+        if self.tasks:
+            return task in self.tasks
+        return task == "generate" or (task == "embed" and self.embedding_size > 0)
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True):

@@ -95,6 +95,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     and is computed in steps of its own. Empty: it is not suspected."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes it; empty: the model alone."""
+    classify: bool = False
+    """As `embed`, with the logits of the model's classes (`ModelCard.labels`) in the place of a vector."""
+    logprob_token_ids: list[int] = []
+    """As `embed`, with the log probabilities of these tokens behind the prompt, in their order: what a reranker that
+    answers yes or no is asked for. At most `limits.LOGPROB_TOKEN_IDS`. Empty: the prompt is to be continued."""
+    second_segment: int = 0
+    """Index of the first prompt token that belongs to the second text of a pair, for models that tell segments apart
+    (BERT's token_type_ids); 0: there is one segment."""
+
+    @property
+    def pools(self) -> bool:
+        """Whether one vector is wanted of the prompt, and no output."""
+        return self.embed or self.classify or bool(self.logprob_token_ids)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -120,7 +133,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error: str = ""
     retryable: bool = False
     vector: bytes = b""
-    """Of a request to embed, with finish "stop" and no tokens: float32, little-endian, of length 1."""
+    """Of a request to embed or to classify, or with `logprob_token_ids`, with finish "stop" and no tokens: float32,
+    little-endian. What is embedded has the length 1 where `ModelCard.normalized`; classes are logits."""
     prompt_scores: bytes = b""
     """Where the request has `prompt_logprobs`, in its entry at position 0 that has tokens or ends it: of each token of
     the prompt but the first, little-endian: float32 log probability, int32 rank (1: the most likely), and

@@ -68,6 +68,27 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """What the model's layers keep on this rank, for people."""
     max_adapters: int = 0
     """Slots for LoRA adapters on each rank; 0: it computes none."""
+    generates: bool = True
+    """Whether it gives tokens."""
+    labels: list[str] = []
+    """Of a classifier, in the order of its logits; empty: it is none. What the engine pools begins with them then."""
+    activation: str = ""
+    """`ModelCard.activation`"""
+    normalized: bool = True
+    """Whether vectors are brought to length 1."""
+    whole_prompts: bool = False
+    """Whether every token of a prompt is seen by all others: prompts are computed in one step each, nothing of them is
+    kept, and the engine pools them itself."""
+
+    @property
+    def tasks(self) -> list[str]:
+        """`ModelCard.tasks`"""
+        does = {
+            "generate": self.generates,
+            "embed": bool(self.pooling and self.embedding_size),
+            "classify": bool(self.labels),
+        }
+        return [task for task, it_does in does.items() if it_does]
 
     @property
     def total_blocks(self) -> int:
@@ -83,6 +104,20 @@ class EngineSpec(msgspec.Struct, frozen=True):
         """Tokens that the whole KV cache holds of one sequence: where full blocks are compressed, one more is being
         filled."""
         return self.kept_blocks * self.block_size + (self.block_size - 1 if self.num_cold else 0)
+
+
+def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:
+    """`card` with what the model of `spec` does."""
+    return msgspec.structs.replace(
+        card,
+        embedding_size=spec.embedding_size if spec.pooling else 0,
+        tasks=spec.tasks,
+        pooling=spec.pooling,
+        normalized=spec.normalized,
+        bidirectional=spec.whole_prompts,
+        labels=spec.labels,
+        activation=spec.activation,
+    )
 
 
 class SampledToken(msgspec.Struct, frozen=True):
@@ -162,7 +197,8 @@ class Engine(Protocol):
 
     def pooled(self) -> Floats:
         """Of the last step whose result was asked for: for each of `plan.pools` the sum of its rows' final hidden
-        states, float32 [P, hidden]."""
+        states, float32 [P, hidden]; with `EngineSpec.labels` their logits [P, labels]; with `whole_prompts` the
+        pooled state, and not a sum."""
         ...
 
     def scored(self) -> Scores:

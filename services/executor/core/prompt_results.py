@@ -1,5 +1,6 @@
-"""What is wanted of a prompt beside its first token, gathered as the prompt is computed: its vector, or the log
-probabilities of its tokens. Which rows of a step count is decided in `scheduler/steps.py`. Free of torch.
+"""What is wanted of a prompt beside its first token, gathered as the prompt is computed: its vector or its classes'
+logits, the log probabilities of its tokens, or those of given tokens behind it. Which rows of a step count is decided
+in `scheduler/steps.py`. Free of torch.
 
     row of p0 gives those of p1, that of p1 those of p2 ...      the last row's are the first output token's
 
@@ -33,14 +34,21 @@ class PromptRows:
         return self._next >= self._end
 
 
+WHOLE = "whole"
+"""Pooling: the engine pools by itself, whatever the model wants, and is told of all of a prompt's rows at once."""
+
+
 class Vector(PromptRows):
     """The sum of what has been computed of one prompt."""
 
-    def __init__(self, pooling: str, tokens: int) -> None:
-        """`pooling` as `model/card.py` has it; `tokens`: of the prompt."""
-        first, last = {"mean": (0, tokens), "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
+    def __init__(self, pooling: str, tokens: int, *, normalized: bool = True, size: int = 0) -> None:
+        """`pooling` as `model/card.py` has it, or `WHOLE`; `tokens`: of the prompt; `normalized`: it is brought to
+        length 1; `size`: how many of its numbers, the first ones, are wanted, 0: all."""
+        whole = (0, tokens)
+        first, last = {"mean": whole, WHOLE: whole, "cls": (0, 1), "last": (tokens - 1, tokens)}[pooling]
         super().__init__(first, last)
-        self._count = last - first
+        self._count = last - first if pooling == "mean" else 1
+        self._normalized, self._size = normalized, size
         self.shares = pooling == "last"
         """Whether the prompt may begin with what is cached of others: no row that counts is missing then."""
         self._sum: NDArray[np.float64] | None = None
@@ -55,10 +63,13 @@ class Vector(PromptRows):
         return self._sum is not None and bool(np.isfinite(self._sum).all())
 
     def bytes(self) -> bytes:
-        """The vector, of length 1: float32, little-endian."""
+        """The vector: float32, little-endian."""
         assert self._sum is not None, "a prompt has at least one row that counts"
         mean = self._sum / self._count
-        return (mean / max(float(np.linalg.norm(mean)), _LEAST)).astype("<f4").tobytes()
+        if self._size:
+            mean = mean[: self._size]
+        length = max(float(np.linalg.norm(mean)), _LEAST) if self._normalized else 1.0
+        return (mean / length).astype("<f4").tobytes()
 
 
 LEAST = -9999.0
@@ -123,3 +134,29 @@ class PromptScores(PromptRows):
         """`TokenEntry.prompt_scores`, once."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
+
+
+class NamedScores(PromptRows):
+    """The log probabilities of given tokens behind one prompt."""
+
+    shares = True
+
+    def __init__(self, targets: list[int], tokens: int) -> None:
+        """`targets`: these tokens; `tokens`: of the prompt."""
+        super().__init__(tokens - 1, tokens)
+        self.targets = targets
+        self._logprobs: NDArray[np.float32] | None = None
+
+    def add(self, scores: Scores, end: int) -> None:
+        """What the last row gives, for each of the targets."""
+        self._logprobs = scores.logprobs
+        self._next = end
+
+    @property
+    def finite(self) -> bool:
+        return self._logprobs is not None and not bool(np.isnan(self._logprobs).any())
+
+    def bytes(self) -> bytes:
+        """float32, little-endian, in the order of the targets."""
+        assert self._logprobs is not None, "the prompt has been computed"
+        return np.maximum(self._logprobs, LEAST).astype("<f4").tobytes()

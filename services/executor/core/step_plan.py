@@ -88,6 +88,12 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     adapter_loads: list[tuple[int, str]] = []
     """(slot, directory of the adapter's files): read into that slot before the forward pass, in place of what it held
     (`scheduler/adapter_slots.py`)."""
+    score_named: int = 0
+    """How many of `score_rows`, the last ones, are scored for tokens that requests name: one row for each token, so
+    that the same row comes several times."""
+    second_segments: bytes = b""
+    """int32 [S]: position at which each sequence's second segment begins (`GenerationRequest.second_segment`); empty
+    where none has one."""
 
 
 _encoder = msgspec.msgpack.Encoder()

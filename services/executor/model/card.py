@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import structlog
 
-from services.executor.core.engine import EngineSpec
+from services.executor.core.engine import EngineSpec, with_tasks
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
 from shared.nats.bus import encode
@@ -54,10 +54,9 @@ def read_card(
         tokenizer=hashlib.sha256(bundle).hexdigest(),
         created=int(time.time()),
         fingerprint=files_digest(directory),
-        embedding_size=spec.embedding_size if spec.pooling else 0,
         defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},
     )
-    return card, bundle
+    return with_tasks(card, spec), bundle
 
 
 def read_bundle(directory: Path, *, checked: bool = False) -> bytes:

@@ -69,7 +69,12 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         )
     if (large := _oversized(request, spec)) is not None:
         return large
-    given = ("prompt", request.prompt), ("generated", request.generated), ("prediction", request.prediction)
+    given = (
+        ("prompt", request.prompt),
+        ("generated", request.generated),
+        ("prediction", request.prediction),
+        ("logprob_token_ids", request.logprob_token_ids),
+    )
     for name, tokens in given:
         if tokens and not (min(tokens) >= 0 and max(tokens) < spec.vocab_size):
             return InvalidRequest(
@@ -78,8 +83,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
             )
     if request.adapter and (wrong := _adapter_problem(request.adapter, spec)) is not None:
         return wrong
-    if request.embed and not spec.pooling:
-        return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
+    if (wrong := _task_problem(request, spec)) is not None:
+        return wrong
     if (
         request.grammar is not None
         and token_bans_of(request.sampling, request.stop_token_ids, ()) is not None
@@ -89,6 +94,29 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
         request.sampling, request.stop_token_ids, spec.vocab_size
     )
     return InvalidRequest(f"The sampling parameter {problem}.") if problem else None
+
+
+def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    """Whether the request asks for what the model does not do, or for two things at once."""
+    tasks = spec.tasks
+    if request.embed and "embed" not in tasks:
+        return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")
+    if request.classify and "classify" not in tasks:
+        return InvalidRequest("This model has no classification head; choose one that has.")
+    if not request.embed and not request.classify and "generate" not in tasks:
+        return InvalidRequest(
+            f"This model generates no text (it does {' and '.join(tasks)}); choose a language model."
+        )
+    if request.embed + request.classify + bool(request.logprob_token_ids) > 1:
+        return InvalidRequest(
+            "A request asks for one of embed, classify and logprob_token_ids; leave out the others."
+        )
+    if not 0 <= request.second_segment <= len(request.prompt):
+        return InvalidRequest(
+            f"second_segment is {request.second_segment} and must be between 0 and the prompt's "
+            f"{len(request.prompt)} tokens."
+        )
+    return None
 
 
 def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:
@@ -113,6 +141,7 @@ def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest |
         ("logit_bias", len(sampling.logit_bias), limits.LOGIT_BIASES, None),
         ("allowed_token_ids", len(sampling.allowed_token_ids), limits.ALLOWED_TOKENS, None),
         ("bad_words", len(sampling.bad_words), limits.RING_BAD_WORDS, None),
+        ("logprob_token_ids", len(request.logprob_token_ids), limits.LOGPROB_TOKEN_IDS, None),
         (
             "prompt_logprobs",
             len(request.prompt) * (request.prompt_logprobs + 1),
@@ -149,7 +178,7 @@ def too_long(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | 
     """Whether not even one more token fits the context or the KV cache."""
     tokens = len(request.prompt) + len(request.generated)
     nothing_follows = (
-        request.embed or not request.max_tokens
+        request.pools or not request.max_tokens
     )  # what is told of a prompt needs no room behind it
     if tokens >= spec.context_length + nothing_follows:
         return ContextLengthExceeded(

@@ -27,7 +27,7 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from services.executor.core.engine import EngineSpec, SampledToken
-from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.prompt_results import WHOLE, Floats, Scores, Vector
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
@@ -134,7 +134,8 @@ class ContinuousBatcher:
             return admission.refusal(request, error)
         self._arrivals += 1
         root = salted_root(self._root, request.cache_salt, request.adapter)
-        sequence = Sequence(request, self._arrivals, self._spec.block_size, root, self._spec.pooling)
+        vector = self._vector(request)
+        sequence = Sequence(request, self._arrivals, self._spec.block_size, root, vector)
         sequence.times = StageTimes(now)
         if request.adapter and request.adapter not in self._directories:
             sequence.awaits.add("adapter")
@@ -264,11 +265,13 @@ class ContinuousBatcher:
         plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=steps.rows_of_pools(pools))
-        scored = steps.parts_of(batch, steps.SCORES)
-        if scored:
-            plan = steps.with_scored(plan, scored)
+        scored, named = (steps.parts_of(batch, wanted) for wanted in (steps.SCORES, steps.NAMED))
+        if scored or named:
+            plan = steps.with_scored(plan, scored, named)
+        if self._spec.whole_prompts:
+            plan = steps.with_segments(plan, batch)
         rows = rows_of(sampled)
-        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored))
+        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named))
         return plan, list(rows)
 
     def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
@@ -324,6 +327,7 @@ class ContinuousBatcher:
         told = [] if pooled is None else [(s, s.vector_entry()) for s in steps.take_sums(step.pools, pooled)]
         if scores is not None:
             told += [(s, s.scores_entry()) for s in steps.take_scores(step.scored, scores)]
+            told += [(s, s.vector_entry()) for s in steps.take_named(step.named, scores)]
         for sequence, entry in told:
             self._stages.drawn(sequence, self._now, finished=True)
             self._end(sequence, entry)
@@ -434,6 +438,14 @@ class ContinuousBatcher:
         if request.lane != "batch":
             ahead = sum(1 for sequence in waiting if not sequence.is_batch)
         return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
+
+    def _vector(self, request: GenerationRequest) -> Vector | None:
+        """What a prompt that is to be embedded or classified gives; None: it is neither."""
+        spec = self._spec
+        pooling = WHOLE if spec.whole_prompts else spec.pooling
+        if request.classify:
+            return Vector(pooling, len(request.prompt), normalized=False, size=len(spec.labels))
+        return Vector(pooling, len(request.prompt), normalized=spec.normalized) if request.embed else None
 
     # --- results ---------------------------------------------------------------------------------
 

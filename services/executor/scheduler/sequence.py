@@ -16,7 +16,7 @@ from enum import Enum
 import msgspec
 
 from services.executor.core.engine import SampledToken
-from services.executor.core.prompt_results import PromptScores, Vector
+from services.executor.core.prompt_results import NamedScores, PromptScores, Vector
 from services.executor.core.sampling_state import SamplingState
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.scheduler.adapter_slots import NO_SLOT
@@ -77,13 +77,21 @@ class Sequence:
     """One attempt at one generation. The batcher alone changes it."""
 
     def __init__(
-        self, request: GenerationRequest, arrival: int, block_size: int, root: bytes, pooling: str = ""
+        self,
+        request: GenerationRequest,
+        arrival: int,
+        block_size: int,
+        root: bytes,
+        vector: Vector | None = None,
     ) -> None:
-        """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain. `pooling`: of prompts
-        that are wanted as vectors."""
-        self.vector = Vector(pooling, len(request.prompt)) if request.embed else None
-        """What such a prompt has given so far; None: it is to be continued."""
-        self.continues = self.vector is None and request.max_tokens > 0
+        """Hashes the full blocks of prompt and `generated`; `root` begins the hash chain. `vector`: of a prompt that
+        is to be embedded or classified."""
+        self.vector = vector
+        """What such a prompt has given so far; None: that is not wanted."""
+        named = request.logprob_token_ids
+        self.named = NamedScores(named, len(request.prompt)) if named else None
+        """The same of a prompt of which the log probabilities of given tokens are wanted."""
+        self.continues = not request.pools and request.max_tokens > 0
         """Whether there is output to come behind the prompt."""
         wanted = request.prompt_logprobs >= 0 and not request.generated
         self.scores = PromptScores(request.prompt_logprobs, len(request.prompt)) if wanted else None
@@ -219,11 +227,12 @@ class Sequence:
 
     def vector_entry(self) -> TokenEntry:
         """What the consumer is told of a prompt that is wanted as a vector, and has been computed."""
-        assert self.vector is not None, "the prompt is to be continued"
-        if not self.vector.finite:
+        found = self.vector or self.named
+        assert found is not None, "the prompt is to be continued"
+        if not found.finite:
             error = "The model's hidden states are NaN or infinite; check the weights and the data type."
             return self.error_entry([], InternalError(error))
-        return msgspec.structs.replace(self.entry([], "stop"), vector=self.vector.bytes())
+        return msgspec.structs.replace(self.entry([], "stop"), vector=found.bytes())
 
     def scores_entry(self) -> TokenEntry:
         """What the consumer is told of a prompt that is wanted with its tokens' log probabilities alone, and has been

@@ -51,7 +51,7 @@ class _Step:
 
     def add(self, sequence: Sequence, length: int) -> None:
         self.chunks.append(Chunk(sequence, length))
-        self.budget -= length
+        self.budget = max(0, self.budget - length)
         if sequence.scores is not None and sequence.scoring:
             self.scorable -= length
 
@@ -233,12 +233,16 @@ class StepPlanner:
         if self._tables.is_being_computed(sequence, step.before):
             return 0
         room = min(step.budget, step.scorable) if sequence.scoring else step.budget
+        if self._spec.whole_prompts and sequence.remaining > room:
+            if step.chunks:
+                return 0
+            room = sequence.remaining  # a prompt of its own size: it is never cut
         if not room:
             return 0
         end = sequence.num_computed + min(sequence.remaining, room)
         while not self._tables.cover(sequence, end):
             covered = self._tables.covered(sequence)
-            if covered > sequence.num_computed:
+            if covered > sequence.num_computed and not self._spec.whole_prompts:
                 return covered - sequence.num_computed
             victim = self.running[-1]
             if victim is sequence or step.has(victim):

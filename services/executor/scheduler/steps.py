@@ -96,6 +96,8 @@ class Step(NamedTuple):
     """Whether it was planned before the tokens of the step before it were known (`overlap.py`)."""
     scored: Seq[PromptPart] = ()
     """What of its prompts it scores."""
+    named: Seq[PromptPart] = ()
+    """Behind which of its prompts it scores given tokens."""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
         """The rows with these indices, in order; None: one for each chunk."""
@@ -233,10 +235,11 @@ def _slots(chunk: Chunk, block_size: int) -> Int32Array:
 
 VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
 SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
+NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
 
 
 def parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
-    """What of its prompts a step sums up (`wanted`: `VECTOR`) or scores (`SCORES`)."""
+    """What of its prompts a step sums up (`wanted`: `VECTOR`) or scores (`SCORES`, `NAMED`)."""
     if not [chunk for chunk in batch if wanted(chunk.sequence) is not None]:  # nearly always
         return []
     found, row = [], 0
@@ -265,13 +268,35 @@ def take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
     return whole
 
 
-def with_scored(plan: StepPlan, scored: Seq[PromptPart]) -> StepPlan:
-    rows = np.concatenate([np.arange(part.end - part.start) + part.first for part in scored])
-    targets = np.concatenate([part.sequence.tokens[part.start + 1 : part.end + 1] for part in scored])
+def with_scored(plan: StepPlan, scored: Seq[PromptPart], named: Seq[PromptPart]) -> StepPlan:
+    rows: list[int] = []
+    targets: list[int] = []
+    for part in scored:
+        rows += range(part.first, part.first + part.end - part.start)
+        targets += part.sequence.tokens[part.start + 1 : part.end + 1]
+    prompts = len(rows)
+    for part in named:
+        wanted = _targets_of(part.sequence)
+        rows += [part.first] * len(wanted)
+        targets += wanted
     tops = [part.sequence.scores.top for part in scored if part.sequence.scores is not None]
     return msgspec.structs.replace(
-        plan, score_rows=to_bytes(rows), score_targets=to_bytes(targets), score_top=max(tops)
+        plan,
+        score_rows=to_bytes(rows),
+        score_targets=to_bytes(targets),
+        score_top=max(tops, default=0),
+        score_named=len(rows) - prompts,
     )
+
+
+def _targets_of(sequence: Sequence) -> list[int]:
+    return [] if sequence.named is None else sequence.named.targets
+
+
+def with_segments(plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
+    """`plan` of `batch`, told where the second segments of its sequences begin."""
+    begins = [chunk.sequence.request.second_segment for chunk in in_order(batch)]
+    return msgspec.structs.replace(plan, second_segments=to_bytes(begins)) if any(begins) else plan
 
 
 def take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
@@ -287,3 +312,16 @@ def take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
         if not sequence.scores.finite or (sequence.scores.whole and not sequence.continues):
             over.append(sequence)
     return over
+
+
+def take_named(named: Seq[PromptPart], found: Scores) -> list[Sequence]:
+    """Counts what a step has given behind prompts: the last rows of `found`. Returns those that it has told of."""
+    at = len(found.logprobs) - sum(len(_targets_of(part.sequence)) for part in named)
+    whole = []
+    for sequence, _, _, end in named:
+        count = len(_targets_of(sequence))
+        part, at = found.part(at, at + count), at + count
+        if sequence.ending is Ending.NONE and sequence.named is not None:
+            sequence.named.add(part, end)
+            whole.append(sequence)
+    return whole

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 import torch
@@ -348,7 +348,7 @@ class _Storage(NamedTuple):
         return cls(shape, blocks, slots, store, spill)
 
     @property
-    def facts(self) -> dict[str, int]:
+    def facts(self) -> dict[str, Any]:
         """Fields of an `EngineSpec`."""
         return {
             "num_cold": self.blocks.cold,

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
+from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken, with_tasks
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import Mask, SamplingState, TokenBans, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
@@ -39,6 +39,7 @@ _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 _LARGEST = max(_ALPHABET)
 
 STUB_EMBEDDING_SIZE = 32
+STUB_LABEL = "relevant"
 STUB_EOS_TOKEN = 0
 """The stub's end-of-sequence token. It produces it only where a grammar lets the text end."""
 _CLOSING = np.array([STUB_EOS_TOKEN, *b'"]}'], np.int64)
@@ -68,6 +69,17 @@ def stub_state(token: int) -> Floats:
     return np.array([value * 2.0**-63 - 1 for value in bits], np.float32)
 
 
+def stub_logit(tokens: Sequence[int]) -> float:
+    """The logit of the stub's only class, `STUB_LABEL`, for a text: the first number of its tokens' mean state."""
+    return float(np.mean([stub_state(token)[0] for token in tokens]))
+
+
+def stub_named_logprob(position: int, token: int) -> float:
+    """The stub's log probability of a `token` that a request names, behind a prompt whose last token has `position`:
+    in (-8, 0]."""
+    return -random_bits(token, position) * 2.0**-61
+
+
 def _sums(plan: StepPlan) -> Floats:
     pools = as_int32(plan.pools).reshape(-1, 2).tolist()
     sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
@@ -78,11 +90,15 @@ def _sums(plan: StepPlan) -> Floats:
 
 
 def _scores(plan: StepPlan) -> Scores:
-    """The stub is sure of every token of a prompt, as of its own."""
+    """The stub is sure of every token of a prompt, as of its own; not of those that requests name."""
     if not plan.score_rows:
         return no_scores()
     targets = as_int32(plan.score_targets)
     sure = np.zeros(len(targets), np.float32)
+    if plan.score_named:
+        positions = as_int32(plan.positions)[as_int32(plan.score_rows)[-plan.score_named :]]
+        named = zip(positions.tolist(), targets[-plan.score_named :].tolist(), strict=True)
+        sure[-plan.score_named :] = [stub_named_logprob(*one) for one in named]
     top = min(1, plan.score_top)
     tokens = np.zeros((len(targets), plan.score_top), np.int32)
     logprobs = np.full(tokens.shape, -np.inf, np.float32)
@@ -209,6 +225,8 @@ class StubEngine:
             embedding_size=STUB_EMBEDDING_SIZE,
             exact=True,
             max_adapters=settings.max_adapters,
+            labels=[STUB_LABEL],
+            activation="sigmoid",
         )
 
     def adapter_digest(self, directory: Path) -> str:
@@ -338,7 +356,7 @@ class StubRing:
 
             return read_card(self._directory, model, spec)
         card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
-        return msgspec.structs.replace(card, embedding_size=spec.embedding_size), b""
+        return with_tasks(card, spec), b""
 
     def adapter_digest(self, directory: Path) -> str:
         return self._stub.adapter_digest(directory)

@@ -15,7 +15,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, check_range, check_size
 from services.gateway.intake.record import Context, Parts
-from services.gateway.intake.rules import check_token_ids, check_truncation
+from services.gateway.intake.rules import check_task, check_token_ids, check_truncation
 from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.intake.schemas import LastTokens, PositiveCount, User
 from services.gateway.lifecycle.answer import new_identity
@@ -56,15 +56,25 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
 
 def check(request: EmbeddingRequest, card: ModelCard) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, but for its inputs."""
-    if not card.embedding_size:
-        raise _wrong(
-            "model", f"{card.model} gives no embeddings; choose a model that does", "unsupported_parameter"
-        )
+    check_task(card, "embed")
     if request.dimensions is not None:
         check_range("dimensions", request.dimensions, 1, card.embedding_size)
+        _check_matryoshka(request.dimensions, card)
     if request.truncate_prompt_tokens is not None:
         check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)
         check_truncation(request.truncate_prompt_tokens)
+
+
+def _check_matryoshka(dimensions: int, card: ModelCard) -> None:
+    lengths = card.matryoshka_dimensions
+    if lengths is None or dimensions in (*lengths, card.embedding_size):
+        return
+    rest = "and for no others; leave it out" if not lengths else f"or {', '.join(map(str, lengths))}"
+    raise _wrong(
+        "dimensions",
+        f"{card.model} was trained for vectors of {card.embedding_size} numbers {rest}",
+        "unsupported_value",
+    )
 
 
 async def prompts_of(

@@ -29,7 +29,31 @@ from services.gateway.intake.schemas import (
     marked,
 )
 from shared import limits
-from shared.messages import GenerationRequest
+from shared.messages import GenerationRequest, ModelCard
+
+_REFUSED = {
+    "generate": "generates no text",
+    "embed": "gives no embeddings",
+    "classify": "has no classification head",
+}
+_DOES = {
+    "generate": "is a language model",
+    "embed": "gives embeddings (/v1/embeddings)",
+    "classify": "is a classifier (/v1/classify, /v1/score, /v1/rerank)",
+}
+
+
+def check_task(card: ModelCard, task: str) -> None:
+    """Raises `InvalidParameter` where the model does not do `task` (`ModelCard.tasks`)."""
+    if card.does(task):
+        return
+    others = " and ".join(_DOES[other] for other in card.tasks if other in _DOES)
+    does = f"it {others}; " if others else ""
+    raise InvalidParameter(
+        f"Invalid 'model': {card.model} {_REFUSED[task]}; {does}choose a model that does.",
+        param="model",
+        reason="unsupported_parameter",
+    )
 
 
 def check_neutral(given: msgspec.Struct, path: str = "") -> None:

@@ -123,7 +123,7 @@ def traced(
     if not parent.recording:
         return record, None
     first = record.requests[0]
-    operation = "embeddings" if first.embed else _OPERATIONS.get(record.endpoint, "chat")
+    operation = "embeddings" if first.pools else _OPERATIONS.get(record.endpoint, "chat")
     span = tracing.under(
         parent,
         f"{operation} {first.model}",

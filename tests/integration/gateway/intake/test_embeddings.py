@@ -172,3 +172,29 @@ async def test_embeddings_are_not_streamed(http: httpx.AsyncClient, embedder: Fa
     assert len(state["response"]["data"]) == 1
     refused = await http.get(f"/v1/generations/{public_id}/stream")
     assert refused.status_code == 400, refused.text
+
+
+async def test_each_model_does_its_own(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    encoder = {"embedding_size": 4, "tasks": ["embed"], "bidirectional": True}
+    await embedder.add_model(stub_card("encoder", **encoder, matryoshka_dimensions=[2]))
+    await embedder.add_model(stub_card("whole", **encoder, matryoshka_dimensions=[]))
+    await embedder.add_model(stub_card("classes", tasks=["classify"], labels=["a", "b"]))
+    for name in ("encoder", "whole", "classes"):
+        await until_listed(http, name)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        ("/v1/chat/completions", {"model": "encoder", **chat}, "it gives embeddings (/v1/embeddings)"),
+        ("/v1/completions", {"model": "encoder", "prompt": "a"}, "generates no text"),
+        ("/v1/responses", {"model": "classes", "input": "a"}, "it is a classifier (/v1/classify"),
+        (PATH, {"model": "classes", "input": "a"}, "gives no embeddings"),
+        (PATH, {"model": "encoder", "input": "a", "dimensions": 3}, "vectors of 4 numbers or 2"),
+        (PATH, {"model": "whole", "input": "a", "dimensions": 2}, "and for no others; leave it out"),
+    ]
+    for path, body, message in refused:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert message in answer.json()["error"]["message"]
+    assert not embedder.requests
+    for dimensions in (2, 4):
+        answer = await http.post(PATH, json={"model": "encoder", "input": "a", "dimensions": dimensions})
+        assert len(answer.json()["data"][0]["embedding"]) == dimensions

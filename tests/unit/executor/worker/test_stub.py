@@ -33,7 +33,17 @@ def test_a_stream_is_what_stub_token_says() -> None:
     engine: Engine = StubEngine(StubSettings(step_ms=2.0, us_per_token=100.0), slept.append)
     progress: list[tuple[int, int]] = []
     spec = engine.load(lambda done, total: progress.append((done, total)))
-    assert spec == EngineSpec(16, 4096, 8192, 256, pooling="mean", embedding_size=32, exact=True)
+    assert spec == EngineSpec(
+        16,
+        4096,
+        8192,
+        256,
+        pooling="mean",
+        embedding_size=32,
+        exact=True,
+        labels=["relevant"],
+        activation="sigmoid",
+    )
     assert progress == [(1, 1)]
     batcher = ContinuousBatcher(spec, BatchSettings())
     for seed in (5, 6):
