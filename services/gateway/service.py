@@ -31,13 +31,20 @@ log = structlog.get_logger(__name__)
 
 EXPOSED_HEADERS = (
     "etag",
+    "request-id",
     "x-request-id",
     "x-ryzanstein-exact",
     "x-ryzanstein-ignored-fields",
+    "x-ryzanstein-warning",
     "retry-after",
     "retry-after-ms",
     *(
         f"x-ratelimit-{what}-{of}"
+        for of in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+    *(
+        f"anthropic-ratelimit-{of}-{what}"
         for of in ("requests", "tokens")
         for what in ("limit", "remaining", "reset")
     ),

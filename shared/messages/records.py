@@ -129,6 +129,8 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client's own stop token ids, without the model's end of sequence: the one that ends a text is told."""
     adapter: str = ""
     """Name of the LoRA adapter that its client has asked for; its digest stands in the requests."""
+    capped: bool = False
+    """Whether its client has asked for more tokens than the context had room for."""
 
     @property
     def model_shown(self) -> str:

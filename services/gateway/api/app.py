@@ -10,9 +10,10 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
+from services.gateway.api.anthropic.messages import message_routes
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, page_routes
-from services.gateway.api.dialects import of_path
+from services.gateway.api.dialects import MESSAGES, anthropic_headers, of_request
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
@@ -70,7 +71,8 @@ class GatewayApp:
         chat = CompletionsRoute("chat.completions", backend, settings)
         plain = CompletionsRoute("completions", backend, settings)
         embeddings = CompletionsRoute("embeddings", backend, settings)
-        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): plain}
+        messages = CompletionsRoute("messages", backend, settings)
+        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): plain, ("POST", MESSAGES): messages}
         """The way of nearly every request, past the router's search."""
         one = partial(route, backend, settings)
         self._router = Router(
@@ -92,6 +94,7 @@ class GatewayApp:
                 *response_routes(backend, settings),
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
+                *message_routes(backend, settings, messages),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 one((operations.SERVER_VERSION, vllm.version)),
@@ -193,6 +196,8 @@ class _Exchange:
         if message["type"] in ("http.response.start", "websocket.accept"):
             self.status = message.get("status", 101)
             more = {"x-request-id": self.request_id, **self._more_headers}
+            if self._scope["path"].startswith(MESSAGES):
+                more |= anthropic_headers(self._scope, self.request_id, more)
             message["headers"] = [
                 *message.get("headers", ()),
                 *((name.encode(), value.encode()) for name, value in more.items()),
@@ -215,7 +220,7 @@ class _Exchange:
                 return
             send = self._deny
         if not self.status:
-            body = of_path(self._scope["path"]).describe(error, self.request_id)
+            body = of_request(self._scope).describe(error, self.request_id)
             await send_json(send, status_of(error), body, headers_of(error))
         else:
             self.status = status_of(error)  # a stream has told it: for logs and metrics alone
@@ -263,6 +268,6 @@ def _meant(scope: Scope) -> str:
 
 def _route(scope: Scope) -> str:
     """The route that a request took, for metrics: one of few."""
-    if scope["path"] in (CHAT, COMPLETIONS):
+    if scope["path"] in (CHAT, COMPLETIONS, MESSAGES):
         return str(scope["path"])
     return str(scope.get(TEMPLATE, "other"))

@@ -2,16 +2,22 @@
 
 path             dialect      error                                            a stream is
 /v1/messages…    Anthropic    {"type": "error", "error": {type, message}}      named events
+/v1/models…      the same, where the request has an `anthropic-version`
 /api/…           Ollama       {"error": "message"}                             lines of JSON
 all else         OpenAI       {"error": {message, type, param, code}}          events, then [DONE]
 """
 
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime
 
-from services.gateway.core.asgi import EventStream, LineStream
+import msgspec
+
+from services.gateway.core.asgi import EventStream, LineStream, header
 from services.gateway.core.errors import describe, status_of
+from shared.service.endpoints import Scope
 
 Stream = EventStream | LineStream
 
@@ -43,14 +49,26 @@ _ANTHROPIC_TYPES = {
 """https://docs.anthropic.com/en/api/errors; what is not here is the client's fault below 500, and ours above."""
 
 
-def _anthropic(error: BaseException, request_id: str) -> dict[str, Any]:
-    status, detail = status_of(error), describe(error, request_id).error
+class AnthropicDetail(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """Anthropic's error object."""
+
+    error: AnthropicDetail
+    request_id: str
+
+
+def anthropic_error(status: int, message: str, request_id: str) -> AnthropicError:
+    """Of an HTTP status."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": detail.message},
-        "request_id": request_id,
-    }
+    return AnthropicError(AnthropicDetail(kind, message), request_id)
+
+
+def _anthropic(error: BaseException, request_id: str) -> AnthropicError:
+    return anthropic_error(status_of(error), describe(error, request_id).error.message, request_id)
 
 
 def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
@@ -68,8 +86,55 @@ def of_path(path: str) -> Dialect:
     return next((dialect for prefix, dialect in _PATHS if path.startswith(prefix)), OPENAI)
 
 
+def of_request(scope: Scope) -> Dialect:
+    """As `of_path`, for paths that two APIs have."""
+    return ANTHROPIC if anthropic_models(scope) else of_path(scope["path"])
+
+
 def of_endpoint(endpoint: str) -> Dialect:
     """Of the API whose generation it is (`GenerationRecord.endpoint`)."""
     if endpoint == "messages":
         return ANTHROPIC
     return OLLAMA if endpoint.startswith("ollama.") else OPENAI
+
+
+# --- Anthropic's headers -------------------------------------------------------------------------
+
+MESSAGES = "/v1/messages"
+VERSION = b"anthropic-version"
+KNOWN_VERSIONS = ("2023-06-01", "2023-01-01")
+WARNING_HEADER = "x-ryzanstein-warning"
+_RESET = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:(\d+)ms)?")
+_OTHER = re.compile(r"[^\w.-]", re.ASCII)
+
+
+def anthropic_models(scope: Scope) -> bool:
+    """Whether Anthropic's list of models is asked for: its path is OpenAI's too."""
+    return scope["path"].startswith("/v1/models") and header(scope, VERSION) is not None
+
+
+def anthropic_headers(scope: Scope, request_id: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """What an answer to Anthropic's clients has beside `headers`, which tell of limits as OpenAI does."""
+    more = {"request-id": request_id}
+    version = header(scope, VERSION)
+    if version is not None and version not in KNOWN_VERSIONS:
+        shown = _OTHER.sub("?", version[:32])
+        more[WARNING_HEADER] = f"anthropic-version {shown} is not known here; served as {KNOWN_VERSIONS[0]}"
+    for what in ("requests", "tokens"):
+        if f"x-ratelimit-limit-{what}" in headers:
+            reset = time.time() + _seconds(headers[f"x-ratelimit-reset-{what}"])
+            more[f"anthropic-ratelimit-{what}-limit"] = headers[f"x-ratelimit-limit-{what}"]
+            more[f"anthropic-ratelimit-{what}-remaining"] = headers[f"x-ratelimit-remaining-{what}"]
+            more[f"anthropic-ratelimit-{what}-reset"] = rfc3339(reset)
+    return more
+
+
+def _seconds(duration: str) -> float:
+    """Of what `limiter.duration` has written."""
+    hours, minutes, seconds, thousandths = (float(part or 0) for part in _RESET.fullmatch(duration).groups())  # type: ignore[union-attr]
+    return hours * 3600 + minutes * 60 + seconds + thousandths / 1000
+
+
+def rfc3339(at: float) -> str:
+    """Unix seconds as Anthropic writes times."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

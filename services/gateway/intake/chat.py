@@ -37,7 +37,7 @@ from shared.messages import Grammar, ModelCard
 from shared.messages.records import Parsing
 
 AUTO = "auto"
-_SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates turn reasoning on and off."""
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
@@ -164,7 +164,7 @@ def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
         return {}
     if "reasoning_effort" in traits.variables:
         return {"reasoning_effort": effort}
-    for name in _SWITCHES:
+    for name in SWITCHES:
         if name in traits.variables:
             return {name: effort != "none"}
     raise InvalidParameter(

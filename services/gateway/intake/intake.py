@@ -13,6 +13,8 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
+from services.gateway.intake.anthropic.intake import MessagesIntake
+from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
@@ -40,7 +42,7 @@ log = structlog.get_logger(__name__)
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""
 Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
-Endpoint = Literal["chat.completions", "completions", "responses", "embeddings"]
+Endpoint = Literal["chat.completions", "completions", "responses", "embeddings", "messages"]
 
 
 class Intake:
@@ -74,6 +76,8 @@ class Intake:
         self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
         self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
         """It comes back here with the chat that a response is inside."""
+        self.messages = MessagesIntake(self, parts.settings)
+        """It comes back here with the chat that a message becomes."""
 
     async def prepare(
         self,
@@ -94,6 +98,8 @@ class Intake:
                 context = await self._admitted(context)
                 if endpoint == "responses":
                     return await self.responses.prepare(body, context, always_streamed=always_streamed)
+                if endpoint == "messages":
+                    return await self.messages.prepare(body, context, always_streamed=always_streamed)
                 request = self._decoded(endpoint, body, context.answer_headers)
                 return await self._prepare_checked(
                     _streamed(request) if always_streamed else request, context
@@ -126,10 +132,12 @@ class Intake:
 
     def check(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw
-    ) -> GenerationFields | ResponseRequest | embeddings.EmbeddingRequest:
+    ) -> GenerationFields | ResponseRequest | MessagesRequest | embeddings.EmbeddingRequest:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
             return self.responses.check(body)
+        if endpoint == "messages":
+            return self.messages.check(body)
         request = self._decoded(endpoint, body, {})
         if isinstance(request, embeddings.EmbeddingRequest):
             embeddings.inputs_of(request)
@@ -284,7 +292,9 @@ class Intake:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
-    async def loaded(self, request: Decoded | ResponseRequest, context: Context) -> ModelCard:
+    async def loaded(
+        self, request: Decoded | ResponseRequest | MessagesRequest, context: Context
+    ) -> ModelCard:
         """The card of the model that `request` names; one that was never loaded is waited for. Raises as
         `ColdStarts.card`."""
         return await self._cold_starts.card(

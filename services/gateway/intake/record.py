@@ -32,6 +32,8 @@ from shared.nats.bus import encode
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
+CAPPED = ("messages",)
+"""APIs in which a client may ask for more tokens than the context has room for, and gets what it has."""
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
 """Bytes of a token on the wire, and of all else in a generation, at most."""
 
@@ -133,7 +135,12 @@ def record_of(
     count = extra_fields.candidates(request)
     requests = [
         extra_fields.applied(
-            _with_prompt(first, index * count, prompt, request, card, parts), request, card, extras
+            _with_prompt(
+                first, index * count, prompt, request, card, parts, capped=context.endpoint in CAPPED
+            ),
+            request,
+            card,
+            extras,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -160,6 +167,7 @@ def record_of(
         parsing=parsing,
         response=response.record(params) if response else None,
         adapter=context.adapter_name,
+        capped=context.endpoint in CAPPED and requests[0].max_tokens < _asked(request),
     )
     return extra_fields.noted(record, request, card)
 
@@ -196,10 +204,13 @@ def run_of(
 
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
-    named = request.max_tokens or getattr(request, "max_completion_tokens", None)
-    most = record.requests[0].max_tokens if named else UNNAMED_OUTPUT
+    most = record.requests[0].max_tokens if _asked(request) else UNNAMED_OUTPUT
     outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
     return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+
+
+def _asked(request: GenerationFields) -> int:
+    return request.max_tokens or getattr(request, "max_completion_tokens", None) or 0
 
 
 def _with_prompt(
@@ -209,6 +220,8 @@ def _with_prompt(
     request: GenerationFields,
     card: ModelCard,
     parts: Parts,
+    *,
+    capped: bool,
 ) -> GenerationRequest:
     """The request of choice 0 of a prompt."""
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
@@ -226,7 +239,7 @@ def _with_prompt(
             f"({PROMPT_TOKENS.cited(most)}).",
             param=param,
         )
-    limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens)
+    limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens, capped=capped)
     rules.check_min_tokens(request, limit)
     return msgspec.structs.replace(
         first, generation_id=f"{first.generation_id}-{index}", prompt=prompt, max_tokens=limit

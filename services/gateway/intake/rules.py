@@ -140,15 +140,17 @@ def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None
         )
 
 
-class _Streamable(Protocol):
+class _MayStream(Protocol):
     @property
     def stream(self) -> bool | None: ...
 
+
+class _Streamable(_MayStream, Protocol):
     @property
     def stream_options(self) -> msgspec.Struct | None: ...
 
 
-def check_streamed(request: _Streamable) -> None:
+def check_streamed(request: _MayStream) -> None:
     """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
     if request.stream is False:
         raise _wrong("stream", "every generation on a WebSocket is streamed; leave it out.")

@@ -76,8 +76,11 @@ def check_size(
         )
 
 
-def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int) -> int:
-    """Output tokens at most. `default` 0: what the context leaves. Raises `ContextLengthExceeded`."""
+def max_tokens(
+    request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int, *, capped: bool = False
+) -> int:
+    """Output tokens at most. `default` 0: what the context leaves. `capped`: more than the context leaves is not
+    refused, and means what it leaves. Raises `ContextLengthExceeded`."""
     room = card.context_length - prompt_tokens
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     asked = _asked_tokens(request)
@@ -91,6 +94,8 @@ def max_tokens(request: GenerationFields, card: ModelCard, prompt_tokens: int, d
         return min(COMPLETION_MAX_TOKENS, room)
     if asked is None:
         return min(default, room) if default else room
+    if asked > room and capped:
+        return room
     if asked > room:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {card.context_length} tokens, and you requested "

@@ -15,6 +15,7 @@ from services.gateway.lifecycle.answers import Answers, unknown_generation
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
+from services.gateway.streams.messages import MessageRun
 from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from services.gateway.tokenizer.store import TokenizerStore
@@ -28,6 +29,11 @@ _VIEWS: dict[str, View] = {
     "embeddings": VectorFormat,
 }
 """By the endpoint that began it."""
+_NUMBERED: dict[str, type[ResponseRun] | type[MessageRun]] = {
+    "responses": ResponseRun,
+    "messages": MessageRun,
+}
+"""Shown as events whose positions are their numbers."""
 
 
 def new_run(
@@ -43,8 +49,8 @@ def new_run(
     positions; None: it has seen nothing. `view`: None for the format of its endpoint."""
     if view is not None:
         return Run(answer, view(answer, tokenizer), answers, metrics, after=after, as_recorded=False)
-    if answer.record.endpoint == "responses":
-        return ResponseRun(answer, tokenizer, answers, metrics, after=after)
+    if (events := _NUMBERED.get(answer.record.endpoint)) is not None:
+        return events(answer, tokenizer, answers, metrics, after=after)
     shape = _VIEWS[answer.record.endpoint](answer, tokenizer)
     if answer.record.best or answer.record.echo:
         shape = Shown(shape, answer, tokenizer)
@@ -199,7 +205,7 @@ class Reading:
 
 def _ends(answer: Answer) -> list[int]:
     """Tokens of each choice: those it has, or may have at most while it goes on."""
-    if answer.record.endpoint == "responses":
+    if answer.record.endpoint in _NUMBERED:
         return [MAX_EVENTS]  # positions are numbers of events, which the reader compares with what there are
     return [len(item.tokens) if item.ended else item.request.max_tokens for item in answer.generations]
 

@@ -1,7 +1,7 @@
 """One connection's reading of a response: from the log to numbered events, or to the whole object."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from services.gateway.streams.formats import Format
 from services.gateway.streams.output import Piece, output_of
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
-from services.gateway.streams.run import Chunk, Run
+from services.gateway.streams.run import Chunk, Run, each_token
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
@@ -109,7 +109,7 @@ class ResponseRun(Run):
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         if entry.tokens and self._metrics is not None:
             self._observe(choice, self._metrics)
-        for part in self._single(entry):
+        for part in each_token(entry, self._stop_token_ids):
             self._events.begin()
             self._output.feed(part)
             self._show(self._output.take())
@@ -132,22 +132,6 @@ class ResponseRun(Run):
             if call.id:
                 events.call(call.id, call.name)
                 events.arguments(call.arguments)
-
-    def _single(self, entry: TokenEntry) -> Iterator[TokenEntry]:
-        """Each token by itself, and the end behind the last one. A token that ends the text is the end,
-        whether the ring has said so with it or not."""
-        for index, token in enumerate(entry.tokens):
-            scores = entry.logprobs
-            yield msgspec.structs.replace(
-                entry,
-                position=entry.position + index,
-                tokens=[token],
-                finish="stop" if token in self._stop_token_ids else "",
-                logprobs=None if scores is None else scores[index : index + 1],
-            )
-        if entry.finish:
-            behind = entry.position + len(entry.tokens)
-            yield msgspec.structs.replace(entry, position=behind, tokens=[], logprobs=None)
 
     def _end_with(self, error: RyzansteinError) -> None:
         """Raises `error` when it is of this reading alone, and the response goes on without it."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -378,6 +378,23 @@ class Run:
             for tally, generation, output in zip(self._tallies, generations, self._outputs, strict=True)
         )
         return came, len(generations) * len(prediction) - came
+
+
+def each_token(entry: TokenEntry, stop_token_ids: Container[int]) -> Iterator[TokenEntry]:
+    """Each token by itself, and the end behind the last one. A token that ends the text is the end, whether the ring
+    has said so with it or not."""
+    for index, token in enumerate(entry.tokens):
+        scores = entry.logprobs
+        yield msgspec.structs.replace(
+            entry,
+            position=entry.position + index,
+            tokens=[token],
+            finish="stop" if token in stop_token_ids else "",
+            logprobs=None if scores is None else scores[index : index + 1],
+        )
+    if entry.finish:
+        behind = entry.position + len(entry.tokens)
+        yield msgspec.structs.replace(entry, position=behind, tokens=[], logprobs=None)
 
 
 def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:

@@ -1,0 +1,195 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens, as Anthropic defines them.
+
+As in `intake/schemas.py`: the annotation of a field says its type, range and values, null counts as not given, and
+what is declared as `neutral` or `ignored` is refused or named. Blocks are told apart by their `type`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.intake.schemas import (
+    Count,
+    ModelName,
+    PositiveCount,
+    StopString,
+    Temperature,
+    TopP,
+    ignored,
+    neutral,
+)
+from shared import limits
+
+LEAST_BUDGET = 1024
+"""Tokens of a thinking budget, as Anthropic has it."""
+
+
+class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block, frozen=True, tag="text"):
+    text: str
+    citations: Any = None
+    """Echoed from answers; without effect, as every `citations`."""
+
+
+class ImageBlock(_Block, frozen=True, tag="image"):
+    """Refused by name where the model does not see."""
+
+    source: Any
+    image_transformations: Any = None
+
+
+class PlainSource(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+class ContentSource(msgspec.Struct, frozen=True, tag_field="type", tag="content", forbid_unknown_fields=True):
+    content: str | list[TextBlock | ImageBlock]
+
+
+class DocumentBlock(_Block, frozen=True, tag="document"):
+    """A text; PDF files are none."""
+
+    source: PlainSource | ContentSource
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(_Block, frozen=True, tag="search_result"):
+    content: list[TextBlock]
+    source: str
+    title: str
+    citations: Any = None
+
+
+class ThinkingBlock(_Block, frozen=True, tag="thinking"):
+    """What the model thought; templates show it or not. The signature is not looked at."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(_Block, frozen=True, tag="redacted_thinking"):
+    """Encrypted by somebody else: without effect."""
+
+    data: str
+
+
+class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
+    id: Annotated[str, Meta(min_length=1)]
+    name: str
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock] | None = None
+    is_error: bool | None = None
+
+
+Readable = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+Block = Readable | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = None
+    """Input is always streamed as it comes."""
+    input_examples: Annotated[Any, ignored([])] = None
+    allowed_callers: Annotated[Any, neutral(["direct"])] = None
+    defer_loading: Annotated[Any, neutral(False)] = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the model's template has a switch for its reasoning, this is it."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=LEAST_BUDGET, le=2**31)] | None = None
+    """Named as ignored: how long a model thinks is its own to decide, within `max_tokens`."""
+    display: Annotated[Literal["summarized", "omitted"], ignored("summarized")] | None = None
+
+
+class JsonFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    user_id: Annotated[str, limits.METADATA_VALUE.length()] | None = None
+
+
+class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an input is made of; all of a request whose tokens are only counted."""
+
+    model: ModelName
+    messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[dict[str, Any]], limits.TOOLS.length()] | None = None
+    """Each a `CustomTool`; others are refused by name."""
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    context_management: Annotated[Any, ignored({})] = None
+    speed: Annotated[Any, neutral("standard")] = None
+    mcp_servers: Annotated[Any, neutral([])] = None
+
+
+class CountTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessagesRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: PositiveCount
+    """What the context has no room for is taken off, and told by the stop reason."""
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], limits.STOP_STRINGS.length()] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Count | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """There is one tier: both are served by it."""
+
+    container: Annotated[Any, neutral()] = None
+    diagnostics: Annotated[Any, ignored({})] = None
+    inference_geo: Annotated[Any, ignored()] = None
