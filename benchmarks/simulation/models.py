@@ -4,7 +4,7 @@ The scheduler's own placement decides for a thousand hosts which of them loads w
 the very same requests.
 
 Hits: requests that have a place at once. Cold: requests that come while no group serves their model. First token: 0.2 s
-and the time until there is a place. Decision: a whole pass over hosts and models, in real time.
+and the time until there is a place. Decision: CPU time of a pass over hosts and models.
 """
 
 import gc
@@ -12,6 +12,7 @@ import math
 import operator
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +39,7 @@ from benchmarks.simulation.virtual_hosts import (
 )
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.demand import DemandTracker
-from services.scheduler.models.placement import ModelPlacer
+from services.scheduler.models.placement import Command, ModelPlacer
 from shared.errors import ModelDoesNotFit
 from shared.messages import (
     GroupLoad,
@@ -55,6 +56,8 @@ from shared.messages import (
 TARGET = 0.75
 """Share of places that LRU and static placement plan for, as ours does."""
 BEGIN = 1_700_000_000.0
+PASSES = 10
+"""Of ours in a second, at most, where one does not do everything: fewer than a scheduler makes."""
 
 
 def planned(yard: Yard) -> list[int]:
@@ -104,10 +107,17 @@ class Ours:
                     WaitingModel(str(model), yard.queued[model], oldest, self._arrived[model], idle)
                 )
         self._demand.report(SchedulerDemand("s", models), now)
-        began = time.perf_counter()
-        decisions = self._placer.decide(self._specs, self._demand.all(now), now)
-        yard.measured.decided.append(time.perf_counter() - began)
-        for command in decisions.commands:
+        for _ in range(PASSES):
+            began = time.process_time()
+            decisions = self._placer.decide(self._specs, self._demand.all(now), now)
+            yard.measured.decided.append(time.process_time() - began)
+            self._obey(yard, decisions.commands)
+            if not decisions.more:
+                break
+        yard.cordoned = frozenset(name for said in decisions.placements.values() for name in said.cordoned)
+
+    def _obey(self, yard: Yard, commands: Sequence[Command]) -> None:
+        for command in commands:
             host, told = yard.hosts[int(command.host)], command.command
             self._changed.add(host.number)
             if isinstance(told, LoadModel) and host.free < yard.sizes[int(command.model)]:
@@ -116,7 +126,6 @@ class Ours:
                 yard.load(int(command.model), host, name=told.group)
             elif told.group in host.groups:
                 yard.unload(host.groups[told.group])
-        yard.cordoned = frozenset(name for said in decisions.placements.values() for name in said.cordoned)
 
     def _tell_groups(self, yard: Yard, now: float) -> None:
         there: set[str] = set()

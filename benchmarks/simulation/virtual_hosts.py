@@ -96,7 +96,7 @@ class Measured:
     waits: dict[float, int] = field(default_factory=dict)
     """Requests by the seconds that they have waited."""
     decided: list[float] = field(default_factory=list)
-    """Real seconds of each pass of our placement."""
+    """Seconds of CPU time of each pass of our placement."""
 
 
 class Policy(Protocol):

@@ -3,7 +3,8 @@
 memory of a host    |  used, by its own beat, or what its groups take  |  promised to loads it has not shown |  free  |
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostModel, HostRecord
@@ -61,12 +62,47 @@ class Replica:
     def idle_since(self) -> float:
         return max(self.ready_at, self.busy_at)
 
+    @property
+    def inside(self) -> int:
+        """Requests that it has."""
+        return self.load.running + self.load.waiting
+
+
+@dataclass(slots=True, eq=False)
+class Replicas:
+    """All groups of one model, and what every pass asks of them."""
+
+    groups: dict[str, Replica] = field(default_factory=dict)
+    staying: int = 0
+    """Those that do not drain."""
+    inside: int = 0
+    """Requests that these have."""
+    slots: int = 0
+    """Places of the largest."""
+
+    def count(self, replica: Replica, sign: int) -> None:
+        """Adds it (1), or takes it out as it was when it was added (-1)."""
+        if not replica.draining:
+            self.staying += sign
+            self.inside += sign * replica.inside
+
+    def remove(self, replica: Replica) -> None:
+        self.count(replica, -1)
+        del self.groups[replica.group]
+        self.measure()
+
+    def measure(self) -> None:
+        self.slots = max((replica.load.slots for replica in self.groups.values()), default=0)
+
 
 @dataclass(slots=True, eq=False)
 class Host:
     """A host that has been heard of."""
 
     name: str
+    number: int
+    """In the order in which they were heard of."""
+    index: "FreeMemory"
     memory: int = 0
     used_by_beat: int = 0
     devices: int = 0
@@ -78,11 +114,24 @@ class Host:
     """Bytes by group, of loads that are decided and that the host does not show yet."""
     free: int = 0
     """Bytes that are neither taken nor promised; below 0 where more is promised than there is."""
+    idle: int = 0
+    """Bytes of groups that serve and in which nothing runs: no more than these can be given up at once."""
+    gone: bool = False
 
     def count(self) -> None:
-        """Brings `free` up to date."""
-        taken = sum(replica.memory for replica in self.replicas.values())
+        """Brings `free` and `idle` up to date."""
+        taken = idle = 0
+        for replica in self.replicas.values():
+            taken += replica.memory
+            if replica.idle and replica.ready:
+                idle += replica.memory
+        self.idle = idle
         self.free = self.memory - max(self.used_by_beat, taken) - sum(self.promised.values())
+        self.index.moved(self)
+
+    @property
+    def share_free(self) -> float:
+        return self.free / max(1, self.memory)
 
     def promise(self, group: str, size: int) -> None:
         self.promised[group] = size
@@ -98,13 +147,48 @@ class Host:
         return said is not None and said.state == "loading"
 
 
+NO_REPLICAS = Replicas()
+
+
+class FreeMemory:
+    """Hosts that load models, the one with the largest share of its memory free first; equals as they were heard of."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, int, Host]] = []
+        self._keys: dict[int, float] = {}
+
+    def __iter__(self) -> Iterator[Host]:
+        for _, _, host in self._order:
+            yield host
+
+    def moved(self, host: Host) -> None:
+        """What the host has free is different now, or whether it takes models, or it is gone."""
+        known = self._keys.get(host.number)
+        key = -host.share_free if host.takes and not host.gone else None
+        if known == key:
+            return
+        if known is not None:
+            del self._order[bisect_left(self._order, (known, host.number))]
+            del self._keys[host.number]
+        if key is not None:
+            insort(self._order, (key, host.number, host))
+            self._keys[host.number] = key
+
+
 class ClusterView:
-    """All hosts and groups. Each change costs the same however many there are."""
+    """All hosts and groups. What a change costs grows with the groups of one host at most."""
 
     def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
+        self.free = FreeMemory()
+        self.changed: set[str] = set()
+        """Models whose groups have come, gone or changed their state, or that hosts load now or no more, until somebody
+        has cleared it."""
+        self._numbers = 0
         self._groups: dict[str, Replica] = {}
-        self._by_model: dict[str, dict[str, Replica]] = {}
+        self._by_model: dict[str, Replicas] = {}
+        self._told_by: dict[str, dict[int, Host]] = {}
+        """Hosts that say something of each model, by their numbers."""
         self._sizes: dict[str, int] = {}
         """The most that a group of each model is known to take."""
         self._least: dict[str, int] = {}
@@ -126,7 +210,8 @@ class ClusterView:
             return
         host = self.hosts.get(record.instance)
         if host is None:
-            host = self.hosts[record.instance] = Host(record.instance)
+            self._numbers += 1
+            host = self.hosts[record.instance] = Host(record.instance, self._numbers, self.free)
             for replica in self._groups.values():
                 if replica.host == host.name:
                     host.replicas[replica.group] = replica
@@ -134,13 +219,14 @@ class ClusterView:
         host.memory, host.used_by_beat, host.devices = said.memory, said.used, said.devices
         host.takes = said.takes_models and record.state == "ready"
         self._forget_loading(host)
-        host.models = {item.model: item for item in said.models[:MAX_MODELS]}
+        self._hear(host, {item.model: item for item in said.models[:MAX_MODELS]})
         for item in host.models.values():
             self._learn(item.model, item.memory)
             if item.load_seconds > 0:
                 self._seconds[item.model] = item.load_seconds
             if item.state == "loading":
                 self._loading.setdefault(item.model, set()).add(host.name)
+                self.changed.add(item.model)
             if item.state == "failed":
                 self.failed[item.model, host.name] = item
         host.count()
@@ -151,10 +237,25 @@ class ClusterView:
             self._forget_loading(host)
             for item in host.models.values():
                 self.failed.pop((item.model, name), None)
+            self._hear(host, {})
+            host.gone = True
+            self.free.moved(host)
+
+    def _hear(self, host: Host, models: dict[str, HostModel]) -> None:
+        """It speaks of these models now, and of no others."""
+        for model in host.models.keys() - models.keys():
+            told_by = self._told_by[model]
+            del told_by[host.number]
+            if not told_by:
+                del self._told_by[model]
+        for model in models.keys() - host.models.keys():
+            self._told_by.setdefault(model, {})[host.number] = host
+        host.models = models
 
     def _forget_loading(self, host: Host) -> None:
         for item in host.models.values():
             if item.state == "loading":
+                self.changed.add(item.model)
                 self._loading[item.model].discard(host.name)
                 if not self._loading[item.model]:
                     del self._loading[item.model]
@@ -167,20 +268,37 @@ class ClusterView:
         replica = self._groups.get(record.group)
         if replica is None or (replica.model, replica.host) != (record.model, record.instance):
             self.forget_group(record.group)
-            replica = Replica(
-                record.group,
-                record.model,
-                record.instance,
-                record.state,
-                record.load,
-                record.memory,
-                0.0,
-                now,
-            )
-            self._groups[record.group] = replica
-            self._by_model.setdefault(record.model, {})[record.group] = replica
-            if (host := self.hosts.get(record.instance)) is not None:
-                host.replicas[record.group] = replica
+            replica = self._new(record, now)
+            before = None
+        else:
+            before = replica.state, replica.memory, replica.idle
+        replicas, slots = self._by_model[record.model], replica.load.slots
+        replicas.count(replica, -1)
+        self._update(replica, record, now)
+        replicas.count(replica, 1)
+        if before is None or slots != record.load.slots:
+            replicas.measure()
+        self._learn(record.model, record.memory)
+        if before == (replica.state, replica.memory, replica.idle):
+            return
+        if before is None or before[0] != replica.state:
+            self.changed.add(record.model)
+        if (host := self.hosts.get(record.instance)) is not None:
+            host.count()
+
+    def _new(self, record: GroupRecord, now: float) -> Replica:
+        name, model, host = record.group, record.model, record.instance
+        replica = Replica(name, model, host, record.state, record.load, record.memory, 0.0, now)
+        self._groups[name] = replica
+        replicas = self._by_model.setdefault(model, Replicas())
+        replicas.groups[name] = replica
+        replicas.count(replica, 1)
+        if (there := self.hosts.get(host)) is not None:
+            there.replicas[name] = replica
+        return replica
+
+    @staticmethod
+    def _update(replica: Replica, record: GroupRecord, now: float) -> None:
         if record.state in READY:
             replica.ready_at = replica.ready_at or now
         else:
@@ -189,17 +307,16 @@ class ClusterView:
         replica.memory = record.memory or replica.memory
         if not replica.idle:
             replica.busy_at = now
-        self._learn(record.model, record.memory)
-        if (host := self.hosts.get(record.instance)) is not None:
-            host.count()
 
     def forget_group(self, name: str) -> None:
         replica = self._groups.pop(name, None)
         if replica is None:
             return
-        del self._by_model[replica.model][name]
-        if not self._by_model[replica.model]:
+        replicas = self._by_model[replica.model]
+        replicas.remove(replica)
+        if not replicas.groups:
             del self._by_model[replica.model]
+        self.changed.add(replica.model)
         if (host := self.hosts.get(replica.host)) is not None:
             host.replicas.pop(name, None)
             host.count()
@@ -216,9 +333,12 @@ class ClusterView:
 
     def of(self, model: str) -> Iterable[Replica]:
         """Every group of a model, whatever its state."""
-        return self._by_model.get(model, {}).values()
+        return self.replicas(model).groups.values()
 
-    def loading(self, model: str) -> Iterable[str]:
+    def replicas(self, model: str) -> Replicas:
+        return self._by_model.get(model, NO_REPLICAS)
+
+    def loading(self, model: str) -> Collection[str]:
         """Hosts that load it."""
         return self._loading.get(model, ())
 
@@ -246,19 +366,16 @@ class ClusterView:
             return said.memory
         return self._sizes.get(model, 0) or (said.total if said is not None else 0)
 
-    def estimates(self, model: str) -> Iterator[tuple[Host, int, float]]:
-        """Each host that loads models, with the size and the seconds of a load of the model there."""
+    def knowing(self, model: str) -> dict[int, Host]:
+        """Hosts that say something of the model, by its name or by that of its files, by their numbers."""
+        named = self._told_by.get(model, {})
         source = self._sources.get(model, model)
-        least, known = self._least.get(model, 0), self._sizes.get(model, 0)
-        from_nothing = self._seconds_of(model, None, least or known)
-        for host in self.hosts.values():
-            if host.takes:
-                said = host.models.get(model) or host.models.get(source)
-                if said is None:
-                    yield host, least or known, from_nothing
-                else:
-                    size = least or said.memory or known or said.total
-                    yield host, size, self._seconds_of(model, said, size)
+        return named if source == model else {**named, **self._told_by.get(source, {})}
+
+    def elsewhere(self, model: str) -> tuple[int, float]:
+        """Bytes that a group of the model takes, and seconds of its load, on a host that says nothing of it."""
+        size = self._least.get(model) or self._sizes.get(model, 0)
+        return size, self._seconds_of(model, None, size)
 
     def load_seconds(self, model: str, host: Host) -> float:
         """How long a load of the model is expected to take on the host."""

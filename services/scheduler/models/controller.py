@@ -249,26 +249,31 @@ class ModelController:
     async def _decide(self) -> None:
         while True:
             await self._registered.wait()
-            began = time.perf_counter()
+            took = 0.0
             if self._lease.held:
-                await self._once()
+                took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
-            rest = (1 / LOOP_SHARE - 1) * (time.perf_counter() - began)
+            rest = (1 / LOOP_SHARE - 1) * took
             await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
-    async def _once(self) -> None:
-        now = time.time()
+    async def _once(self) -> float:
+        """Decides; returns the seconds for which that kept the event loop."""
+        now, began = time.time(), time.perf_counter()
         self._demand.keep(self._specs, now)
         try:
             decisions = self._placer.decide(self._specs, self._demand.all(now), now)
         except Exception:  # the models that are loaded serve on
             log.exception("model_placement_failed")
-            return
+            return TICK
+        took = time.perf_counter() - began
+        if decisions.more:
+            self._changed.set()
         for command in decisions.commands:
             self._sending.spawn(self._send(command), f"{command.host} {command.model}")
         self._metrics.unplaced.set(len(decisions.unplaced))
         await self._say(decisions)
+        return took
 
     async def _send(self, command: Command) -> None:
         subject = subjects.host_control(command.host)
@@ -304,8 +309,8 @@ class ModelController:
 
 
 def _differs(said: ModelPlacement | None, new: ModelPlacement) -> bool:
-    if said is None:
-        return True
+    if said is None or said is new:
+        return said is None
     if (
         bool(said.expected_at) != bool(new.expected_at)
         or abs(said.expected_at - new.expected_at) >= LEAST_CHANGE

@@ -38,8 +38,8 @@ class Failures:
     def __init__(self) -> None:
         self._known: dict[str, dict[str, Failure]] = {}
         self._versions: dict[str, tuple[object, ...]] = {}
-        self._full: dict[tuple[str, str], tuple[float, int]] = {}
-        """Where there was no room: until when, and how often in a row."""
+        self._full: dict[str, dict[str, tuple[float, int]]] = {}
+        """Hosts where there was no room for each model: until when, and how often in a row."""
         self._full_at: dict[tuple[str, str], float] = {}
         """When hosts have said so by a heartbeat, by their clocks."""
 
@@ -70,23 +70,21 @@ class Failures:
 
     def no_room(self, model: str, host: str, error: str, now: float) -> None:
         """The host has refused for want of memory: that is no fault of the model's."""
-        times = self._full.get((model, host), (0.0, 0))[1] + 1
-        self._full[model, host] = now + NO_ROOM_PAUSE, times
+        full = self._full.setdefault(model, {})
+        times = full.get(host, (0.0, 0))[1] + 1
+        full[host] = now + NO_ROOM_PAUSE, times
         if times >= NO_ROOM_TRIES:
             self.failed(model, host, error, now)
 
     def succeeded(self, model: str, host: str) -> None:
         self._known.get(model, {}).pop(host, None)
-        self._full.pop((model, host), None)
+        self._full.get(model, {}).pop(host, None)
 
-    def blocked(self, model: str, host: str, now: float) -> bool:
-        """Whether it is not to be tried there now."""
-        known = self._known.get(model, {}).get(host)
-        return (known is not None and now < known.until) or now < self._full.get((model, host), (0.0, 0))[0]
-
-    def any_of(self, model: str) -> bool:
-        """Whether there was any lately."""
-        return bool(self._known.get(model)) or any(name == model for name, _ in self._full)
+    def blocked(self, model: str, now: float) -> set[str]:
+        """Hosts where it is not to be tried now."""
+        known, full = self._known.get(model, {}), self._full.get(model, {})
+        hosts = {host for host, failure in known.items() if now < failure.until}
+        return hosts | {host for host, (until, _) in full.items() if now < until}
 
     def of(self, model: str) -> Iterator[Failure]:
         yield from self._known.get(model, {}).values()
@@ -108,5 +106,8 @@ class Failures:
             del self._versions[model]
         for key in [key for key in self._full_at if key[0] not in specs or key[1] not in hosts]:
             del self._full_at[key]
-        for key in [key for key, (until, _) in self._full.items() if until + FORGOTTEN_SOON <= now]:
-            del self._full[key]
+        for model, full in list(self._full.items()):
+            for host in [host for host, (until, _) in full.items() if until + FORGOTTEN_SOON <= now]:
+                del full[host]
+            if not full:
+                del self._full[model]

@@ -4,7 +4,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.scheduler.models.placement import REASONS, Command
+from services.scheduler.models.placement import Command
+from services.scheduler.models.plans import REASONS
 from shared.messages import LoadModel
 from shared.service.endpoints import begin_at_zero
 

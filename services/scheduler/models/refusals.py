@@ -28,7 +28,8 @@ def why_not(model: str, cluster: ClusterView, failures: Failures, worth: Worth, 
     hosts = [host for host in cluster.hosts.values() if host.takes]
     if not hosts:
         return Refused("", f"No executor that loads models at run time is there; {model} waits for one.")
-    able = [host for host in hosts if not failures.blocked(model, host.name, now)]
+    blocked = failures.blocked(model, now)
+    able = [host for host in hosts if host.name not in blocked]
     if not able:
         return _failed(model, failures, now)
     fitting = [host for host in able if cluster.size(model, host) <= host.memory]
@@ -70,7 +71,7 @@ def _may_fit(model: str, host: Host, cluster: ClusterView, worth: Worth) -> bool
 def _stays(replica: Replica, cluster: ClusterView, worth: Worth) -> bool:
     if replica.draining:
         return False
-    others = sum(not other.draining for other in cluster.of(replica.model)) - 1
+    others = cluster.replicas(replica.model).staying - 1
     return worth.keeps(replica) or others < worth.least(replica.model)
 
 

@@ -6,7 +6,6 @@ cost of a load  = what must go + seconds until it is there x requests that wait 
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
 from services.scheduler.models.demand import NO_DEMAND, Demand
@@ -21,17 +20,6 @@ SHORTEST_STAY, LONGEST_STAY = 2.0, 120.0
 """Seconds."""
 BUSY_STAY = 2.0
 """One that works stays so many times as long before it is cordoned."""
-
-
-class Room(NamedTuple):
-    """Where a model could go, and what would have to go there."""
-
-    host: Host
-    victims: tuple[Replica, ...]
-    cost: float
-    """Seconds that requests wait for it, and for what goes."""
-    lost: float = 0.0
-    """Of these, those for what goes."""
 
 
 class Worth:
