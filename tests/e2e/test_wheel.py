@@ -146,7 +146,7 @@ def test_what_is_installed_serves_with_native_kernels(
         mapped = [Path(f"/proc/{process.pid}/maps").read_text() for process in stack.descendants()]
         kernels = {line.split()[-1] for maps in mapped for line in maps.splitlines() if "_kernels" in line}
         assert kernels == {str(next(programs.parent.glob(f"lib/*/site-packages/{KERNELS}")))}
-        for page in ("/", "/docs", "/console/console.js"):
+        for page in ("/", "/docs", "/console/app/console.js"):
             reply = httpx.get(stack.url + page, headers={"accept": "text/html"}, trust_env=False)
             assert reply.status_code == 200
             assert reply.content

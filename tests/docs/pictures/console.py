@@ -17,14 +17,16 @@ async def photograph(chromium: str, url: str) -> bytes:
     submit_batch(url)
     async with run_browser(chromium) as browser, browser.tab(f"{url}/") as tab:
         await tab.until("document.getElementById('model').value !== ''")
-        await tab.run("document.getElementById('limit').value = '400'")
-        await tab.run("document.getElementById('system').value = 'You are a helpful assistant.'")
+        for field, value in (("limit", "400"), ("system", "You are a helpful assistant.")):
+            place = f"document.getElementById('{field}')"
+            await tab.run(
+                f"{place}.value = '{value}', {place}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+            )
         await tab.run("document.getElementById('prompt').focus()")
         await tab.type(QUESTION)
         await tab.press("Enter", 13, "\r")
-        text = "(document.querySelector('#transcript li:last-child[data-role=assistant]')?.textContent ?? '')"
+        text = "(document.querySelector('#transcript > li:last-child .body')?.textContent ?? '')"
         await tab.until(f"{text}.length > 250", 120)
-        await tab.until("document.body.textContent.includes('in_progress')")
         picture = await tab.call("Page.captureScreenshot", format="png")
         return base64.b64decode(picture["data"])
 

@@ -4,8 +4,9 @@ What a page shows it asks of the API.
 """
 
 import hashlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
@@ -21,24 +22,37 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
+    "woff2": "font/woff2",
 }
+"""Of what is served; licences and what else lies there is not."""
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 FOLDER = "/console/"
-PATHS = (
-    "/",
-    "/docs",
-    *(FOLDER + name for name in ("console.css", "console.js", "models.js", "docs.js", "icon.svg")),
-)
+PAGES = {"/": "console.html", "/docs": "docs.html"}
+_STATIC = resources.files(__package__).joinpath("static")
+
+
+def _files(folder: Traversable, prefix: str = "") -> Iterator[str]:
+    """Paths of what is served, below `static`."""
+    for entry in sorted(folder.iterdir(), key=lambda one: one.name):
+        if entry.is_dir():
+            yield from _files(entry, f"{prefix}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in TYPES and entry.name not in PAGES.values():
+            yield prefix + entry.name
+
+
+FILES = tuple(_files(_STATIC))
+PATHS = (*PAGES, *(FOLDER + name for name in FILES))
 
 
 class Page:
     """One file, revalidated by its ETag at each visit."""
 
     def __init__(self, name: str) -> None:
-        self._body = resources.files(__package__).joinpath("static", name).read_bytes()
+        self._body = _STATIC.joinpath(*name.split("/")).read_bytes()
         self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
         self._head = {
             "content-type": TYPES[name.rpartition(".")[2]],
@@ -59,7 +73,7 @@ class Front:
     """What stands at /: the console for browsers, and for others where the API is."""
 
     def __init__(self) -> None:
-        self._page = Page("console.html")
+        self._page = Page(PAGES["/"])
         links = {"api": "/v1", "openapi": "/openapi.json", "docs": "/docs", "health": "/health"}
         self._links = msgspec.json.encode({"name": "Ryzanstein", **links})
 
@@ -79,11 +93,10 @@ def page_routes() -> list[Route]:
     """They are for people, and in no document."""
     routes = [
         Route("/", Front(), methods=["GET"], include_in_schema=False),
-        Route("/docs", Page("docs.html"), methods=["GET"], include_in_schema=False),
+        Route("/docs", Page(PAGES["/docs"]), methods=["GET"], include_in_schema=False),
     ]
-    names = [path.removeprefix(FOLDER) for path in PATHS if path.startswith(FOLDER)]
     return routes + [
-        Route(FOLDER + name, Page(name), methods=["GET"], include_in_schema=False) for name in names
+        Route(FOLDER + name, Page(name), methods=["GET"], include_in_schema=False) for name in FILES
     ]
 
 

@@ -45,30 +45,47 @@ async def test_every_file_of_the_pages_is_served_guarded_and_revalidated(http: h
         )
         assert (again.status_code, again.content) == (304, b"")
         assert (await http.head(path, headers=BROWSER)).headers["etag"] == answer.headers["etag"]
-    assert {path.name for path in STATIC.iterdir()} == {
-        "console.html",
-        "docs.html",
-        *(path.removeprefix(pages.FOLDER) for path in pages.PATHS if path.startswith(pages.FOLDER)),
-    }
+    served = {path.removeprefix(pages.FOLDER) for path in pages.PATHS if path.startswith(pages.FOLDER)}
+    there = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file()}
+    left_out = {*pages.PAGES.values(), "vendor/README.md", "vendor/vendored.json"}
+    assert served == {path for path in there - left_out if not path.endswith(".LICENSE")}
+    assert (await http.get("/console/vendor/vendored.json", headers=BROWSER)).status_code == 404
 
 
 async def test_scripts_ask_for_what_the_page_has_and_the_api_serves(http: httpx.AsyncClient) -> None:
     page = (STATIC / "console.html").read_text()
     paths = (await http.get("/openapi.json")).json()["paths"]
-    for name in ("console.js", "models.js"):
-        script = (STATIC / name).read_text()
-        for field in set(re.findall(r'\$\("([\w-]+)"\)', script)):
-            assert f'id="{field}"' in page, (name, field)
-        for asked in set(re.findall(r"[\"`]((?:v1/|models)[\w./-]*)", script)) - {"models-note"}:
-            wanted = f"/{asked.rstrip('/')}"
-            assert any(path == wanted or path.startswith(f"{wanted}/{{") for path in paths), (name, asked)
-    assert set(re.findall(r'<label for="([\w-]+)"', page)) >= {"add-source", "add-name", "model", "prompt"}
+    asked: set[str] = set()
+    for path in own_scripts():
+        script = path.read_text()
+        for field in set(re.findall(r'(?:\$|say|fill|refill|change)\("([\w-]+)"', script)):
+            assert f'id="{field}"' in page, (path.name, field)
+        found = re.findall(r"[\"`]((?:v1/|models)[\w./-]*)(?=[\"`?$])", script)
+        asked |= {f"/{one.rstrip('/')}" for one in found if f'id="{one}"' not in page} | {"/models"}
+    for wanted in asked:
+        assert any(path == wanted or path.startswith(f"{wanted}/{{") for path in paths), wanted
+    assert {"/v1/loras", "/models/load", "/models/sse", "/v1/batches", "/v1/generations"} <= asked
+    labelled = set(re.findall(r'<label (?:class="unseen" )?for="([\w-]+)"', page))
+    fields = set(re.findall(r'<(?:input|select|textarea) id="([\w-]+)"(?![^>]*aria-label)', page))
+    assert fields == labelled
+
+
+def own_scripts() -> list[Path]:
+    return [path for path in STATIC.rglob("*.js") if path.parent.name != "vendor"]
 
 
 def test_no_page_names_anything_outside() -> None:
-    for path in STATIC.iterdir():
+    for path in (
+        *own_scripts(),
+        *STATIC.rglob("*.html"),
+        *STATIC.rglob("*.svg"),
+        *(STATIC / "style").iterdir(),
+    ):
         found = set(re.findall(r"https?://[^\"'\s)]*", path.read_text()))
-        assert found <= {"http://www.w3.org/2000/svg"}, path
+        assert found <= {
+            "http://www.w3.org/2000/svg",
+            "https://html.spec.whatwg.org/#parsing-an-event-stream",
+        }, path
         assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", path.read_text()), path
 
 

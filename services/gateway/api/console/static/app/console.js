@@ -1,0 +1,71 @@
+// The page: which part of it is shown (by the address behind #), the key, and what all parts share.
+
+import { access } from "./api.js";
+import { $ } from "./dom.js";
+import { Chat } from "../chat/chat.js";
+import { watchBatches } from "../operator/batches.js";
+import { ClusterPage } from "../operator/cluster.js";
+import { ModelsPage } from "../operator/models.js";
+
+const PARTS = ["chat", "cluster", "models", "batches", "keys"];
+const KEY = "ryzanstein.key";
+
+function showSide(open) {
+  document.body.classList.toggle("side-open", open);
+  $("menu").setAttribute("aria-expanded", String(open));
+}
+
+function keepKey() {
+  const field = $("key");
+  field.value = sessionStorage.getItem(KEY) ?? "";
+  access.key = field.value.trim();
+  field.addEventListener("input", () => {
+    access.key = field.value.trim();
+    sessionStorage.setItem(KEY, field.value);
+  });
+  $("access").addEventListener("submit", (event) => event.preventDefault());
+}
+
+/** What can be asked for: models, and adapters below them. */
+function showModels(models) {
+  const field = $("model");
+  const names = models.map((model) => model.id);
+  if (names.join("\n") === [...field.options].map((option) => option.value).join("\n")) return;
+  const chosen = field.value || localStorage.getItem("ryzanstein.model");
+  const option = ({ id, parent }) => new Option(parent ? `${id} (adapter)` : id, id, false, id === chosen);
+  field.replaceChildren(...models.map(option));
+}
+
+async function show(chat) {
+  const [name, id = ""] = location.hash.slice(1).split("/");
+  const part = PARTS.includes(name) ? name : "chat";
+  for (const other of PARTS) {
+    $(other).hidden = other !== part;
+    const link = $(`to-${other}`);
+    if (other === part) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  showSide(false);
+  document.title = part === "chat" ? "Ryzanstein" : `${$(`to-${part}`).textContent} · Ryzanstein`;
+  if (part === "chat") await chat.open(id);
+}
+
+keepKey();
+const chat = new Chat();
+const models = new ModelsPage(showModels);
+$("menu").addEventListener("click", () => showSide(!document.body.classList.contains("side-open")));
+$("shade").addEventListener("click", () => showSide(false));
+$("new").addEventListener("click", () => {
+  if (location.hash === "#chat") chat.open("");
+  else location.hash = "#chat";
+  $("prompt").focus();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") showSide(false);
+});
+addEventListener("hashchange", () => show(chat));
+show(chat);
+models.watch();
+watchBatches();
+new ClusterPage().watch();
+document.body.dataset.begun = "true";

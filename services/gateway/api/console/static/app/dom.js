@@ -1,0 +1,93 @@
+// Elements, and figures as people read them.
+
+export const $ = (id) => document.getElementById(id);
+
+/** An element with properties (`data-`, `aria-` and `role` as attributes) and what is inside; null is left out. */
+export function element(name, properties = {}, ...inside) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === null || value === undefined) continue;
+    if (/^(data-|aria-|role$|for$|scope$)/.test(key)) made.setAttribute(key, value);
+    else made[key] = value;
+  }
+  made.append(...inside.filter((item) => item !== null && item !== undefined && item !== ""));
+  return made;
+}
+
+export function button(label, act, properties = {}) {
+  const made = element("button", { type: "button", ...properties }, label);
+  made.addEventListener("click", act);
+  return made;
+}
+
+export const percent = (share) => `${share > 0 && share < 0.1 ? (share * 100).toFixed(1) : Math.round(share * 100)} %`;
+
+export function age(seconds) {
+  if (seconds < 120) return `${Math.max(0, Math.round(seconds))} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172_800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86_400)} days`;
+}
+
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = count > 0 ? Math.min(units.length - 1, Math.floor(Math.log2(count) / 10)) : 0;
+  return `${(count / 1024 ** power).toFixed(power && count / 1024 ** power < 100 ? 1 : 0)} ${units[power]}`;
+}
+
+/** A state with its coloured mark. */
+export const state = (name) => element("span", { "data-state": name }, name);
+
+/** Rows of cells, each a text or a node, into a table; `none` stands where there are no rows. */
+export function fill(id, rows, none) {
+  const lines = rows.map((cells) => {
+    const line = document.createElement("tr");
+    for (const cell of cells) {
+      const place = line.insertCell();
+      if (/^[\d–]/.test(cell.textContent ?? cell)) place.dataset.kind = "number";
+      place.append(cell);
+    }
+    return line;
+  });
+  if (!lines.length) lines.push(element("tr", {}, element("td", { className: "none", colSpan: 9 }, none)));
+  $(id).tBodies[0].replaceChildren(...lines);
+}
+
+/** Words into a place that is read out when they change. */
+export function say(id, words, role = "status") {
+  const place = $(id);
+  place.setAttribute("role", role);
+  place.textContent = words;
+  place.hidden = !words;
+}
+
+/** Text into the clipboard, also where a page has no secure context. */
+export async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = element("textarea", { value: text, className: "aside" });
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+  return undefined;
+}
+
+/** Has the browser keep `text` as a file. */
+export function download(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+/** Calls `act` once after `milliseconds`, however often it is asked for meanwhile. */
+export function soon(act, milliseconds) {
+  let timer = 0;
+  const asked = () => {
+    timer ||= setTimeout(asked.now, milliseconds);
+  };
+  asked.now = () => {
+    clearTimeout(timer);
+    timer = 0;
+    return act();
+  };
+  return asked;
+}

@@ -1,0 +1,77 @@
+// What a conversation asks the model for, besides its messages: the fields of the form, and the request made of them.
+
+export const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools", "background"];
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const BACKGROUND = 60; // seconds that an answer goes on while nobody is there
+const STORE = "ryzanstein.settings";
+
+/** What was used last, for a conversation that begins. */
+export function lastSettings(storage) {
+  try {
+    return only(JSON.parse(storage.getItem(STORE)));
+  } catch {
+    return {};
+  }
+}
+
+export function keepSettings(storage, settings) {
+  storage.setItem(STORE, JSON.stringify(settings));
+}
+
+/** The known fields that are texts. */
+export function only(given) {
+  return Object.fromEntries(FIELDS.map((name) => [name, given?.[name]]).filter(([, value]) => typeof value === "string"));
+}
+
+/** The body of a request. Throws `RangeError` where a field cannot be sent. */
+export function requestOf(settings, model, messages, { continued = false } = {}) {
+  const request = {
+    model,
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    messages,
+  };
+  for (const name of NUMBERS) {
+    const given = (settings[name] ?? "").trim();
+    if (given !== "") request[name] = Number(given);
+    if (Number.isNaN(request[name])) throw new RangeError(`${name} is no number: ${given.slice(0, 40)}`);
+  }
+  if (settings.reasoning_effort) request.reasoning_effort = settings.reasoning_effort;
+  const tools = toolsOf(settings.tools ?? "");
+  if (tools.length) request.tools = tools;
+  if (continued) Object.assign(request, { continue_final_message: true, add_generation_prompt: false });
+  return request;
+}
+
+/** Functions as the API takes them: an array of tools, or of their `function` objects alone. */
+export function toolsOf(text) {
+  if (!text.trim()) return [];
+  let tools = null;
+  try {
+    tools = JSON.parse(text);
+  } catch (error) {
+    throw new RangeError(`The tools are not JSON: ${error.message}`);
+  }
+  if (!Array.isArray(tools)) throw new RangeError("The tools are a JSON array of functions.");
+  return tools.map((tool) => (tool?.type ? tool : { type: "function", function: tool }));
+}
+
+/** Seconds for which an answer goes on without a reader. */
+export function backgroundOf(settings) {
+  const given = Number((settings.background ?? "").trim() || BACKGROUND);
+  if (!Number.isFinite(given) || given < 0) throw new RangeError("The seconds in the background are a number from 0 on.");
+  return String(given);
+}
+
+/** Connects the form's fields: `onChange` gets all of them. Returns a function that shows settings. */
+export function settingsForm(form, onChange) {
+  const fields = FIELDS.map((name) => form.elements.namedItem(name));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", () => {
+    const given = fields.map((field) => [field.name, field.value]);
+    onChange(Object.fromEntries(given.filter(([, value]) => value !== "")));
+  });
+  return (settings) => {
+    for (const field of fields) field.value = settings[field.name] ?? "";
+  };
+}

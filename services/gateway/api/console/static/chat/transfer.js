@@ -1,0 +1,76 @@
+// Conversations as files: JSON for other browsers, Markdown for people. Pure.
+
+import { LIMITS, fence, path, problem } from "./conversation.js";
+
+const FORMAT = "ryzanstein-conversations";
+const VERSION = 1;
+const NAMES = { user: "You", assistant: "Assistant", tool: "Tool results" };
+
+/** All branches of these, as JSON. */
+export function toJson(conversations) {
+  const settled = conversations.map((conversation) => ({
+    ...conversation,
+    nodes: Object.fromEntries(Object.entries(conversation.nodes).map(([id, node]) => [id, { ...node, pending: null }])),
+  }));
+  return JSON.stringify({ format: FORMAT, version: VERSION, conversations: settled }, null, 1);
+}
+
+/** The conversations of a file. Throws `RangeError` with what is wrong with it. */
+export function fromJson(text) {
+  let content = null;
+  try {
+    content = JSON.parse(text);
+  } catch {
+    throw new RangeError("The file is not JSON; choose one that was exported here.");
+  }
+  if (content?.format !== FORMAT || !Array.isArray(content.conversations)) {
+    throw new RangeError("The file has no conversations; choose one that was exported here.");
+  }
+  if (content.version !== VERSION) {
+    throw new RangeError(`The file has version ${JSON.stringify(content.version)} of its format; this page reads ${VERSION}.`);
+  }
+  if (content.conversations.length > LIMITS.conversations) {
+    throw new RangeError(`The file has more than ${LIMITS.conversations} conversations.`);
+  }
+  content.conversations.forEach((conversation, index) => {
+    const wrong = problem(conversation);
+    if (wrong) throw new RangeError(`Conversation ${index + 1} of the file cannot be read: ${wrong}.`);
+  });
+  return content.conversations.map(settled);
+}
+
+/** Without what only the browser that wrote it could go on with. */
+function settled(conversation) {
+  for (const node of Object.values(conversation.nodes)) {
+    node.pending = null;
+    node.revision = Number.isFinite(node.revision) ? node.revision : 0;
+  }
+  return conversation;
+}
+
+/** The branch that is shown, as Markdown. */
+export function toMarkdown(conversation) {
+  const parts = [`# ${conversation.title || "Conversation"}`];
+  const system = (conversation.settings.system ?? "").trim();
+  if (system) parts.push("## System", system);
+  for (const node of path(conversation)) {
+    parts.push(`## ${NAMES[node.role]}${node.role === "assistant" && node.model ? ` (${node.model})` : ""}`);
+    for (const file of node.files ?? []) parts.push(`File ${file.name}:`, fence(file.text));
+    if (node.reasoning) parts.push(node.reasoning.replace(/^/gm, "> "));
+    if (node.text) parts.push(node.text);
+    for (const call of node.calls ?? []) parts.push(`Tool call ${call.name}:`, fence(call.arguments));
+    for (const result of node.results ?? []) parts.push(fence(result.text));
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** A name for a file, of letters that every system takes. */
+export function fileName(title, ending) {
+  const words = title
+    .normalize("NFKD")
+    .replace(/[^\w -]+/g, "")
+    .trim()
+    .replace(/\s+/g, "-")
+    .slice(0, 60);
+  return `${words || "conversation"}.${ending}`;
+}
