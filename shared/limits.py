@@ -105,6 +105,8 @@ MESSAGES = Limit("messages", 4096, "entries", "messages of a conversation")
 PARTS = Limit("parts", 4096, "entries", "parts of all messages together")
 CALLS = Limit("calls", 4096, "entries", "tool calls of all messages together")
 ITEMS = Limit("items", 4096, "entries", "items of a response's input")
+INPUT_FILES = Limit("input_files", 32, "entries", "files among the parts of all messages together")
+INPUT_FILE_BYTES = Limit("input_file_bytes", 4 << 20, "bytes", "the same files together")
 GENERATION_BYTES = Limit(
     "generation_bytes",
     16 << 20,

@@ -96,6 +96,7 @@ class Work:
         self._api_keys = KeyWatch(bus, backend.authenticator)
         self.limiter = Limiter(bus, instance, settings)
         self._grammars = Grammars()
+        files = self._files = Files(bus, settings)
         intake = Intake(
             IntakeParts(settings, answers, metrics),
             catalog,
@@ -107,8 +108,8 @@ class Work:
             backend.authenticator,
             self.limiter,
             History(lookup),
+            files,
         )
-        files = self._files = Files(bus, settings)
         jobs = self._jobs = Jobs(bus, settings.tenant_batches)
         results = self._results = Results(bus, files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)

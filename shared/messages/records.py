@@ -42,6 +42,8 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     """The parser of reasoning; empty: it is not looked for."""
     opened: bool = False
     """The prompt ends within the reasoning."""
+    custom: list[str] = []
+    """Names of the custom tools: of their calls the text is shown that the model has put into JSON."""
 
 
 RecordedEndpoint = Literal[

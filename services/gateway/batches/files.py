@@ -246,6 +246,15 @@ class Files:
         except MissingObject:
             raise unknown_file(record.id) from None
 
+    async def whole(self, file_id: str, tenant: str, most: int) -> tuple[str, bytes]:
+        """A file's name and bytes. Raises `RouteError` where there is none, `PayloadTooLarge` where it has more than
+        `most` bytes."""
+        record = await self.get(file_id, tenant)
+        if record.bytes > most:
+            raise PayloadTooLarge(f"The file {file_id} has {record.bytes:,} bytes, and {most:,} may be read.")
+        async with contextlib.aclosing(self.content(record)) as parts:
+            return record.filename, b"".join([part async for part in parts])
+
     # --- away ------------------------------------------------------------------------------------
 
     async def delete(self, file_id: str, tenant: str) -> None:

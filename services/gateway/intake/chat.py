@@ -31,7 +31,7 @@ from services.gateway.tool_calls.grammar import (
 )
 from services.gateway.tool_calls.grammar_rules import NO_PARAMETERS
 from services.gateway.tool_calls.parser import REASONING
-from services.gateway.tool_calls.schemas import too_deep, types_of
+from services.gateway.tool_calls.schemas import CustomFunction, too_deep, types_of
 from shared import limits
 from shared.messages import Grammar, ModelCard
 from shared.messages.records import Parsing
@@ -74,6 +74,7 @@ class ChatPlan(msgspec.Struct, frozen=True):
             legacy=asked.legacy,
             reasoning=self.reasoning,
             opened=opened,
+            custom=[function.name for function in asked.functions if isinstance(function, CustomFunction)],
         )
 
 
@@ -222,9 +223,13 @@ def schemas_of(plan: ChatPlan) -> Iterator[Wanted]:
     path = "functions[{}].parameters" if plan.asked.legacy else "tools[{}].function.parameters"
     for index, function in enumerate(plan.asked.shown):
         schema = {"type": "object", **(function.parameters or NO_PARAMETERS)}
-        yield Wanted(
-            grammar_of_schema(schema), path.format(index), f"Invalid schema for function '{function.name}'"
-        )
+        where, what = path.format(index), f"Invalid schema for function '{function.name}'"
+        if isinstance(function, CustomFunction):
+            where, what = (
+                f"tools[{index}].custom.format",
+                f"Invalid format of the custom tool '{function.name}'",
+            )
+        yield Wanted(grammar_of_schema(schema), where, what)
 
 
 def _as(wanted: Wanted, grammar: Grammar) -> Wanted:

@@ -17,7 +17,7 @@ from services.gateway.intake.schemas import Message
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
-from services.gateway.tool_calls.schemas import FunctionDefinition, too_deep
+from services.gateway.tool_calls.schemas import INPUT, FunctionDefinition, ToolCall, too_deep
 
 DEFAULT_FAMILY = "hermes"
 """How tools are put into words for a template without any."""
@@ -43,7 +43,8 @@ def functions_for_template(functions: Iterable[FunctionDefinition]) -> list[dict
                 "name": function.name,
                 "description": function.description or "",
                 "parameters": {"type": "object", "properties": {}} | (function.parameters or {}),
-            },
+            }
+            | ({"return": function.output_schema} if function.output_schema else {}),
         }
         for function in functions
     ]
@@ -99,11 +100,7 @@ def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
     names: dict[str, str] = {}
     last = ""
     for index, message in enumerate(messages):
-        calls = [
-            _Call(call.id, call.function.name, call.function.arguments)
-            for call in message.tool_calls or ()
-            if call.function is not None
-        ]
+        calls = [_call_of(call) for call in message.tool_calls or ()]
         if message.function_call is not None:
             last = f"function{index}"
             calls = [_Call(last, message.function_call.name, message.function_call.arguments)]
@@ -118,6 +115,14 @@ def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
             "calls": calls or None,
         }
         yield shown | {name: value for name, value in fields.items() if value is not None}
+
+
+def _call_of(call: ToolCall) -> _Call:
+    """One of a custom tool as the model has written it."""
+    if call.custom is not None:
+        return _Call(call.id, call.custom.name, to_json({INPUT: call.custom.input}))
+    assert call.function is not None, "it was checked"
+    return _Call(call.id, call.function.name, call.function.arguments)
 
 
 def _role(role: str) -> str:

@@ -18,6 +18,7 @@ from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
+from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.intake import History, ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
@@ -60,7 +61,9 @@ class Intake:
         authenticator: Authenticator,
         limiter: Limiter,
         history: History,
+        files: FileReader,
     ) -> None:
+        self._files = files
         self._authenticator = authenticator
         self._limiter = limiter
         self._keys = keys
@@ -251,6 +254,7 @@ class Intake:
         context = self._with_adapter(request.model, card, context)
         rules.check_task(card, "generate")
         answer = wanted_by(request)
+        request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
         self._tell_ignored(plan.ignored, context.answer_headers)
@@ -318,13 +322,14 @@ class Intake:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         return self._catalog.card(model).context_length
 
-    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str) -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
-        return len(await self.chat_prompt(request))
+        return len(await self.chat_prompt(request, tenant))
 
-    async def chat_prompt(self, request: ChatCompletionRequest) -> list[int]:
+    async def chat_prompt(self, request: ChatCompletionRequest, tenant: str) -> list[int]:
         """What the model would read. Raises as `prepare`."""
         rules.check_chat(request)
+        request = await with_files_read(request, tenant, self._files)
         card = self._catalog.card(request.model)
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)

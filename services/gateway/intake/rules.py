@@ -217,17 +217,17 @@ def _check_message(path: str, message: Message) -> None:
 def _check_part(path: str, part: ContentPart) -> None:
     if part.type not in PART_TYPES:
         raise InvalidParameter(
-            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: 'text' and "
-            "'refusal'.",
+            f"Invalid value: '{part.type[:64]}'. This server reads text alone; supported values are: 'text', "
+            "'refusal' and 'file', of a text.",
             param=f"{path}type",
             reason="invalid_value",
         )
     if getattr(part, part.type) is None:
         raise missing(path + part.type)
     check_neutral(part, path)
-    other = "refusal" if part.type == "text" else "text"
-    if getattr(part, other) is not None:
-        raise unsupported(path + other)
+    for other in PART_TYPES:
+        if other != part.type and getattr(part, other) is not None:
+            raise unsupported(path + other)
     check_breakpoint(path, part.prompt_cache_breakpoint)
 
 

@@ -97,7 +97,8 @@ NamedMetadata = Annotated[
 ]
 """By which stored chats are listed: no key is empty."""
 ServiceTier = Annotated[
-    Literal["auto", "default", "priority", "fast", "flex"], Meta(extra={"reason": "unsupported_parameter"})
+    Literal["auto", "default", "priority", "fast", "scale", "ultrafast", "flex"],
+    Meta(extra={"reason": "unsupported_parameter"}),
 ]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -159,17 +160,27 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is evicted, and when, is a matter of room."""
 
 
-PART_TYPES = ("text", "refusal")
+class InputFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A text: one that was uploaded, or its bytes in base64, as a data URL or without."""
+
+    file_id: str | None = None
+    file_data: str | None = None
+    filename: str | None = None
+    """What the model is told that it is called."""
+
+
+PART_TYPES = ("text", "refusal", "file")
 
 
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a message's content: a text, or an assistant's refusal. Any other field that is given is refused."""
+    """A part of a message's content: a text, a file of text, or an assistant's refusal. Any other field that is given
+    is refused."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": PART_TYPES})]
     text: str | None = None
     image_url: Annotated[Any, neutral()] = None
     input_audio: Annotated[Any, neutral()] = None
-    file: Annotated[Any, neutral()] = None
+    file: InputFile | None = None
     refusal: str | None = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 

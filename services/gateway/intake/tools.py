@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.gateway.core.errors import InvalidParameter, missing
+from services.gateway.core.errors import InvalidParameter, missing, unsupported
 from services.gateway.intake.schemas import ChatCompletionRequest, Message
 from services.gateway.tool_calls.schemas import (
+    CustomFunction,
+    CustomTool,
     FunctionDefinition,
     FunctionName,
     Tool,
@@ -52,28 +54,46 @@ def asked_of(request: ChatCompletionRequest) -> Asked:
 def _functions_of(tools: Sequence[Tool]) -> tuple[FunctionDefinition, ...]:
     functions = []
     for index, tool in enumerate(tools):
-        path = f"tools[{index}]"
-        if tool.type == "custom" or tool.custom is not None:
-            raise InvalidParameter(
-                f"Unsupported value: '{path}' is a custom tool, and this server has functions alone; describe it "
-                "as one of type 'function'.",
-                param=f"{path}.type",
-                reason="unsupported_parameter",
-            )
-        if tool.type != "function":
-            raise _wrong_value(f"{path}.type", tool.type, ("function",))
-        if tool.function is None:
-            raise missing(f"{path}.function")
-        functions.append(tool.function)
+        functions.append(_function_of(tool, f"tools[{index}]"))
     _check_functions(functions, "tools[{}].function")
     return tuple(functions)
+
+
+def _function_of(tool: Tool, path: str) -> FunctionDefinition:
+    if tool.type not in ("function", "custom"):
+        raise _wrong_value(f"{path}.type", tool.type, ("function", "custom"))
+    other = "function" if tool.type == "custom" else "custom"
+    if getattr(tool, other) is not None:
+        raise unsupported(f"{path}.{other}", f"the tool is of type '{tool.type}'")
+    if tool.custom is not None:
+        return _custom_function(tool.custom, f"{path}.custom")
+    if tool.function is None:
+        raise missing(f"{path}.{tool.type}")
+    return tool.function
+
+
+def _custom_function(tool: CustomTool, path: str) -> CustomFunction:
+    form = tool.format
+    if form is not None and form.type == "grammar":
+        if form.grammar is None:
+            raise missing(f"{path}.format.grammar")
+        if form.grammar.syntax != "regex":
+            raise InvalidParameter(
+                f"Unsupported value: '{path}.format' is a grammar in Lark's notation, and models write the input of a "
+                "tool as a JSON text, which such a grammar does not describe; give it as a 'regex', or as text.",
+                param=f"{path}.format.grammar.syntax",
+                reason="unsupported_parameter",
+            )
+    elif form is not None and form.grammar is not None:
+        raise unsupported(f"{path}.format.grammar", "its format is of type 'text'")
+    return CustomFunction.of(tool)
 
 
 def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None:
     """`path`: of one of them, with `{}` where its index belongs."""
     seen: dict[str, int] = {}
     for index, function in enumerate(functions):
-        place = path.format(index)
+        place = f"tools[{index}].custom" if isinstance(function, CustomFunction) else path.format(index)
         if function.name in seen:
             raise InvalidParameter(
                 f"Invalid '{place}.name': '{function.name}' is the name of "
@@ -124,10 +144,11 @@ def _wrong_schema(path: str, function: FunctionDefinition, what: str) -> Invalid
 def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoice, *, single: bool) -> Asked:
     if not functions:
         raise _only_with("tool_choice", "tools")
-    if choice.type == "function":
-        if choice.function is None:
-            raise missing("tool_choice.function")
-        picked = _picked(functions, [choice.function.name], "tool_choice.function.name")
+    if choice.type in ("function", "custom"):
+        one = choice.custom if choice.type == "custom" else choice.function
+        if one is None:
+            raise missing(f"tool_choice.{choice.type}")
+        picked = _picked(functions, [(choice.type, one.name)], f"tool_choice.{choice.type}.name")
         return Asked(picked, functions, required=True, named=True, single=True)
     allowed = choice.allowed_tools
     if allowed is None:
@@ -137,25 +158,30 @@ def _asked_by_choice(functions: tuple[FunctionDefinition, ...], choice: ToolChoi
     return Asked(picked, functions, required=allowed.mode == "required", single=single)
 
 
-def _allowed_name(index: int, tool: ToolName) -> str:
+def _allowed_name(index: int, tool: ToolName) -> tuple[str, str]:
     path = f"tool_choice.allowed_tools.tools[{index}]"
-    if tool.function is None:
-        raise missing(f"{path}.function")
-    return tool.function.name
+    if tool.named is None:
+        raise missing(f"{path}.{tool.type}")
+    return tool.type, tool.named.name
 
 
 def _picked(
-    functions: tuple[FunctionDefinition, ...], names: Sequence[str], path: str
+    functions: tuple[FunctionDefinition, ...], wanted: Sequence[tuple[str, str]], path: str
 ) -> tuple[FunctionDefinition, ...]:
-    known = {function.name for function in functions}
-    for name in names:
-        if name not in known:
+    """`wanted`: by kind and name."""
+    known = {(_kind(function), function.name) for function in functions}
+    for kind, name in wanted:
+        if (kind, name) not in known:
             raise InvalidParameter(
                 f"Tool choice '{name[:64]}' not found in 'tools' parameter.",
                 param=path,
                 reason="invalid_value",
             )
-    return tuple(function for function in functions if function.name in names)
+    return tuple(function for function in functions if (_kind(function), function.name) in wanted)
+
+
+def _kind(function: FunctionDefinition) -> str:
+    return "custom" if isinstance(function, CustomFunction) else "function"
 
 
 def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
@@ -177,7 +203,7 @@ def _asked_of_functions(request: ChatCompletionRequest) -> Asked:
         return Asked(functions, functions, single=True, legacy=True)
     if not functions:
         raise _only_with("function_call", "functions")
-    picked = _picked(functions, [choice.name], "function_call.name")
+    picked = _picked(functions, [("function", choice.name)], "function_call.name")
     return Asked(picked, functions, required=True, named=True, single=True, legacy=True)
 
 
@@ -239,10 +265,13 @@ def _check_answered(waiting: dict[str, str]) -> None:
 
 
 def _check_call(path: str, call: ToolCall) -> None:
-    if call.type != "function" or call.custom is not None:
-        raise _wrong_value(f"{path}.type", call.type, ("function",))
-    if call.function is None:
-        raise missing(f"{path}.function")
+    if call.type not in ("function", "custom"):
+        raise _wrong_value(f"{path}.type", call.type, ("function", "custom"))
+    other = "function" if call.type == "custom" else "custom"
+    if getattr(call, other) is not None:
+        raise unsupported(f"{path}.{other}", f"the call is of type '{call.type}'")
+    if getattr(call, call.type) is None:
+        raise missing(f"{path}.{call.type}")
     if not call.id:
         raise InvalidParameter(
             f"Invalid '{path}.id': empty string.", param=f"{path}.id", reason="empty_string"

@@ -21,6 +21,7 @@ from services.gateway.lifecycle.answers import Answers
 from services.gateway.persistence.keeper import Keeper, answer_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
+from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from shared.messages.records import GenerationRecord, StoredResponse
 
@@ -100,13 +101,15 @@ class ResponseLookup:
         assert response is not None, "it is a response"
         return msgspec.json.decode(response.items), msgspec.json.decode(await self.shown(found))
 
-    async def read(self, found: Found, after: Sequence[int] | None) -> Run:
-        """A reading of its events that has begun, behind event `after`; None: from the first. Raises
-        `QueueFull`, `UnknownModel`, `Unavailable`."""
+    async def read(self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False) -> Run:
+        """A reading of its events that has begun, behind event `after`; None: from the first. `obfuscated`: its
+        deltas are padded. Raises `QueueFull`, `UnknownModel`, `Unavailable`."""
         if isinstance(found, StoredResponse):
             run = await self._runs.open(answer_of(found), None, after)
         else:
             run = await self._runs.open(found, self._answers, after)
+        assert isinstance(run, ResponseRun), "it is a response"
+        run.obfuscated = obfuscated
         run.join()
         return run
 

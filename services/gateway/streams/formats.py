@@ -312,22 +312,23 @@ def chat_message(
         fields["function_call"] = _function(calls[0])
     elif calls:
         fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _function(call)} for call in calls
+            {name: value for name, value in _begun(call).items() if name != "index"} for call in calls
         ]
     return fields
 
 
 def _begun(call: CallDelta) -> dict[str, Any]:
-    return {"index": call.index, "id": call.id, "type": "function", "function": _function(call)}
+    kind = "custom" if call.custom else "function"
+    return {"index": call.index, "id": call.id, "type": kind, kind: _function(call)}
 
 
 def _more(call: CallDelta) -> dict[str, Any]:
-    return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "custom" if call.custom else "function": _function(call)}
 
 
 def _function(call: CallDelta) -> dict[str, str]:
     fields = {"name": call.name} if call.name else {}
-    return fields | {"arguments": call.arguments}
+    return fields | {"input" if call.custom else "arguments": call.arguments}
 
 
 _PAD = 64

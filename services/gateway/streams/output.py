@@ -261,7 +261,7 @@ class ParsedOutput(TextOutput):
             thinking=parsing.reasoning,
             opened=parsing.opened,
         )
-        self._calls = CallNumbering(request.generation_id, single=parsing.single)
+        self._calls = CallNumbering(request.generation_id, single=parsing.single, custom=parsing.custom)
         self._events: list[Event] = []
 
     def feed(self, entry: TokenEntry) -> None:

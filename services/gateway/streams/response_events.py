@@ -8,7 +8,7 @@
     before:   0 created  1 in_progress          (in the background: 1 queued, and 2 in_progress with token 0)
 
 Invariant: the events are a function of the log alone. Each token is taken by itself, however the frames were cut
-that brought it, and adds at most one delta to an item; so event n is the same event for every reader on every
+that brought it, and adds at most one delta to a part; so event n is the same event for every reader on every
 gateway, and `starting_after` n goes on exactly.
 """
 
@@ -20,6 +20,7 @@ from services.gateway.streams.output import ScoredToken
 from services.gateway.streams.response_items import (
     INCOMPLETE,
     CallWriting,
+    CustomCallWriting,
     Item,
     ItemStatus,
     MessageWriting,
@@ -84,7 +85,7 @@ class ResponseEvents:
         if text:
             writing = self._writing
             if not isinstance(writing, ReasoningWriting):
-                writing = ReasoningWriting(self._shape.identity, self._next_index())
+                writing = ReasoningWriting(self._shape.identity, self._next_index(), self._shape.summary)
                 self._begin(writing)
             self._add(writing.add(text))
 
@@ -95,9 +96,10 @@ class ResponseEvents:
             logprobs, self._scored = self._scored, []
             self._add(self._message().add(text, logprobs))
 
-    def call(self, call_id: str, name: str) -> None:
-        """A function call begins."""
-        self._begin(CallWriting(self._shape.identity, self._next_index(), call_id, name))
+    def call(self, call_id: str, name: str, *, custom: bool = False) -> None:
+        """A call of a function, or of a custom tool, begins."""
+        kind = CustomCallWriting if custom else CallWriting
+        self._begin(kind(self._shape.identity, self._next_index(), call_id, name))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that is being written."""

@@ -5,7 +5,7 @@ An item says by which events it begins, goes on and is done; numbers and the ite
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,14 @@ Item = dict[str, Any]
 """As it is listed: JSON."""
 
 
-ABBREVIATIONS = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ABBREVIATIONS = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -36,6 +43,8 @@ class ResponseShape:
         self.background = record.response.background
         self._record = record
         self._shown: dict[str, Any] = msgspec.json.decode(record.response.shown)
+        self.summary: str = (self._shown.get("reasoning") or {}).get("summary") or ""
+        """What the request says of a summary of the reasoning; empty: it wants none."""
         self._tokenizer = tokenizer
 
     def response(
@@ -149,12 +158,110 @@ class ReasoningWriting(PartWriting):
 
     kind, part_kind = "reasoning", "reasoning_text"
 
+    def __init__(self, identity: str, index: int, summary: str = "") -> None:
+        """`summary`: how much of it; empty: none."""
+        super().__init__(identity, index)
+        self._summary = Summary(concise=summary == "concise") if summary else None
+
     def add(self, text: str) -> list[News]:
         self._text.append(text)
-        return [("response.reasoning_text.delta", self._in_part(delta=text))]
+        news = [("response.reasoning_text.delta", self._in_part(delta=text))]
+        return news if self._summary is None else news + self._of_summary(self._summary.feed(text))
+
+    def done(self) -> list[News]:
+        rest = [] if self._summary is None else self._of_summary(self._summary.finish())
+        return [*rest, *super().done()]
 
     def _item(self, status: ItemStatus, parts: Sequence[Item]) -> Item:
-        return {"id": self._id, "type": "reasoning", "status": status, "summary": [], "content": list(parts)}
+        summary = [] if self._summary is None else [_summary_part(text) for text in self._summary.texts]
+        return {
+            "id": self._id,
+            "type": "reasoning",
+            "status": status,
+            "summary": summary,
+            "content": list(parts),
+        }
+
+    def _of_summary(self, steps: Sequence["SummaryStep"]) -> list[News]:
+        news: list[News] = []
+        for step in steps:
+            where = {"item_id": self._id, "summary_index": step.part}
+            if step.kind == "begin":
+                body = where | {"part": _summary_part("")}
+                news.append(("response.reasoning_summary_part.added", body))
+            elif step.kind == "text":
+                news.append(("response.reasoning_summary_text.delta", where | {"delta": step.text}))
+            else:
+                news.append(("response.reasoning_summary_text.done", where | {"text": step.text}))
+                body = where | {"part": _summary_part(step.text)}
+                news.append(("response.reasoning_summary_part.done", body))
+        return news
+
+
+def _summary_part(text: str) -> Item:
+    return {"type": "summary_text", "text": text}
+
+
+class SummaryStep(NamedTuple):
+    kind: Literal["begin", "text", "end"]
+    part: int
+    """Its index."""
+    text: str = ""
+    """More of it, and with its end all of it."""
+
+
+class Summary:
+    """An extract of the reasoning, for no other model looks at it: a part for each paragraph, the whole or where it is
+    to be concise its first sentence. A function of the text, however it is cut into pieces."""
+
+    def __init__(self, *, concise: bool) -> None:
+        self.texts: list[str] = []
+        """Of its parts, the last perhaps not done."""
+        self._concise = concise
+        self._open = self._cut = False
+        self._space = ""
+        """White space that may end a paragraph."""
+        self._steps: list[SummaryStep] = []
+
+    def feed(self, text: str) -> list[SummaryStep]:
+        shown = ""
+        for char in text:
+            if char.isspace():
+                self._space += char
+                continue
+            if self._open and self._space.count("\n") > 1:
+                self._say(shown)
+                shown = ""
+                self._end()
+            if not self._open:
+                self._open, self._cut, self._space = True, False, ""
+                self.texts.append("")
+                self._steps.append(SummaryStep("begin", len(self.texts) - 1))
+            said = (self.texts[-1] + shown)[-1:]
+            self._cut = self._cut or (self._concise and bool(self._space) and said in ".!?")
+            if not self._cut:
+                shown += self._space + char
+            self._space = ""
+        self._say(shown)
+        return self._take()
+
+    def finish(self) -> list[SummaryStep]:
+        if self._open:
+            self._end()
+        return self._take()
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.texts[-1] += text
+            self._steps.append(SummaryStep("text", len(self.texts) - 1, text))
+
+    def _end(self) -> None:
+        self._open = False
+        self._steps.append(SummaryStep("end", len(self.texts) - 1, self.texts[-1]))
+
+    def _take(self) -> list[SummaryStep]:
+        steps, self._steps = self._steps, []
+        return steps
 
 
 class MessageWriting(PartWriting):
@@ -189,6 +296,9 @@ class CallWriting(Writing):
 
     kind = "function_call"
 
+    content: ClassVar[str] = "arguments"
+    event: ClassVar[str] = "response.function_call_arguments"
+
     def __init__(self, identity: str, index: int, call_id: str, name: str) -> None:
         super().__init__(identity, index)
         self._call_id = call_id
@@ -197,20 +307,29 @@ class CallWriting(Writing):
     def item(self, status: ItemStatus) -> Item:
         return {
             "id": self._id,
-            "type": "function_call",
+            "type": self.kind,
             "status": status,
             "call_id": self._call_id,
             "name": self._name,
-            "arguments": "".join(self._text),
+            self.content: "".join(self._text),
         }
 
     def begin(self) -> list[News]:
         return [("response.output_item.added", {"item": self.item("in_progress")})]
 
-    def add(self, arguments: str) -> list[News]:
-        self._text.append(arguments)
-        return [("response.function_call_arguments.delta", {"item_id": self._id, "delta": arguments})]
+    def add(self, text: str) -> list[News]:
+        self._text.append(text)
+        return [(f"{self.event}.delta", {"item_id": self._id, "delta": text})]
 
     def done(self) -> list[News]:
-        body = {"item_id": self._id, "name": self._name, "arguments": "".join(self._text)}
-        return [("response.function_call_arguments.done", body)]
+        body = {"item_id": self._id, "name": self._name, self.content: "".join(self._text)}
+        return [(f"{self.event}.done", body)]
+
+
+class CustomCallWriting(CallWriting):
+    """A call of a custom tool."""
+
+    kind, content, event = "custom_tool_call", "input", "response.custom_tool_call_input"
+
+    def done(self) -> list[News]:
+        return [(kind, {name: body[name] for name in ("item_id", "input")}) for kind, body in super().done()]

@@ -9,7 +9,7 @@ from services.gateway.core.errors import InvalidParameter, status_of
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.streams.formats import Format
+from services.gateway.streams.formats import Format, padded
 from services.gateway.streams.output import Piece, output_of
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
@@ -43,6 +43,8 @@ class ResponseRun(Run):
         self._known = -1 if after is None else after[0]
         self._events.created()
         self._failed = False
+        self.obfuscated = answer.record.obfuscate
+        """Whether its deltas are padded for this reader."""
 
     @property
     def background(self) -> bool:
@@ -130,7 +132,7 @@ class ResponseRun(Run):
         events.text(piece.text, piece.scored)
         for call in piece.calls:
             if call.id:
-                events.call(call.id, call.name)
+                events.call(call.id, call.name, custom=call.custom)
                 events.arguments(call.arguments)
 
     def _end_with(self, error: RyzansteinError) -> None:
@@ -148,7 +150,11 @@ class ResponseRun(Run):
 
     def _chunks(self) -> list[Chunk]:
         """The new events that the client does not have."""
-        return [_chunk(event) for event in self._events.take() if event.number > self._known]
+        return [
+            _chunk(event, padding=self.obfuscated)
+            for event in self._events.take()
+            if event.number > self._known
+        ]
 
     def _check_known(self) -> None:
         """A position behind the end is one of another response."""
@@ -164,6 +170,8 @@ class ResponseRun(Run):
         return _json.encode(self._events.response())
 
 
-def _chunk(event: Event) -> Chunk:
-    body = {"type": event.type, "sequence_number": event.number, **event.body}
-    return Chunk(_json.encode(body), b"%d" % event.number, event.type.encode())
+def _chunk(event: Event, *, padding: bool) -> Chunk:
+    body = _json.encode({"type": event.type, "sequence_number": event.number, **event.body})
+    if padding and event.type.endswith(".delta"):
+        body = padded(body)
+    return Chunk(body, b"%d" % event.number, event.type.encode())

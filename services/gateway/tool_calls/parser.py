@@ -7,11 +7,12 @@ Reasoning stands before the answer: `<think>...</think>`, or within other marks 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from services.gateway.tool_calls.custom_input import CustomInput
 from services.gateway.tool_calls.parsers import harmony, marked
 from services.gateway.tool_calls.parsers.scanner import (
     Arguments,
@@ -216,6 +217,8 @@ class CallDelta(msgspec.Struct, frozen=True):
     """Empty where the call has begun before, as the name is."""
     name: str
     arguments: str
+    """JSON, or of a custom tool its input."""
+    custom: bool = False
 
 
 def call_id(generation_id: str, index: int) -> str:
@@ -228,10 +231,13 @@ def call_id(generation_id: str, index: int) -> str:
 class CallNumbering:
     """Gives the calls of one choice their indices and ids."""
 
-    def __init__(self, generation_id: str, *, single: bool) -> None:
-        """`single`: only the first call counts."""
+    def __init__(self, generation_id: str, *, single: bool, custom: Collection[str] = ()) -> None:
+        """`single`: only the first call counts. `custom`: names of custom tools."""
         self._generation_id = generation_id
         self._single = single
+        self._custom = frozenset(custom)
+        self._input: CustomInput | None = None
+        """Of the call that is being written, where its tool is a custom one."""
         self.begun = 0
         """Calls so far, those left out included."""
 
@@ -241,9 +247,14 @@ class CallNumbering:
         for event in events:
             if isinstance(event, Begin):
                 index, self.begun = self.begun, self.begun + 1
-                found[index] = CallDelta(index, call_id(self._generation_id, index), event.name, "")
+                custom = event.name in self._custom
+                self._input = CustomInput() if custom else None
+                found[index] = CallDelta(
+                    index, call_id(self._generation_id, index), event.name, "", custom=custom
+                )
             elif isinstance(event, Arguments):
                 index = self.begun - 1
-                delta = found.get(index) or CallDelta(index, "", "", "")
-                found[index] = msgspec.structs.replace(delta, arguments=delta.arguments + event.text)
+                text = event.text if self._input is None else self._input.feed(event.text)
+                delta = found.get(index) or CallDelta(index, "", "", "", custom=self._input is not None)
+                found[index] = msgspec.structs.replace(delta, arguments=delta.arguments + text)
         return [delta for delta in found.values() if not (self._single and delta.index)]

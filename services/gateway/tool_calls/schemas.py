@@ -9,28 +9,75 @@ from msgspec import Meta
 from services.gateway.tool_calls.parsers.scanner import TYPE_OF
 from shared.limits import FUNCTION_NAME, NESTING
 
+ToolNameText = Annotated[
+    str,
+    FUNCTION_NAME.length(
+        min_length=1,
+        pattern=r"^[a-zA-Z0-9_-]*$(?!\n)",
+        extra={"expected": "a string that matches the pattern '^[a-zA-Z0-9_-]+$'"},
+    ),
+]
+
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call."""
 
-    name: Annotated[
-        str,
-        FUNCTION_NAME.length(
-            min_length=1,
-            pattern=r"^[a-zA-Z0-9_-]*$(?!\n)",
-            extra={"expected": "a string that matches the pattern '^[a-zA-Z0-9_-]+$'"},
-        ),
-    ]
+    name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON Schema; null: no parameters."""
     strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    """A JSON Schema of what it returns: templates that show whole functions show it as `return`."""
+
+
+INPUT = "input"
+"""The one argument as which a model writes the input of a custom tool."""
+
+
+class CustomGrammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    definition: Annotated[str, Meta(min_length=1)]
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the input of a custom tool looks like: any text, or what a grammar allows."""
+
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool whose input is a text, and no JSON."""
+
+    name: ToolNameText
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomFunction(FunctionDefinition, frozen=True, forbid_unknown_fields=True):
+    """A custom tool as models know tools: a function of one text, which its client gets without the JSON."""
+
+    @classmethod
+    def of(cls, tool: CustomTool) -> "CustomFunction":
+        """With a format of syntax `regex`, or none."""
+        text: dict[str, Any] = {"type": "string", "description": "The whole input, as plain text."}
+        grammar = tool.format.grammar if tool.format else None
+        if grammar is not None:
+            text["pattern"] = f"^(?:{grammar.definition})$"
+        parameters = {
+            "type": "object",
+            "properties": {INPUT: text},
+            "required": [INPUT],
+            "additionalProperties": False,
+        }
+        return cls(tool.name, tool.description, parameters, strict=True)
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     function: FunctionDefinition | None = None
-    custom: Any = None
+    custom: CustomTool | None = None
 
 
 class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,9 +87,13 @@ class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToolName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `allowed_tools`."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName | None = None
-    custom: Any = None
+    custom: FunctionName | None = None
+
+    @property
+    def named(self) -> FunctionName | None:
+        return self.custom if self.type == "custom" else self.function
 
 
 class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,15 +104,20 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`tool_choice` where it is more than a word."""
 
-    type: Literal["function", "allowed_tools"]
+    type: Literal["function", "allowed_tools", "custom"]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
-    custom: Any = None
+    custom: FunctionName | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
+
+
+class CalledCustom(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    input: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +126,7 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     type: str = "function"
     function: CalledFunction | None = None
-    custom: Any = None
+    custom: CalledCustom | None = None
     index: int | None = None
 
 

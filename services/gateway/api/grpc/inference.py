@@ -124,7 +124,7 @@ class Inference:
                 ids = await tokenizer.encode(given.text)
             else:
                 chat = requests.conversation_request(given.model, given.conversation)
-                ids = await self._backend.parts.intake.chat_prompt(chat)
+                ids = await self._backend.parts.intake.chat_prompt(chat, call.principal.tenant)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 

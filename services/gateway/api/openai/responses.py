@@ -13,7 +13,7 @@ from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
-from services.gateway.core.errors import InvalidParameter, unsupported
+from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
@@ -50,7 +50,7 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) = msgspec.UNSET
     """Not None: in a URL null is a text."""
     include_obfuscation: Annotated[
-        bool, Meta(description="Nothing is ever padded here.", extra_json_schema={"enum": [False]})
+        bool, Meta(description="With `stream`: whether deltas are padded to even lengths.")
     ] = False
 
 
@@ -69,8 +69,6 @@ def retrieval(query: bytes) -> Retrieval:
     """Of GET /v1/responses/{id}. Raises `InvalidParameter`."""
     given = read_query(query, Retrieval)
     check_include(given.include)
-    if given.include_obfuscation:
-        raise unsupported("include_obfuscation")
     if given.starting_after is not msgspec.UNSET and not given.stream:
         raise InvalidParameter(
             "The 'starting_after' parameter is only allowed when 'stream' is true.",
@@ -216,7 +214,7 @@ async def retrieve(ask: Ask) -> bytes | None:
     if not wanted.stream:
         return await responses.shown(found)
     after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
-    run = await responses.read(found, after)
+    run = await responses.read(found, after, obfuscated=wanted.include_obfuscation)
     with reading(run, ask.scope, ask.receive):
         await stream(run, ask.send, ask.request_id)
     return None

@@ -155,7 +155,7 @@ class Chat(Protocol):
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         ...
 
-    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
+    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str) -> int:
         """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
         ...
 
@@ -199,7 +199,7 @@ class ResponseIntake:
         check_input_fields(request)
         past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
         with renamed():
-            return await self._chat.chat_tokens(chat_request(request, past + own))
+            return await self._chat.chat_tokens(chat_request(request, past + own), tenant)
 
     async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
         """The conversation so far, and the items of this request."""

@@ -17,8 +17,9 @@ from services.gateway.core.errors import InvalidParameter, empty_array, missing,
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.schemas import (
     AnyItem,
+    CallOutputItem,
+    CustomToolCallItem,
     FunctionCallItem,
-    FunctionCallOutputItem,
     ItemReference,
     MessageItem,
     Part,
@@ -30,10 +31,12 @@ from services.gateway.streams.response_items import ABBREVIATIONS, Item
 T = TypeVar("T")
 
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_(?:in_)?\d{1,6}")
-_OTHER_TEXT = ("refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
-_REFUSED = tuple(
-    field.name for field in msgspec.structs.fields(Part) if field.name not in ("type", "text", *_OTHER_TEXT)
-)
+_OF_FILES = ("detail", "file_data", "file_id", "filename")
+_REFUSED = ("file_url", "image_url", "input_audio")
+_REFUSED_IN_CALLS = ("async_", "created_by", "namespace")
+_REFUSED_IN_OUTPUTS = ("created_by", "namespace")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+"""What belongs to a call before it."""
 
 
 class Reference(NamedTuple):
@@ -78,17 +81,21 @@ def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item |
 
 def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, MessageItem, path)
-    if item.phase is not None:
-        raise unsupported(f"{path}.phase")
-    texts = _texts(item.content, f"{path}.content")
-    shown = _message(item.id or input_id("message", identity, index), item.role, *texts)
-    return shown | {"status": item.status or "completed"}
+    parts = _parts(item.content, f"{path}.content", item.role)
+    shown = {
+        "id": item.id or input_id("message", identity, index),
+        "type": "message",
+        "status": item.status or "completed",
+        "role": item.role,
+        "content": parts,
+    }
+    return shown if item.phase is None else shown | {"phase": item.phase}
 
 
 def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, FunctionCallItem, path)
-    _check_given(item, path, ("async_", "caller", "created_by", "namespace"))
-    return {
+    _check_given(item, path, _REFUSED_IN_CALLS)
+    shown = {
         "id": item.id or input_id("function_call", identity, index),
         "type": "function_call",
         "status": item.status or "completed",
@@ -96,21 +103,41 @@ def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
         "name": item.name,
         "arguments": item.arguments,
     }
+    return shown | _caller(item)
+
+
+def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
+    item = _decode(raw, CustomToolCallItem, path)
+    _check_given(item, path, _REFUSED_IN_CALLS)
+    shown = {
+        "id": item.id or input_id("custom_tool_call", identity, index),
+        "type": "custom_tool_call",
+        "status": item.status or "completed",
+        "call_id": item.call_id,
+        "name": item.name,
+        "input": item.input,
+    }
+    return shown | _caller(item)
+
+
+def _caller(item: FunctionCallItem | CustomToolCallItem | CallOutputItem) -> Item:
+    return {"caller": {"type": item.caller.type}} if item.caller else {}
 
 
 def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
-    item = _decode(raw, FunctionCallOutputItem, path)
-    _check_given(item, path, ("caller", "created_by", "namespace"))
+    item = _decode(raw, CallOutputItem, path)
+    _check_given(item, path, _REFUSED_IN_OUTPUTS)
     output: Any = item.output
     if not isinstance(output, str):
-        output = [{"type": "input_text", "text": text} for text in _texts(output, f"{path}.output")]
-    return {
-        "id": item.id or input_id("function_call_output", identity, index),
-        "type": "function_call_output",
+        output = _parts(output, f"{path}.output", "tool")
+    shown = {
+        "id": item.id or input_id(item.type, identity, index),
+        "type": item.type,
         "status": item.status or "completed",
         "call_id": item.call_id,
         "output": output,
     }
+    return shown | _caller(item)
 
 
 def _read_reasoning(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
@@ -131,6 +158,8 @@ _READERS: dict[str, Callable[[msgspec.Raw, str, str, int], Item | Reference]] = 
     "message": _read_message,
     "function_call": _read_call,
     "function_call_output": _read_output,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_output,
     "reasoning": _read_reasoning,
     "item_reference": _read_reference,
 }
@@ -150,30 +179,46 @@ def _decode(raw: msgspec.Raw, kind: type[T], path: str) -> T:
         raise InvalidParameter(message, param=name, reason=error.reason) from None
 
 
-def _message(item_id: str, role: str, *texts: str) -> Item:
-    kind = "output_text" if role == "assistant" else "input_text"
-    parts: list[Item] = [{"type": kind, "text": text} for text in texts]
+def _message(item_id: str, role: str, text: str) -> Item:
+    content = [_text_part(text, role)]
+    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": content}
+
+
+def _text_part(text: str, role: str) -> Item:
     if role == "assistant":
-        parts = [part | {"annotations": []} for part in parts]
-    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": parts}
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "input_text", "text": text}
 
 
-def _texts(content: str | list[Part], path: str) -> list[str]:
+def _parts(content: str | list[Part], path: str, role: str) -> list[Item]:
+    """Texts and files as they are listed."""
     if isinstance(content, str):
-        return [content]
+        return [_text_part(content, role)]
     if not content:
         raise empty_array(path)
-    return [_text(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]", role) for index, part in enumerate(content)]
 
 
-def _text(part: Part, path: str) -> str:
-    name = "refusal" if part.type == "refusal" else "text"
+def _part(part: Part, path: str, role: str) -> Item:
     _check_given(part, path, _REFUSED)
     check_breakpoint(f"{path}.", part.prompt_cache_breakpoint)
+    if part.type == "input_file":
+        return _file_part(part, path)
+    name = "refusal" if part.type == "refusal" else "text"
+    _check_given(part, path, _OF_FILES)
     text: str | None = getattr(part, name)
     if text is None:
         raise missing(f"{path}.{name}")
-    return text
+    return _text_part(text, role)
+
+
+def _file_part(part: Part, path: str) -> Item:
+    """Whether it is there and a text is seen when it is read (`input_files.py`)."""
+    _check_given(part, path, ("text", "refusal"))
+    if not (part.file_id or part.file_data):
+        raise missing(f"{path}.file_data", "the file, or a 'file_id'")
+    given = {name: getattr(part, name) for name in _OF_FILES}
+    return {"type": "input_file"} | {name: value for name, value in given.items() if value is not None}
 
 
 def _check_given(item: msgspec.Struct, path: str, names: Sequence[str]) -> None:
@@ -199,26 +244,39 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
             thought = text_of(item.get("content") or "")
             if thought:
                 messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
-        elif kind == "function_call":
-            _turn_of_assistant(messages)["tool_calls"].append(
-                {
-                    "id": item["call_id"],
-                    "type": "function",
-                    "function": {"name": item["name"], "arguments": item["arguments"]},
-                }
-            )
-        elif kind == "function_call_output":
-            content = text_of(item["output"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        elif kind in _CALLS:
+            member, content = _CALLS[kind]
+            called = {"name": item["name"], content: item[content]}
+            call = {"id": item["call_id"], "type": member, member: called}
+            _turn_of_assistant(messages)["tool_calls"].append(call)
+        elif kind in OUTPUTS:
+            output = _content_of(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # it has thought, and said nothing
     return messages
 
 
+_CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}
+"""Type and content of a call in a chat."""
+
+
+def _content_of(content: str | Sequence[Item]) -> str | list[dict[str, Any]]:
+    """A message's content for a chat: one text, unless there are files among its parts."""
+    if isinstance(content, str) or all("text" in part for part in content):
+        return text_of(content)
+    return [
+        {"type": "text", "text": part["text"]}
+        if "text" in part
+        else {"type": "file", "file": {name: part[name] for name in _OF_FILES[1:] if name in part}}
+        for part in content
+    ]
+
+
 def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
     """The answer behind a thought is the same turn."""
-    role, text = item["role"], text_of(item["content"])
+    role, text = item["role"], _content_of(item["content"])
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("content", "") is None and "tool_calls" not in last:
         last["content"] = text
@@ -242,4 +300,4 @@ def _turn_of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
 def droppable(items: Sequence[Item]) -> list[int]:
     """Where a conversation may begin when its oldest items are dropped: not with the output of a call that is
     gone, and never behind the last item. In order, without 0."""
-    return [index for index in range(1, len(items)) if items[index]["type"] != "function_call_output"]
+    return [index for index in range(1, len(items)) if items[index]["type"] not in OUTPUTS]

@@ -42,10 +42,9 @@ No = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
 
 
 class ResponseStreamOptions(StreamOptions, frozen=True, forbid_unknown_fields=True):
-    """The last event of a response always has its usage, and none is padded: true is refused."""
+    """The last event of a response always has its usage: true is refused."""
 
     include_usage: No | None = None
-    include_obfuscation: No | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,11 +52,16 @@ class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verbosity: Verbosity | None = None
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     effort: ReasoningEffort | None = None
-    summary: Annotated[Any, neutral()] = None
-    generate_summary: Annotated[Any, neutral()] = None
-    context: Annotated[Any, neutral("auto")] = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    """Its older name."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Whose reasoning the chat template gets: of all turns, or of the one that is going on."""
     mode: Annotated[Any, neutral("standard")] = None
 
 
@@ -132,13 +136,13 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     prompt_cache_retention: Annotated[Any, neutral("in_memory", "in-memory")] = None
 
 
+TOOL_TYPES = ("function", "custom")
 NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "async": (False,),
     "defer_loading": (False,),
-    "output_schema": (),
 }
-"""Fields of a function among `tools` that are not supported, with the values that ask for nothing."""
+"""Fields of an entry of `tools` that are not supported, with the values that ask for nothing."""
 
 
 def check_input_fields(request: InputFields) -> None:
@@ -151,10 +155,10 @@ def check_input_fields(request: InputFields) -> None:
     if request.input == [] and request.previous_response_id is None:
         raise empty_array("input")
     for index, tool in enumerate(request.tools or []):
-        if tool.get("type") != "function":
+        if tool.get("type") not in TOOL_TYPES:
             raise InvalidParameter(
                 f"Invalid value: '{str(tool.get('type'))[:64]}'. This server has no tools of its own; "
-                "supported values are: 'function'.",
+                "supported values are: 'function' and 'custom'.",
                 param=f"tools[{index}].type",
                 reason="invalid_value",
             )
@@ -177,8 +181,6 @@ def check_request(request: ResponseRequest) -> None:
         )
     check_stream_options(request)
     options = request.stream_options
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
     if options is not None and options.include_usage:
         raise unsupported("stream_options.include_usage", "the last event of a response always has its usage")
 
@@ -215,18 +217,21 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a content. What an answer's part brings besides its text is taken without effect."""
 
-    type: Literal["input_text", "output_text", "text", "refusal"]
+    type: Literal["input_text", "output_text", "text", "refusal", "input_file"]
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: Any = None
 
+    # of a file
+    detail: Literal["auto", "low", "high"] | None = None
+    """How the pages of a PDF are looked at; a text has none."""
+    file_data: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
+
     # refused where they are given
-    detail: Any = None
-    file_data: Any = None
-    file_id: Any = None
     file_url: Any = None
-    filename: Any = None
     image_url: Any = None
     input_audio: Any = None
     prompt_cache_breakpoint: CacheBreakpoint | None = None
@@ -238,7 +243,14 @@ class MessageItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str | None = None
     id: str | None = None
     status: Status | None = None
-    phase: str | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    """What an answer was: said on the way, or the last word. It is kept, and listed again."""
+
+
+class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who has called: the model itself, for nothing else calls here."""
+
+    type: Literal["direct"]
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,24 +260,41 @@ class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: str
     id: str | None = None
     status: Status | None = None
+    caller: Caller | None = None
 
     # refused where they are given
     async_: Any = msgspec.field(default=None, name="async")
-    caller: Any = None
     created_by: Any = None
     namespace: Any = None
 
 
-class FunctionCallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CustomToolCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    call_id: str
+    name: str
+    input: str
+    id: str | None = None
+    status: Status | None = None
+    caller: Caller | None = None
+
+    # refused where they are given
+    async_: Any = msgspec.field(default=None, name="async")
+    created_by: Any = None
+    namespace: Any = None
+
+
+class CallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a function or of a custom tool."""
+
     type: str
     call_id: str
     output: str | list[Part]
     id: str | None = None
     status: Status | None = None
     name: str | None = None
+    caller: Caller | None = None
 
     # refused where they are given
-    caller: Any = None
     created_by: Any = None
     namespace: Any = None
 

@@ -19,7 +19,9 @@ from services.gateway.intake.decoding import convert
 from services.gateway.intake.responses.items import chat_messages
 from services.gateway.intake.responses.schemas import (
     NEUTRAL_IN_TOOL,
+    TOOL_TYPES,
     InputFields,
+    ReasoningOptions,
     ResponseRequest,
     wants_logprobs,
 )
@@ -41,7 +43,7 @@ _NAMES = {
 """The chat's fields, and what they are called here; a longer name before its beginning."""
 _AS_A_CHATS = ("cache_salt", "priority", "request_id", *marked(ResponseRequest, "ignored"))
 """Fields of a chat under the same name, with the same meaning."""
-_FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
+_TOOL = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
 _MESSAGE = re.compile(r"^messages\b.*$")
 
 
@@ -52,7 +54,7 @@ def chat_request(
     body: dict[str, Any] = {
         "chat_template_kwargs": request.chat_template_kwargs,
         "model": request.model,
-        "messages": chat_messages(items, request.instructions),
+        "messages": chat_messages(_thoughts_shown(items, request), request.instructions),
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "response_format": _response_format(request),
@@ -69,6 +71,7 @@ def chat_request(
             "safety_identifier": request.safety_identifier,
             "service_tier": request.service_tier,
             "stream": stream,
+            "stream_options": _stream_options(request) if stream else None,
             "temperature": request.temperature,
             "top_logprobs": request.top_logprobs if wants_logprobs(request) else None,
             "top_p": request.top_p,
@@ -77,6 +80,15 @@ def chat_request(
     given = {name: value for name, value in body.items() if value is not None}
     with renamed():
         return convert(given, ChatCompletionRequest)
+
+
+def _thoughts_shown(items: Sequence[Item], request: InputFields) -> Sequence[Item]:
+    """`items` without the reasoning of turns that are over, where the request wants it so."""
+    if request.reasoning is None or request.reasoning.context != "current_turn":
+        return items
+    said = [number for number, item in enumerate(items) if item.get("role") == "user"]
+    begin = said[-1] if said else 0
+    return [item for number, item in enumerate(items) if number > begin or item["type"] != "reasoning"]
 
 
 def _response_format(request: InputFields) -> dict[str, Any] | None:
@@ -88,6 +100,11 @@ def _response_format(request: InputFields) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": members}
 
 
+def _stream_options(request: ResponseRequest) -> dict[str, Any] | None:
+    options = request.stream_options
+    return {"include_obfuscation": True} if options and options.include_obfuscation else None
+
+
 def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     return None if tools is None else [_nested(tool) for tool in tools]
 
@@ -96,10 +113,10 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type", "function")
-    if kind not in ("function", "allowed_tools"):
+    if kind in TOOL_TYPES:
+        return _nested({"type": kind, **choice})
+    if kind != "allowed_tools":
         return {"type": kind}  # which is refused, whatever else there is
-    if kind == "function":
-        return _nested(choice)
     allowed: dict[str, Any] = {"mode": choice.get("mode")}
     given = choice.get("tools")
     allowed["tools"] = [_nested(tool) for tool in given] if isinstance(given, list) else given
@@ -107,15 +124,19 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _nested(tool: Any) -> Any:
-    """A function as chat completions have it: its members in an object of their own."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
+    """A tool as chat completions have it: its members in an object of their own, as those of a grammar are."""
+    if not isinstance(tool, dict) or (kind := tool.get("type")) not in TOOL_TYPES:
         return tool
     members = {
         name: value
         for name, value in tool.items()
         if name != "type" and name not in NEUTRAL_IN_TOOL and value is not None
     }
-    return {"type": "function", "function": members}
+    form = members.get("format")
+    if kind == "custom" and isinstance(form, dict) and form.get("type") == "grammar":
+        grammar = {name: value for name, value in form.items() if name != "type"}
+        members["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": kind, kind: members}
 
 
 # --- errors --------------------------------------------------------------------------------------
@@ -142,7 +163,7 @@ def _renamed(param: str | None) -> str | None:
         return None
     if _MESSAGE.match(param):
         return "input"
-    param = _FUNCTION.sub(r"\1", param)
+    param = _TOOL.sub(r"\1", param).replace(".format.grammar", ".format")
     for name, ours in _NAMES.items():
         if param == name or param.startswith((f"{name}.", f"{name}[")):
             return ours + param[len(name) :]
@@ -154,7 +175,6 @@ def _renamed(param: str | None) -> str | None:
 
 def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> dict[str, Any]:
     """The request's part of the response object. What was not given shows what took its place."""
-    reasoning = request.reasoning
     return {
         "background": bool(request.background),
         "instructions": request.instructions,
@@ -164,7 +184,7 @@ def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> 
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "reasoning": _shown_reasoning(request.reasoning),
         "safety_identifier": request.safety_identifier,
         "service_tier": "flex" if request.service_tier == "flex" else "default",  # the one that serves it
         "store": request.store is not False,
@@ -177,6 +197,12 @@ def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> 
         "truncation": request.truncation or "disabled",
         "user": request.user,
     }
+
+
+def _shown_reasoning(given: ReasoningOptions | None) -> dict[str, Any]:
+    options = given or ReasoningOptions()
+    shown: dict[str, Any] = {"effort": options.effort, "summary": options.summary or options.generate_summary}
+    return shown if options.context is None else shown | {"context": options.context}
 
 
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:

@@ -14,12 +14,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"context_management": [{"type": "compaction"}]}, "context_management", "unsupported_parameter"),
     ({"moderation": {"model": "m"}}, "moderation", "unsupported_parameter"),
     ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "unsupported_parameter"),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation",
-        "unsupported_parameter",
-    ),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
+    ({"reasoning": {"context": "none"}}, "reasoning.context", "invalid_value"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
     ({"store": False, "background": True}, "store", "invalid_value"),
     ({"truncation": "middle"}, "truncation", "invalid_value"),
@@ -45,9 +41,65 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", "invalid_value"),
     (
-        {"input": [{"role": "user", "content": "x", "phase": "commentary"}]},
+        {"input": [{"role": "assistant", "content": "x", "phase": "analysis"}]},
         "input[0].phase",
+        "invalid_value",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "filename": "a.txt"}]}]},
+        "input[0].content[0].file_data",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "https://a.invalid"}]}]},
+        "input[0].content[0].file_url",
         "unsupported_parameter",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "file-0"}]}]},
+        "input",
+        "file_not_found",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "JVBERi0xLjcK/w=="}]}]},
+        "input",
+        "unsupported_file",
+    ),
+    (
+        {
+            "input": [
+                {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "namespace": "n"}
+            ]
+        },
+        "input[0].namespace",
+        "unsupported_parameter",
+    ),
+    ({"tools": [{"type": "custom"}]}, "tools[0].name", "missing_required_parameter"),
+    (
+        {
+            "tools": [
+                {
+                    "type": "custom",
+                    "name": "f",
+                    "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+                }
+            ]
+        },
+        "tools[0].format.syntax",
+        "unsupported_parameter",
+    ),
+    (
+        {
+            "tools": [
+                {
+                    "type": "custom",
+                    "name": "f",
+                    "format": {"type": "grammar", "syntax": "regex", "definition": "("},
+                }
+            ]
+        },
+        "tools[0].format",
+        "invalid_grammar",
     ),
     ({"input": ["x"]}, "input[0]", "invalid_type"),
     ({"input": 5}, "input", "invalid_type"),
@@ -73,11 +125,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tools[0].defer_loading",
         "unsupported_parameter",
     ),
-    (
-        {"tools": [{"type": "function", "name": "f", "output_schema": {}}]},
-        "tools[0].output_schema",
-        "unsupported_parameter",
-    ),
     ({"tools": [{"type": "function", "name": "f", "nonsense": 1}]}, "tools[0].nonsense", "unknown_parameter"),
     (
         {
@@ -86,7 +133,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
             ],
             "tool_choice": {"type": "custom", "name": "f"},
         },
-        "tool_choice.type",
+        "tool_choice.name",
         "invalid_value",
     ),
     ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "empty_string"),

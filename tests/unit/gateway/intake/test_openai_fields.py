@@ -103,7 +103,7 @@ def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
     part = ContentPart("text", "Hi", **{name: "something"})  # type: ignore[arg-type]
     field = f"messages[0].content[0].{name}"
     assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
-    taken = {"type", "text", "refusal", "prompt_cache_breakpoint"}
+    taken = {"type", "text", "file", "refusal", "prompt_cache_breakpoint"}
     assert fields_of(ContentPart) - taken == marked(ContentPart, "neutral").keys()
 
 

@@ -21,6 +21,13 @@ def tool(name: str = "f", **fields: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | fields}
 
 
+REGEX = {"syntax": "regex", "definition": "[0-9]+"}
+
+
+def custom(name: str = "f", **fields: object) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": name} | fields}
+
+
 def asked(messages: list[dict[str, Any]] | None = None, **fields: object) -> Asked:
     body = msgspec.json.encode({"model": "m", "messages": messages or [USER]} | fields)
     request = decode(body, DECODER)
@@ -48,6 +55,20 @@ def test_what_is_asked() -> None:
     assert [function.name for function in named.shown] == ["f", "g"]
     allowed = asked(tools=tools, tool_choice=ALLOWED)
     assert (names(allowed), allowed.required, allowed.named) == (("g",), True, False)
+    mixed = asked(tools=[tool("f"), custom("g")], tool_choice=custom("g"))
+    assert (names(mixed), mixed.required, mixed.named) == (("g",), True, True)
+    assert asked(tools=[custom(format={"type": "grammar", "grammar": REGEX})]).functions[0].parameters == {
+        "type": "object",
+        "properties": {
+            "input": {
+                "type": "string",
+                "description": "The whole input, as plain text.",
+                "pattern": "^(?:[0-9]+)$",
+            }
+        },
+        "required": ["input"],
+        "additionalProperties": False,
+    }
     old = asked(functions=[{"name": "f"}], function_call={"name": "f"})
     assert (names(old), old.legacy, old.named) == (("f",), True, True)
     assert asked(functions=[{"name": "f"}], function_call="none") == Asked()
@@ -68,7 +89,30 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
             "missing_required_parameter",
             "tools[0].function.name",
         ),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "unsupported_parameter", "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "missing_required_parameter", "tools[0].custom"),
+        ({"tools": [tool() | {"custom": {"name": "x"}}]}, "unsupported_parameter", "tools[0].custom"),
+        ({"tools": [tool("x"), custom("x")]}, "invalid_value", "tools[1].custom.name"),
+        ({"tools": [custom(format={"type": "xml"})]}, "invalid_value", "tools[0].custom.format.type"),
+        (
+            {"tools": [custom(format={"type": "grammar"})]},
+            "missing_required_parameter",
+            "tools[0].custom.format.grammar",
+        ),
+        (
+            {"tools": [custom(format={"type": "text", "grammar": REGEX})]},
+            "unsupported_parameter",
+            "tools[0].custom.format.grammar",
+        ),
+        (
+            {"tools": [custom(format={"type": "grammar", "grammar": REGEX | {"syntax": "lark"}})]},
+            "unsupported_parameter",
+            "tools[0].custom.format.grammar.syntax",
+        ),
+        (
+            {"tools": [tool("x")], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            "invalid_value",
+            "tool_choice.custom.name",
+        ),
         ({"tools": [{"type": "retrieval"}]}, "invalid_value", "tools[0].type"),
         ({"tools": [tool("")]}, "empty_string", "tools[0].function.name"),
         ({"tools": [tool("a b")]}, "invalid_value", "tools[0].function.name"),
@@ -102,7 +146,11 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
             "missing_required_parameter",
             "tool_choice.function",
         ),
-        ({"tools": [tool()], "tool_choice": {"type": "custom"}}, "invalid_value", "tool_choice.type"),
+        (
+            {"tools": [tool()], "tool_choice": {"type": "custom"}},
+            "missing_required_parameter",
+            "tool_choice.custom",
+        ),
         ({"tools": [tool()], "tool_choice": ALLOWED}, "invalid_value", "tool_choice.allowed_tools.tools"),
         (
             {
@@ -136,6 +184,11 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
         ({"messages": [{"role": "assistant"}]}, "missing_required_parameter", "messages[0].content"),
         (
             {"messages": [USER, CALLING | {"tool_calls": [CALL | {"type": "custom"}]}]},
+            "unsupported_parameter",
+            "messages[1].tool_calls[0].function",
+        ),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": [CALL | {"type": "mcp"}]}]},
             "invalid_value",
             "messages[1].tool_calls[0].type",
         ),

@@ -40,7 +40,7 @@ KINDS: list[tuple[type, type[msgspec.Struct]]] = [
     (response_input_param.Message, schemas.MessageItem),
     (theirs.ResponseOutputMessageParam, schemas.MessageItem),
     (theirs.ResponseFunctionToolCallParam, schemas.FunctionCallItem),
-    (response_input_param.FunctionCallOutput, schemas.FunctionCallOutputItem),
+    (response_input_param.FunctionCallOutput, schemas.CallOutputItem),
     (theirs.ResponseReasoningItemParam, schemas.ReasoningItem),
     (response_input_param.ItemReference, schemas.ItemReference),
     (theirs.ResponseInputTextParam, schemas.Part),
