@@ -14,17 +14,23 @@ from tests.e2e.stack import Stack
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
 STUB = ("--engine", "stub", "--no-smoke-test")
+REASONING = (*STUB, "--reasoning-parser", "think")
+"""It reasons where the prompt ends so."""
 
 
-async def found_at(url: str) -> list[Found]:
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
-        return await Prober(http).probe()
+async def found_at(url: str, reasoning_url: str = "") -> list[Found]:
+    """`reasoning_url`: of a server whose model reasons; empty: the same."""
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
+        httpx.AsyncClient(base_url=reasoning_url or url, timeout=60, trust_env=False) as reasoning,
+    ):
+        return await Prober(http, reasoning).probe()
 
 
 def found_on_a_stack(directory: Path) -> list[Found]:
-    """On a stack of its own with the stub engine."""
-    with Stack(directory, *STUB) as stack:
-        return asyncio.run(found_at(stack.url))
+    """On stacks of their own with the stub engine."""
+    with Stack(directory / "plain", *STUB) as stack, Stack(directory / "reasoning", *REASONING) as reasoning:
+        return asyncio.run(found_at(stack.url, reasoning.url))
 
 
 def main() -> None:

@@ -60,6 +60,8 @@ class Operation(NamedTuple):
     """The union of its stream's events."""
     also: tuple[dict[str, Any], ...] = ()
     """Changes of the least, whose answers show fields and events that no single parameter brings about."""
+    reasoning: tuple[dict[str, Any], ...] = ()
+    """The same for a model that reasons."""
     anew: str = ""
     """What of the set-up is made again just before it."""
 
@@ -137,7 +139,14 @@ OPERATIONS = (
             {"stream": True, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 64},
             {"stream": True, "tools": [RESPONSE_TOOL], "tool_choice": "required", "max_output_tokens": 64},
             {"stream": True, "background": True},
+            {
+                "stream": True,
+                "tools": [{"type": "custom", "name": "x"}],
+                "tool_choice": "required",
+                "max_output_tokens": 64,
+            },
         ),
+        reasoning=({"stream": True, "input": "<think>", "reasoning": {"summary": "auto"}},),
     ),
     Operation(
         "responses.retrieve",
@@ -214,6 +223,8 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 """(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
 
+REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"
+"""Parameters of models whose chat template knows them."""
 _BUILT_IN = (
     "additional_tools|apply_patch|code_interpreter|compaction|computer|configuration_update|file_search|image_generation|"
     "local_shell|mcp|namespace|program|programmatic_tool_calling|shell|tool_search|web_search"

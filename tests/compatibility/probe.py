@@ -12,6 +12,7 @@ in its place is refused, or a filter finds something else.
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from tests.compatibility.operations import (
     BATCH_FILE,
     LONG_FILE,
     OPERATIONS,
+    REASONS,
     SETUP,
     Operation,
     why_excluded,
@@ -60,9 +62,10 @@ class Found(NamedTuple):
 class Prober:
     """Asks one server."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        """`http`: with the server's address as its base."""
+    def __init__(self, http: httpx.AsyncClient, reasoning: httpx.AsyncClient) -> None:
+        """Both with a server's address as their base, that of a model that reasons the second."""
         self._http = http
+        self._reasoning = reasoning
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._ids: dict[str, str] = {}
 
@@ -93,6 +96,9 @@ class Prober:
             *(self._parameter(operation, one) for one in parameters(*operation.kinds))
         )
         more = [await self._send(operation, self._filled(operation.base | body)) for body in operation.also]
+        more += [
+            await self._send(operation, operation.base | body, reasons=True) for body in operation.reasoning
+        ]
         answers = [plain, *more, *(answer for several, _ in tried for answer in several)]
         seen = {path for answer in answers if answer.status_code < 400 for path in _paths(answer)}
         names = event_types(operation.events) if operation.events else []
@@ -110,7 +116,8 @@ class Prober:
             return [answer], Row(one.path, verdict, excluded)
         values = values_for(operation.name, operation.base, one)
         bodies = [self._filled(request_for(operation.name, operation.base, one, value)) for value in values]
-        answers = [await self._send(operation, body) for body in bodies]
+        reasons = re.search(REASONS, one.path) is not None
+        answers = [await self._send(operation, body, reasons=reasons) for body in bodies]
         tried = [_tried(body, operation, one) for body in bodies]
         verdicts = [verdict_of(answer, names) for answer, names in zip(answers, tried, strict=True)]
         refused = [
@@ -140,6 +147,7 @@ class Prober:
         query: dict[str, Any] | None = None,
         *,
         file: bytes = BATCH_FILE,
+        reasons: bool = False,
     ) -> httpx.Response:
         path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
         options: dict[str, Any] = {"params": _bracketed(query)} if query else {}
@@ -148,7 +156,8 @@ class Prober:
         elif operation.method in ("POST", "PUT") and body:
             options["json"] = body
         async with self._gate:
-            answer = await self._http.request(operation.method, path, **options)
+            http = self._reasoning if reasons else self._http
+            answer = await http.request(operation.method, path, **options)
         assert answer.status_code != 500, f"{operation.name} {body}: {answer.text}"
         return answer
 

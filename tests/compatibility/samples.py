@@ -42,18 +42,22 @@ VALUES: dict[str, Any] = {
     r"(^|\.)call_id$": "x",
     r"^include$": ["message.output_text.logprobs"],
     r"(^|\.)arguments$": "{}",
+    r"(^|\.)file_data$": "data:text/plain;base64,SGk=",
+    r"(^|\.)file_id$": "{file}",
 }
 """By path: what to send where a value that fits the type alone would not do."""
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "role=assistant": {"role": "assistant", "content": "x"},
     "role=function": {"role": "function", "name": "x", "content": "x"},
+    "type=input_file": {"type": "input_file", "file_data": "data:text/plain;base64,SGk="},
 }
 """By member of a union: what it needs although its type does not say so."""
 
 ALSO: dict[str, dict[str, Any]] = {
     "JSONSchema": {"schema": {"type": "object", "properties": {}, "additionalProperties": False}},
     "FunctionCallOutput": {"call_id": "x"},
+    "FileFile": {"file_data": "data:text/plain;base64,SGk="},
 }
 """By name of a TypedDict: what it needs although its type does not say so."""
 
@@ -64,13 +68,17 @@ _CALL = {
 _RESULT = {"role": "tool", "tool_call_id": "x", "content": "x"}
 _ITEM = {"type": "function_call", "call_id": "x", "name": "x", "arguments": "{}"}
 _OUTPUT = {"type": "function_call_output", "call_id": "x", "output": "x"}
+_CUSTOM_ITEM = {"type": "custom_tool_call", "call_id": "x", "name": "x", "input": "x"}
+_CUSTOM_OUTPUT = {"type": "custom_tool_call_output", "call_id": "x", "output": "x"}
 _SAID = {"role": "user", "content": "Hi"}
 AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
     (r"^messages\[role=assistant\]\.tool_calls", [_SAID], [_RESULT]),
     (r"^messages\[role=tool\]", [_SAID, _CALL], []),
-    (r"^input\[type=function_call\]", [_SAID], [_OUTPUT]),
-    (r"^input\[type=function_call_output\]", [_SAID, _ITEM], []),
-    (r"^input\[type=reasoning\]", [_SAID], [_SAID]),
+    (r"^(input|items)\[type=function_call\]", [_SAID], [_OUTPUT]),
+    (r"^(input|items)\[type=function_call_output\]", [_SAID, _ITEM], []),
+    (r"^(input|items)\[type=custom_tool_call\]", [_SAID], [_CUSTOM_OUTPUT]),
+    (r"^(input|items)\[type=custom_tool_call_output\]", [_SAID, _CUSTOM_ITEM], []),
+    (r"^(input|items)\[type=reasoning\]", [_SAID], [_SAID]),
 )
 """(pattern, what comes before, what comes after) in a conversation where a message alone would make no sense."""
 
@@ -89,6 +97,7 @@ BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "responses.create": [
         (r"^stream_options", {"stream": True}),
         (r"^(tool_choice|parallel_tool_calls|max_tool_calls)", {"tools": [RESPONSE_TOOL]}),
+        (r"^tool_choice\[type=custom\]", {"tools": [{"type": "custom", "name": "x"}]}),
         (r"^(tools|tool_choice|text)", {"max_output_tokens": 64}),
         (r"^top_logprobs", {"include": ["message.output_text.logprobs"]}),
     ],
@@ -170,6 +179,8 @@ def request_for(operation: str, base: dict[str, Any], parameter: Parameter, valu
     for step in parameter.parents:
         holder = _enter(holder, step, parameter.path)
     holder[parameter.name] = copy.deepcopy(value)
+    if parameter.name in ("file_id", "file_url"):
+        holder.pop("file_data", None)  # one of them says where the file is
     for pattern, before, after in AROUND:
         if re.search(pattern, parameter.path):
             body[parameter.top] = [*before, *body[parameter.top], *after]

@@ -12,6 +12,7 @@ from services.gateway.tokenizer.encoding import LARGE, Encoding
 from services.gateway.tokenizer.template_process import TemplateProcess
 from services.gateway.tokenizer.templates import templates_of
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, StubTokenizer, Tokenizer
+from services.gateway.tool_calls.families import reasoning_named
 from shared.errors import InternalError, Unavailable
 from shared.limits import TOKENIZERS
 from shared.messages import ModelCard, TokenizerBundle
@@ -35,12 +36,12 @@ class TokenizerStore:
         self._renderers: dict[str, TemplateProcess] = {}
         self._closing = TaskSet("")
         self._encoding = Encoding()
-        self._stub = StubTokenizer()
+        self._stub, self._reasoning_stub = StubTokenizer(), StubTokenizer(reasons=True)
 
     async def get(self, card: ModelCard) -> Tokenizer:
         """The tokenizer of `card`. Raises `Unavailable` while it cannot be had, `InternalError` when broken."""
         if not card.tokenizer:
-            return self._stub
+            return self._reasoning_stub if reasoning_named(card.reasoning_parser) else self._stub
         return await asyncio.shield(self._task(card.tokenizer))
 
     def prefetch(self, card: ModelCard) -> None:

@@ -192,10 +192,15 @@ def _in_process(files: Mapping[str, bytes]) -> Renderer | None:
 
 
 class StubTokenizer:
-    """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line."""
+    """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line; before them
+    the variables that a template of a model that reasons looks at."""
 
-    traits = Traits()
     info = b'{"tokenizer_class":"StubTokenizer"}'
+
+    def __init__(self, *, reasons: bool = False) -> None:
+        """`reasons`: it stands for such a model's."""
+        variables = frozenset(("reasoning_effort", "verbosity")) if reasons else frozenset[str]()
+        self.traits = Traits(variables=variables)
 
     async def render_chat(
         self,
@@ -203,7 +208,9 @@ class StubTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions | None = None,
     ) -> Rendered:
-        text = "".join(f"{message['content']}\n" for message in messages)
+        given = options.variables if options is not None else {}
+        text = "".join(f"{name}: {given[name]}\n" for name in sorted(self.traits.variables & given.keys()))
+        text += "".join(f"{message['content']}\n" for message in messages)
         return Rendered([text[:-1] if options is not None and options.continue_final else text])
 
     async def encode_rendered(self, rendered: Rendered) -> list[int]:

@@ -251,6 +251,8 @@ class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who has called: the model itself, for nothing else calls here."""
 
     type: Literal["direct"]
+    caller_id: msgspec.UnsetType = msgspec.UNSET
+    """Of a program."""
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
