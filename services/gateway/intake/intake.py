@@ -322,11 +322,11 @@ class Intake:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         return self._catalog.card(model).context_length
 
-    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str) -> int:
+    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
         return len(await self.chat_prompt(request, tenant))
 
-    async def chat_prompt(self, request: ChatCompletionRequest, tenant: str) -> list[int]:
+    async def chat_prompt(self, request: ChatCompletionRequest, tenant: str = "") -> list[int]:
         """What the model would read. Raises as `prepare`."""
         rules.check_chat(request)
         request = await with_files_read(request, tenant, self._files)

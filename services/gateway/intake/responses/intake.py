@@ -155,7 +155,7 @@ class Chat(Protocol):
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         ...
 
-    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str) -> int:
+    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
         """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
         ...
 
