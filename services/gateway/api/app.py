@@ -17,6 +17,8 @@ from services.gateway.api.dialects import MESSAGES, anthropic_headers, of_reques
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
+from services.gateway.api.ollama.generating import CHAT_PATH, GENERATE_PATH, generating_routes
+from services.gateway.api.ollama.models import ollama_model_routes
 from services.gateway.api.openai import completions, operations, vllm
 from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.completions import CompletionsRoute
@@ -50,6 +52,8 @@ log = structlog.get_logger(__name__)
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 METRICS = "/metrics"
+DIRECT = (CHAT, COMPLETIONS, MESSAGES, CHAT_PATH, GENERATE_PATH)
+"""Nearly every request is for one of them."""
 OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, vllm.PING))
 """Files of the package, the description of the API, a sign of life: the same for everybody, and nothing of anybody."""
 
@@ -72,8 +76,14 @@ class GatewayApp:
         plain = CompletionsRoute("completions", backend, settings)
         embeddings = CompletionsRoute("embeddings", backend, settings)
         messages = CompletionsRoute("messages", backend, settings)
-        self._direct = {("POST", CHAT): chat, ("POST", COMPLETIONS): plain, ("POST", MESSAGES): messages}
+        ollama = generating_routes(backend, settings)
+        self._direct: dict[tuple[str, str], Any] = {
+            ("POST", CHAT): chat,
+            ("POST", COMPLETIONS): plain,
+            ("POST", MESSAGES): messages,
+        }
         """The way of nearly every request, past the router's search."""
+        self._direct |= {("POST", one.path): one.app for one in ollama if one.path in DIRECT}
         one = partial(route, backend, settings)
         self._router = Router(
             routes=[
@@ -95,6 +105,8 @@ class GatewayApp:
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
                 *message_routes(backend, settings, messages),
+                *ollama,
+                *ollama_model_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 one((operations.SERVER_VERSION, vllm.version)),
@@ -268,6 +280,6 @@ def _meant(scope: Scope) -> str:
 
 def _route(scope: Scope) -> str:
     """The route that a request took, for metrics: one of few."""
-    if scope["path"] in (CHAT, COMPLETIONS, MESSAGES):
+    if scope["path"] in DIRECT:
         return str(scope["path"])
     return str(scope.get(TEMPLATE, "other"))

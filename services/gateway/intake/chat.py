@@ -111,7 +111,7 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
         family=family,
         variant=traits.variant if family == traits.family else "",
         single=asked.single or (native_calls and not traits.several),
-        reasoning=_reasoning(card, traits),
+        reasoning=reasoning_of(card, traits),
         ignored=tuple(
             f"chat_template_kwargs.{name}"
             for name in request.chat_template_kwargs or ()
@@ -124,7 +124,8 @@ def _family(card: ModelCard, traits: Traits, native: bool) -> str:
     return parser_named(card.tool_parser) or (traits.family if native else DEFAULT_FAMILY)
 
 
-def _reasoning(card: ModelCard, traits: Traits) -> str:
+def reasoning_of(card: ModelCard, traits: Traits) -> str:
+    """How the model writes its reasoning; empty: it does not reason."""
     return traits.reasoning if card.reasoning_parser == AUTO else reasoning_named(card.reasoning_parser)
 
 

@@ -36,6 +36,8 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     user: User | None = None
     truncate_prompt_tokens: LastTokens | None = None
     """vLLM's, of each input."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Of an input that is truncated: which end of it goes; left out: the left one."""
 
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
@@ -112,7 +114,8 @@ async def prompts_of(
             tokens = one
         if request.truncate_prompt_tokens:
             count = request.truncate_prompt_tokens
-            tokens = tokens[-(count if count > 0 else card.context_length) :]
+            count = count if count > 0 else card.context_length
+            tokens = tokens[:count] if request.truncation_side == "right" else tokens[-count:]
         if not tokens:
             raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
         if prompt_limit and len(tokens) > prompt_limit:

@@ -136,7 +136,8 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "hide_logprobs": best and getattr(request, "logprobs", None) is None,
         "echo": bool(getattr(request, "echo", None)),
         "include_stop": bool(request.include_stop_str_in_output),
-        "continues": bool(getattr(request, "continue_final_message", None)),
+        "continues": bool(getattr(request, "continue_final_message", None))
+        or (isinstance(request, CompletionRequest) and record.endpoint != "completions"),
         "continuous_usage": bool(options and options.continuous_usage_stats),
         "obfuscate": bool(options and options.include_obfuscation),
         "fingerprint": card.fingerprint,

@@ -32,7 +32,7 @@ from shared.nats.bus import encode
 UNNAMED_OUTPUT = 512
 """Output tokens that are reserved of a limit where the client names no `max_tokens`; more is counted at the end."""
 
-CAPPED = ("messages",)
+CAPPED = ("messages", "ollama.chat", "ollama.generate")
 """APIs in which a client may ask for more tokens than the context has room for, and gets what it has."""
 _TOKEN_BYTES, _OTHER_BYTES = 5, GRAMMAR_BYTES.value + (64 << 10)
 """Bytes of a token on the wire, and of all else in a generation, at most."""

@@ -80,7 +80,7 @@ def max_tokens(
     request: GenerationFields, card: ModelCard, prompt_tokens: int, default: int, *, capped: bool = False
 ) -> int:
     """Output tokens at most. `default` 0: what the context leaves. `capped`: more than the context leaves is not
-    refused, and means what it leaves. Raises `ContextLengthExceeded`."""
+    refused, and means what it leaves; a completion has the same default as a chat. Raises `ContextLengthExceeded`."""
     room = card.context_length - prompt_tokens
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     asked = _asked_tokens(request)
@@ -90,7 +90,7 @@ def max_tokens(
             f"resulted in {prompt_tokens} tokens; shorten the {param}.",
             param=param,
         )
-    if asked is None and not isinstance(request, ChatCompletionRequest):
+    if asked is None and not capped and not isinstance(request, ChatCompletionRequest):
         return min(COMPLETION_MAX_TOKENS, room)
     if asked is None:
         return min(default, room) if default else room

@@ -59,6 +59,11 @@ def _bytes(numbers: "array[float]") -> bytes:
     return numbers.tobytes()
 
 
+def floats_of(text: str) -> list[float]:
+    """The numbers of a vector as a `Piece` has it."""
+    return _numbers(base64.b64decode(text)).tolist()
+
+
 class _Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding"):
     index: int
     embedding: str | list[float]
@@ -89,4 +94,4 @@ class VectorFormat(Format):
         )
 
     def _shown(self, text: str) -> str | list[float]:
-        return text if self._record.base64 else _numbers(base64.b64decode(text)).tolist()
+        return text if self._record.base64 else floats_of(text)

@@ -16,6 +16,7 @@ from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
 from services.gateway.streams.messages import MessageRun
+from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from services.gateway.tokenizer.store import TokenizerStore
@@ -27,6 +28,8 @@ _VIEWS: dict[str, View] = {
     "chat.completions": ChatFormat,
     "completions": CompletionFormat,
     "embeddings": VectorFormat,
+    "ollama.chat": OllamaChatFormat,
+    "ollama.generate": OllamaGenerateFormat,
 }
 """By the endpoint that began it."""
 _NUMBERED: dict[str, type[ResponseRun] | type[MessageRun]] = {

@@ -89,6 +89,11 @@ class ModelTokenizer:
         give_back()  # reading the file takes twice of what is kept
 
     @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return self._renderer is not None
+
+    @property
     def traits(self) -> Traits:
         """What the chat template can do."""
         return self._renderer.traits if self._renderer else Traits()
@@ -195,6 +200,7 @@ class StubTokenizer:
     """For the stub engine: a token is a byte, text is Latin-1, a conversation its contents line by line; before them
     the variables that a template of a model that reasons looks at."""
 
+    chats = True
     info = b'{"tokenizer_class":"StubTokenizer"}'
 
     def __init__(self, *, reasons: bool = False) -> None:

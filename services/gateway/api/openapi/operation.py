@@ -174,6 +174,12 @@ LAST_EVENT = Parameter(
     {"type": "string", "pattern": r"^([0-9]{1,10}(,[0-9]{1,10})*)?$", "maxLength": 2048},
     example="12",
 )
+POSITIONS = Parameter(
+    "X-Ryzanstein-Positions",
+    "Whether each line of a stream has its position in the generation's log, which `Last-Event-ID` takes.",
+    {"type": "string", "enum": ["true", "false"]},
+    example="true",
+)
 GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND)
 """The headers of a request for tokens."""
 _EXAMPLES = {

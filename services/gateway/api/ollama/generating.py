@@ -1,0 +1,194 @@
+"""Ollama's POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
+
+import time
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.ollama import shapes
+from services.gateway.api.ollama.residency import load_or_unload, named, staying
+from services.gateway.api.openai.completions import context_of, reading, stream, wants_positions
+from services.gateway.api.openapi.operation import (
+    GENERATING,
+    GENERATING_HEADERS,
+    POSITIONS,
+    Operation,
+)
+from services.gateway.core.asgi import disconnected, send_json
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.ollama.intake import Embedded, OllamaIntake
+from services.gateway.intake.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
+from services.gateway.intake.record import Context
+from services.gateway.streams.ollama import OllamaVectorFormat, OneVectorFormat, rfc3339
+from services.gateway.streams.run import Run
+
+TAG = "Ollama"
+CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
+_STREAMS = (
+    "As in Ollama it is streamed, a line of JSON each, unless `stream` is false. The answer's "
+    "`x-ryzanstein-generation` names the generation."
+)
+CHAT = Operation(
+    f"POST {CHAT_PATH}",
+    "ollamaChat",
+    "Messages in, an answer out, as in Ollama.",
+    TAG,
+    _STREAMS + " Without messages the model is loaded, or with `keep_alive` 0 unloaded.",
+    request=OllamaChatRequest,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+    },
+    response=shapes.ChatLine,
+    lines=(shapes.ChatLine,),
+    error=shapes.OllamaError,
+    parameters=(*GENERATING_HEADERS, POSITIONS),
+    errors=(*GENERATING, 409),
+)
+GENERATE = Operation(
+    f"POST {GENERATE_PATH}",
+    "ollamaGenerate",
+    "A prompt in, an answer out, as in Ollama.",
+    TAG,
+    _STREAMS
+    + " With `raw` the prompt is completed as it stands. Without a prompt: as /api/chat without messages.",
+    request=OllamaGenerateRequest,
+    example={"model": "SmolLM2-135M-Instruct", "prompt": "Why is the sky blue?"},
+    response=shapes.GenerateLine,
+    lines=(shapes.GenerateLine,),
+    error=shapes.OllamaError,
+    parameters=(*GENERATING_HEADERS, POSITIONS),
+    errors=(*GENERATING, 409),
+)
+EMBED = Operation(
+    "POST /api/embed",
+    "ollamaEmbed",
+    "Texts in, vectors out, as in Ollama.",
+    TAG,
+    request=OllamaEmbedRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    response=shapes.Embeddings,
+    error=shapes.OllamaError,
+    parameters=GENERATING_HEADERS,
+    errors=(*GENERATING, 409),
+)
+EMBEDDINGS = Operation(
+    "POST /api/embeddings",
+    "ollamaEmbeddings",
+    "One text in, its vector out, as in older Ollamas.",
+    TAG,
+    request=OllamaEmbeddingsRequest,
+    example={"model": "SmolLM2-135M-Instruct", "prompt": "One text."},
+    response=shapes.SingleEmbedding,
+    error=shapes.OllamaError,
+    parameters=GENERATING_HEADERS,
+    errors=(*GENERATING, 409),
+)
+
+_chat = msgspec.json.Decoder(OllamaChatRequest)
+_generate = msgspec.json.Decoder(OllamaGenerateRequest)
+_embed = msgspec.json.Decoder(OllamaEmbedRequest)
+_embeddings = msgspec.json.Decoder(OllamaEmbeddingsRequest)
+AskedT = TypeVar(
+    "AskedT", OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest
+)
+
+
+async def chat(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _chat)
+    if not request.messages:
+        reason = await load_or_unload(ask, request.model, request.keep_alive)
+        return _nothing(request.model, reason) | {"message": {"role": "assistant", "content": ""}}
+    async with staying(ask, request.model, request.keep_alive):
+        await _answer(ask, await _intake(ask).generation(request, body, context))
+    return None
+
+
+async def generate(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _generate)
+    if not request.prompt:
+        reason = await load_or_unload(ask, request.model, request.keep_alive)
+        return _nothing(request.model, reason) | {"response": ""}
+    async with staying(ask, request.model, request.keep_alive):
+        await _answer(ask, await _intake(ask).generation(request, body, context))
+    return None
+
+
+async def embed(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _embed)
+    if request.input is None or request.input == []:
+        await load_or_unload(ask, request.model, request.keep_alive)
+        return {
+            "model": request.model,
+            "embeddings": [],
+            "total_duration": 1,
+            "load_duration": 0,
+            "prompt_eval_count": 0,
+        }
+    await _vectors(ask, request, body, msgspec.structs.replace(context, view=OllamaVectorFormat))
+    return None
+
+
+async def embeddings(ask: Ask) -> object:
+    request, body, context = await _taken(ask, _embeddings)
+    if not request.prompt:
+        await load_or_unload(ask, request.model, request.keep_alive)
+        return {"embedding": []}
+    await _vectors(ask, request, body, msgspec.structs.replace(context, view=OneVectorFormat))
+    return None
+
+
+async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
+    """The request, with the model by the name that it has here, as it came, and what its headers say."""
+    parts = ask.parts
+    context = msgspec.structs.replace(
+        context_of(ask.scope, ask.settings), gone=partial(disconnected, ask.receive)
+    )
+    body = await ask.body(ask.settings.body_limit)
+    request = decode(body, decoder)
+    return msgspec.structs.replace(request, model=named(parts.catalog, request.model)), body, context
+
+
+def _intake(ask: Ask) -> OllamaIntake:
+    return OllamaIntake(ask.parts.intake, strict=ask.settings.strict_fields)
+
+
+async def _answer(ask: Ask, run: Run) -> None:
+    with reading(run, ask.scope, ask.receive):
+        positions = wants_positions(ask.scope)
+        await run.begin()
+        if run.stream:
+            await stream(run, ask.send, ask.request_id, positions=positions)
+        else:
+            await send_json(ask.send, 200, await run.collect())
+
+
+async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -> None:
+    async with staying(ask, request.model, request.keep_alive):
+        run = await _intake(ask).vectors(request, body, context)
+        with reading(run, ask.scope, ask.receive):
+            await run.begin()
+            await send_json(ask.send, 200, await run.collect())
+
+
+def _nothing(model: str, reason: str) -> dict[str, object]:
+    """The line of a request that generates nothing."""
+    return {"model": model, "created_at": rfc3339(time.time()), "done": True, "done_reason": reason}
+
+
+def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    return [
+        route(backend, settings, (CHAT, chat)),
+        route(backend, settings, (GENERATE, generate)),
+        route(backend, settings, (EMBED, embed)),
+        route(backend, settings, (EMBEDDINGS, embeddings)),
+    ]

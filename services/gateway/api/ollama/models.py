@@ -1,0 +1,301 @@
+"""Ollama's models: GET /api/version, /api/tags and /api/ps, POST /api/show, /api/copy, /api/create and /api/pull,
+DELETE /api/delete; /api/push and /api/blobs, which are refused.
+
+A model of Ollama's is here an entry of the registry, an alias of one, or a LoRA adapter:
+
+    copy             ──▶ an alias            create with adapters ──▶ an adapter
+    create           ──▶ an alias            delete of a model    ──▶ its entry and its files, of an alias the alias
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.models.routes import BODY, MANAGING
+from services.gateway.api.ollama import shapes
+from services.gateway.api.ollama.downloads import pull, send_lines
+from services.gateway.api.ollama.generating import TAG
+from services.gateway.api.ollama.residency import ModelNamed, named
+from services.gateway.api.ollama.shapes import OllamaError, Progress, Shown
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.core.errors import InvalidParameter, RouteError, missing, unsupported
+from services.gateway.core.registry import not_registered
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.ollama.translation import LATEST, names_of
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.process import VERSION
+
+
+class OllamaShowRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    verbose: bool = False
+    """Changes nothing: no tensors or vocabularies are listed here."""
+
+
+class OllamaDeleteRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class OllamaPullRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Names as Ollama has them for the hub: `hf.co/ORGANISATION/NAME:QUANTIZATION`, with or without `hf.co/`."""
+
+    insecure: bool = False
+    """Changes nothing: hubs are asked over HTTPS."""
+    stream: bool | None = None
+    """Left out: true."""
+
+
+class OllamaCopyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    destination: str
+    """Becomes an alias of it."""
+
+
+class OllamaCreateRequest(
+    ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"base": "from"}
+):
+    """A name for the model `from`, or with `adapters` a LoRA adapter of it."""
+
+    base: str | None = None
+    adapters: dict[str, str] | None = None
+    """One: by any name, where its files are: a hub name, or a path on the hosts below the directories that are
+    allowed."""
+    stream: bool | None = None
+    files: Any = None
+    quantize: Any = None
+    template: Any = None
+    license: Any = None
+    system: Any = None
+    parameters: Any = None
+    messages: Any = None
+
+
+def _operation(about: str, name: str, summary: str, more: str = "", **rest: Any) -> Operation:
+    return Operation(about, name, summary, TAG, more.strip(), error=OllamaError, **rest)
+
+
+VERSIONS = _operation(
+    "GET /api/version",
+    "ollamaVersion",
+    "The version of Ollama's API that is spoken here.",
+    response=shapes.OllamaVersion,
+)
+TAGS = _operation("GET /api/tags", "ollamaTags", "The models, as in Ollama.", response=shapes.TaggedModels)
+PS = _operation("GET /api/ps", "ollamaPs", "The models that are loaded.", response=shapes.LoadedModels)
+SHOW = _operation(
+    "POST /api/show",
+    "ollamaShow",
+    "What is known of a model.",
+    request=OllamaShowRequest,
+    example={"model": "SmolLM2-135M-Instruct"},
+    response=shapes.ShownModel,
+    errors=(404,),
+)
+PULL = _operation(
+    "POST /api/pull",
+    "ollamaPull",
+    "Downloads a model, with progress in lines.",
+    "A name that is not registered is taken for a hub name." + MANAGING,
+    request=OllamaPullRequest,
+    example={"model": "HuggingFaceTB/SmolLM2-360M-Instruct"},
+    response=Progress,
+    lines=(Progress,),
+    errors=(409,),
+)
+DELETE = _operation(
+    "DELETE /api/delete",
+    "ollamaDelete",
+    "Removes a model with its files, an alias or an adapter.",
+    MANAGING,
+    request=OllamaDeleteRequest,
+    example={"model": "SmolLM2-135M-Instruct"},
+    errors=(404, 409, 412),
+)
+COPY = _operation(
+    "POST /api/copy",
+    "ollamaCopy",
+    "Gives a model another name.",
+    MANAGING,
+    request=OllamaCopyRequest,
+    example={"source": "SmolLM2-135M-Instruct", "destination": "small"},
+    errors=(404, 409, 412),
+)
+CREATE = _operation(
+    "POST /api/create",
+    "ollamaCreate",
+    "Makes a name for a model, or a LoRA adapter of it.",
+    "Uploaded files, and what would change a model's text, are refused by name." + MANAGING,
+    request=OllamaCreateRequest,
+    example={"model": "sql", "from": "SmolLM2-135M-Instruct", "adapters": {"sql": "org/sql-lora"}},
+    response=Progress,
+    lines=(Progress,),
+    errors=(404, 409, 412),
+)
+PUSH = _operation("POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.")
+BLOB = _operation(
+    "POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them."
+)
+
+
+async def version(ask: Ask) -> shapes.OllamaVersion:
+    return shapes.OllamaVersion(shapes.API_VERSION, VERSION)
+
+
+async def tags(ask: Ask) -> shapes.TaggedModels:
+    return shapes.TaggedModels(Shown(ask.backend.started.catalog).tags())
+
+
+async def processes(ask: Ask) -> shapes.LoadedModels:
+    return shapes.LoadedModels(Shown(ask.backend.started.catalog).loaded())
+
+
+async def show(ask: Ask) -> shapes.ShownModel:
+    name = named(ask.parts.catalog, await _given(ask, _show))
+    tokenizer: Tokenizer | None = None
+    model = ask.parts.catalog.resolve(name).model
+    if ask.parts.catalog.known_card(model) is not None:
+        _, tokenizer = await ask.parts.intake.tokenizer(model)
+    return Shown(ask.parts.catalog).one(name, tokenizer)
+
+
+async def pull_model(ask: Ask) -> None:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _pull)
+    names = names_of(_name(request))
+    known = [one for one in names if one in ask.parts.catalog.registry.specs]
+    plain = next(one for one in names[-2::-1] if one)  # without a hub's name and the tag
+    await pull(ask, known[0] if known else plain, streamed=request.stream is not False)
+
+
+async def delete(ask: Ask) -> bytes:
+    ask.check_manages_models()
+    name = named(ask.parts.catalog, await _given(ask, _delete))
+    catalog = ask.parts.catalog
+    if catalog.resolve(name).adapter:
+        await ask.parts.adapters.unload(name)
+    elif (model := catalog.registry.model_of(name)) != name:
+        await _set_aliases(ask, model, without=name)
+    else:
+        await ask.parts.management.delete(name, files=True)
+    return b""
+
+
+async def copy(ask: Ask) -> bytes:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _copy)
+    await _name_it(ask, named(ask.parts.catalog, request.source), request.destination)
+    return b""
+
+
+async def create(ask: Ask) -> Progress | None:
+    ask.check_manages_models()
+    request = decode(await ask.body(BODY), _create)
+    for field in ("files", "quantize", "template", "license", "system", "parameters", "messages"):
+        if getattr(request, field):
+            raise unsupported(
+                field, "a model has one text and one set of weights for everybody here; leave it out"
+            )
+    if not request.base:
+        raise missing("from", "the name of a model that is there")
+    name, base = _name(request), named(ask.parts.catalog, request.base)
+    creation = _creation(ask, name, base, request.adapters or {})
+    if request.stream is not False:
+        await send_lines(ask, creation)
+        return None
+    async with contextlib.aclosing(creation):
+        async for _ in creation:
+            pass
+    return Progress("success")
+
+
+async def _creation(
+    ask: Ask, name: str, base: str, adapters: dict[str, str]
+) -> AsyncGenerator[Progress, None]:
+    if not adapters:
+        await _name_it(ask, base, name)
+        yield Progress("writing manifest")
+        return
+    if len(adapters) > 1:
+        raise InvalidParameter(
+            f"Invalid 'adapters': there are {len(adapters)}, and a model has one adapter; create a model for each.",
+            param="adapters",
+            reason="invalid_value",
+        )
+    (source,) = adapters.values()
+    if source.startswith("sha256:"):
+        raise unsupported(
+            "adapters", "files are not uploaded here; name a hub repository or a path on the hosts"
+        )
+    yield Progress("reading adapter")
+    await ask.parts.adapters.load(name.removesuffix(LATEST), source, base, replace=True)
+    yield Progress("writing manifest")
+
+
+async def push(ask: Ask) -> None:
+    raise _refused("/api/push", "models are not sent anywhere from here")
+
+
+async def blob(ask: Ask) -> None:
+    raise _refused("/api/blobs", "files are not uploaded; POST /api/pull has a host fetch them")
+
+
+def _refused(path: str, why: str) -> RouteError:
+    return RouteError(f"{path} is not supported here: {why}.", status=400, reason="unsupported_endpoint")
+
+
+async def _name_it(ask: Ask, source: str, destination: str) -> None:
+    """Gives what is called `source` here one more name."""
+    wanted, catalog = destination.removesuffix(LATEST), ask.parts.catalog
+    if not wanted:
+        raise missing("destination", "the new name")
+    resolved = catalog.resolve(source)
+    if resolved.adapter:
+        record = catalog.adapters.records[resolved.name]
+        await ask.parts.adapters.load(wanted, record.source, record.model, replace=True)
+    elif wanted != resolved.model:
+        await _set_aliases(ask, resolved.model, also=wanted)
+
+
+async def _set_aliases(ask: Ask, model: str, *, also: str = "", without: str = "") -> None:
+    spec = ask.parts.catalog.registry.specs.get(model)
+    if spec is None:
+        raise not_registered(model)
+    aliases = [one for one in spec.aliases if one not in (also, without)]
+    await ask.parts.management.patch(model, {"aliases": [*aliases, also] if also else aliases}, None)
+
+
+async def _given(ask: Ask, decoder: msgspec.json.Decoder[Any]) -> str:
+    return _name(decode(await ask.body(BODY), decoder))
+
+
+def _name(request: ModelNamed) -> str:
+    if not request.given:
+        raise missing("model", "the name of a model")
+    return request.given
+
+
+_show = msgspec.json.Decoder(OllamaShowRequest)
+_delete = msgspec.json.Decoder(OllamaDeleteRequest)
+_pull = msgspec.json.Decoder(OllamaPullRequest)
+_copy = msgspec.json.Decoder(OllamaCopyRequest)
+_create = msgspec.json.Decoder(OllamaCreateRequest)
+
+
+def ollama_model_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    handled = (
+        (VERSIONS, version),
+        (TAGS, tags),
+        (PS, processes),
+        (SHOW, show),
+        (PULL, pull_model),
+        (DELETE, delete),
+        (COPY, copy),
+        (CREATE, create),
+        (PUSH, push),
+        (BLOB, blob),
+    )
+    return [route(backend, settings, one) for one in handled]

@@ -1,0 +1,84 @@
+"""From a body of Ollama's API to a `Run`: translated, then the way of a chat completion, a completion or embeddings."""
+
+from typing import Literal
+
+import msgspec
+
+from services.gateway.core.errors import unsupported
+from services.gateway.intake.chat import reasoning_of
+from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.intake import Intake
+from services.gateway.intake.ollama.schemas import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
+from services.gateway.intake.ollama.translation import (
+    Asked,
+    chat_of,
+    checked,
+    completion_of,
+    embedding_of,
+    ignored_options,
+    renamed,
+    thinking_of,
+)
+from services.gateway.intake.record import Context
+from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.lifecycle.idempotency import fingerprint
+from services.gateway.streams.run import Run
+
+Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
+
+
+class OllamaIntake:
+    """Takes requests in whose `model` is the name that the model has here."""
+
+    def __init__(self, intake: Intake, *, strict: bool) -> None:
+        """`strict`: fields that change nothing are refused."""
+        self._intake = intake
+        self._strict = strict
+
+    async def generation(self, request: Asked, body: bytes, context: Context) -> Run:
+        """Raises as `Intake.prepare`."""
+        tell_ignored(checked(request), context.answer_headers, strict=self._strict)
+        context = msgspec.structs.replace(context, endpoint=endpoint_of(request))
+        print_ = fingerprint(body) if context.key else ""
+        with renamed(request):
+            made = await self._translated(request, context)
+            return await self._intake.prepare_decoded(context.endpoint, made, context, print_)
+
+    async def vectors(self, request: Embedded, body: bytes, context: Context) -> Run:
+        """Raises as `Intake.prepare`."""
+        tell_ignored(ignored_options(request.options), context.answer_headers, strict=self._strict)
+        print_ = fingerprint(body) if context.key else ""
+        name = "ollama.embed" if isinstance(request, OllamaEmbedRequest) else "ollama.embeddings"
+        return await self._intake.prepare_decoded(name, embedding_of(request, request.model), context, print_)
+
+    async def _translated(
+        self, request: Asked, context: Context
+    ) -> ChatCompletionRequest | CompletionRequest:
+        if isinstance(request, OllamaGenerateRequest) and request.raw:
+            if request.think:
+                raise unsupported("think", "a raw prompt says itself how the model thinks")
+            return completion_of(request, request.model)
+        plain = chat_of(request, request.model, {})
+        if request.think is None and isinstance(request, OllamaChatRequest):
+            return plain
+        card = await self._intake.loaded(plain, context)
+        _, tokenizer = await self._intake.tokenizer(card.model)
+        if isinstance(request, OllamaGenerateRequest) and not tokenizer.chats:
+            return completion_of(request, request.model)
+        if request.think is None:
+            return plain
+        traits = tokenizer.traits
+        reasons = bool(reasoning_of(card, traits))
+        return chat_of(
+            request, request.model, thinking_of(request.think, request.model, traits, reasons=reasons)
+        )
+
+
+def endpoint_of(request: Asked) -> Literal["ollama.chat", "ollama.generate"]:
+    """As its record names it."""
+    return "ollama.chat" if isinstance(request, OllamaChatRequest) else "ollama.generate"
