@@ -149,7 +149,7 @@ async def embeddings(ask: Ask) -> object:
 
 async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
     """The request, with the model by the name that it has here, as it came, and what its headers say."""
-    parts = ask.parts
+    parts, _ = ask.parts, wants_positions(ask.scope)
     context = msgspec.structs.replace(
         context_of(ask.scope, ask.settings), gone=partial(disconnected, ask.receive)
     )

@@ -9,7 +9,7 @@ A model of Ollama's is here an entry of the registry, an alias of one, or a LoRA
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.routing import Route
@@ -27,6 +27,8 @@ from services.gateway.core.registry import not_registered
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.ollama.translation import LATEST, names_of
+from services.gateway.intake.rules import check_neutral
+from services.gateway.intake.schemas import ModelName, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.process import VERSION
 
@@ -50,8 +52,8 @@ class OllamaPullRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class OllamaCopyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    source: str
-    destination: str
+    source: ModelName
+    destination: ModelName
     """Becomes an alias of it."""
 
 
@@ -65,13 +67,13 @@ class OllamaCreateRequest(
     """One: by any name, where its files are: a hub name, or a path on the hosts below the directories that are
     allowed."""
     stream: bool | None = None
-    files: Any = None
-    quantize: Any = None
-    template: Any = None
-    license: Any = None
-    system: Any = None
-    parameters: Any = None
-    messages: Any = None
+    files: Annotated[Any, neutral({})] = None
+    quantize: Annotated[Any, neutral("")] = None
+    template: Annotated[Any, neutral("")] = None
+    license: Annotated[Any, neutral("", [])] = None
+    system: Annotated[Any, neutral("")] = None
+    parameters: Annotated[Any, neutral({})] = None
+    messages: Annotated[Any, neutral([])] = None
 
 
 def _operation(about: str, name: str, summary: str, more: str = "", **rest: Any) -> Operation:
@@ -135,7 +137,9 @@ CREATE = _operation(
     lines=(Progress,),
     errors=(404, 409, 412),
 )
-PUSH = _operation("POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.")
+PUSH = _operation(
+    "POST /api/push", "ollamaPush", "Refused: there is no registry to send models to.", errors=(404,)
+)
 BLOB = _operation(
     "POST /api/blobs/{digest}", "ollamaBlob", "Refused: files are not uploaded; /api/pull fetches them."
 )
@@ -194,11 +198,7 @@ async def copy(ask: Ask) -> bytes:
 async def create(ask: Ask) -> Progress | None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _create)
-    for field in ("files", "quantize", "template", "license", "system", "parameters", "messages"):
-        if getattr(request, field):
-            raise unsupported(
-                field, "a model has one text and one set of weights for everybody here; leave it out"
-            )
+    check_neutral(request)
     if not request.base:
         raise missing("from", "the name of a model that is there")
     name, base = _name(request), named(ask.parts.catalog, request.base)
@@ -244,7 +244,7 @@ async def blob(ask: Ask) -> None:
 
 
 def _refused(path: str, why: str) -> RouteError:
-    return RouteError(f"{path} is not supported here: {why}.", status=400, reason="unsupported_endpoint")
+    return RouteError(f"{path} is not supported here: {why}.", status=404, reason="unsupported_endpoint")
 
 
 async def _name_it(ask: Ask, source: str, destination: str) -> None:

@@ -108,6 +108,8 @@ RULES: dict[str, Schema] = {
     },
 }
 """By component."""
+_NAMED = {"anyOf": _either({name: {"type": "string", "minLength": 1} for name in ("model", "name")})}
+RULES |= {f"Ollama{name}Request": _NAMED for name in ("Show", "Delete", "Pull", "Create")}
 
 
 TEXTS_OR_IDS = (

@@ -60,8 +60,11 @@ class OllamaIntake:
         self, request: Asked, context: Context
     ) -> ChatCompletionRequest | CompletionRequest:
         if isinstance(request, OllamaGenerateRequest) and request.raw:
-            if request.think:
-                raise unsupported("think", "a raw prompt says itself how the model thinks")
+            for name in ("system", "think"):
+                if getattr(request, name):
+                    raise unsupported(
+                        name, "a raw prompt says all that the model is told; leave out one of them"
+                    )
             return completion_of(request, request.model)
         plain = chat_of(request, request.model, {})
         if request.think is None and isinstance(request, OllamaChatRequest):

@@ -145,11 +145,14 @@ class OllamaGenerateRequest(_Request, frozen=True, forbid_unknown_fields=True, k
     steps: Annotated[Any, neutral(0)] = None
 
 
+_Text = Annotated[str, Meta(min_length=1)]
+
+
 class OllamaEmbedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /api/embed."""
 
     model: ModelName
-    input: str | list[str] | None = None
+    input: _Text | Annotated[list[_Text], limits.EMBEDDING_INPUTS.length()] | None = None
     truncate: bool | None = None
     """Left out: true, only the first tokens of what is longer than the context are read."""
     dimensions: PositiveCount | None = None

@@ -97,7 +97,8 @@ def chat_of(request: Asked, model: str, thinking: dict[str, Any]) -> ChatComplet
     else:
         system = [Message("system", request.system)] if request.system else []
         messages, tools = [*system, Message("user", request.prompt)], None
-    scored: dict[str, Any] = {"logprobs": request.logprobs, "top_logprobs": request.top_logprobs}
+    top = request.top_logprobs if request.logprobs else None
+    scored: dict[str, Any] = {"logprobs": request.logprobs, "top_logprobs": top}
     fields = _fields(request) | scored | thinking
     return ChatCompletionRequest(model=model, messages=messages, tools=tools or None, **fields)
 

@@ -37,6 +37,7 @@ DEEP = (
         "guided_grammar",
     ),
     *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
+    *("format", "think", "raw"),
 )
 """Fields whose values have a language of their own."""
 _ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
@@ -66,6 +67,8 @@ def map_case(context: HookContext, case: Case) -> Case:
         _fit_endpoint(case.path, case.body, number)
     if case.path.startswith("/v1/registry/models/"):
         _fit_registry(case, number)
+    if case.path.startswith("/api/") and isinstance(case.body, dict):
+        case.body = _fit_ollama(case.path, case.body, number)
     if "lora" in case.path and isinstance(case.body, dict):
         case.body = _fit_adapter(case.path, number)
     if "adapter" in case.path_parameters:
@@ -90,6 +93,17 @@ def _fit_adapter(path: str, number: int) -> dict[str, Any]:
     if path == "/v1/unload_lora_adapter":
         return {"lora_name": f"adapter-{number % 5}"}
     return {"lora_name": f"adapter-{number % 5}", "lora_path": "org/adapter", "model": "nobody"}
+
+
+def _fit_ollama(path: str, body: dict[str, Any], number: int) -> dict[str, Any]:
+    """Names of models that may be, and no adapters, which no host could be asked for: there is none."""
+    if path == "/api/copy":
+        return {"source": MODEL, "destination": f"model-{number % 5}"}
+    if path == "/api/create":
+        return {"model": f"model-{number % 5}", "from": MODEL}
+    if path == "/api/embed" and number % 4:
+        return body | {"input": "Hi"}
+    return body
 
 
 def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:

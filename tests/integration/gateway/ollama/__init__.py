@@ -1,0 +1,1 @@
+"""Ollama's API at a gateway with a fake ring."""
