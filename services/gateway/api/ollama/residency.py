@@ -84,7 +84,7 @@ async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) ->
             await management.unload(model, force=False)
         return "unload"
     async with staying(ask, name, keep_alive):
-        if not catalog.status(model).ready:
+        if model in catalog.registry.specs and not catalog.status(model).ready:
             ask.check_manages_models()
             await management.load(model)
             await _loaded(ask, model)
