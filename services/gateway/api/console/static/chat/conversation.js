@@ -159,7 +159,7 @@ export function problem(conversation) {
 }
 
 function nodeProblem(key, node, nodes) {
-  if (typeof node !== "object" || node === null || node.id !== key) return "its id is not its key";
+  if (!/^[a-zA-Z\d-]\w{0,63}$/.test(key) || typeof node !== "object" || node?.id !== key) return "its id is not its key, or none";
   if (!ROLES.includes(node.role)) return "its role is none of user, assistant and tool";
   if (typeof node.text !== "string" || !Number.isFinite(node.at)) return "its text or its time is missing";
   if (node.parent !== null && !Object.hasOwn(nodes, node.parent)) return "the message before it is missing";

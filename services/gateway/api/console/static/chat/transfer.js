@@ -1,6 +1,7 @@
 // Conversations as files: JSON for other browsers, Markdown for people. Pure.
 
 import { LIMITS, fence, path, problem } from "./conversation.js";
+import { only } from "./settings.js";
 
 const FORMAT = "ryzanstein-conversations";
 const VERSION = 1;
@@ -8,11 +9,7 @@ const NAMES = { user: "You", assistant: "Assistant", tool: "Tool results" };
 
 /** All branches of these, as JSON. */
 export function toJson(conversations) {
-  const settled = conversations.map((conversation) => ({
-    ...conversation,
-    nodes: Object.fromEntries(Object.entries(conversation.nodes).map(([id, node]) => [id, { ...node, pending: null }])),
-  }));
-  return JSON.stringify({ format: FORMAT, version: VERSION, conversations: settled }, null, 1);
+  return JSON.stringify({ format: FORMAT, version: VERSION, conversations: conversations.map(settled) }, null, 1);
 }
 
 /** The conversations of a file. Throws `RangeError` with what is wrong with it. */
@@ -39,13 +36,21 @@ export function fromJson(text) {
   return content.conversations.map(settled);
 }
 
-/** Without what only the browser that wrote it could go on with. */
-function settled(conversation) {
-  for (const node of Object.values(conversation.nodes)) {
-    node.pending = null;
-    node.revision = Number.isFinite(node.revision) ? node.revision : 0;
-  }
-  return conversation;
+/** What is known of a conversation, without what only the browser that wrote it could go on with. */
+function settled({ id, title, named, created, updated, leaf, settings, nodes }) {
+  const known = Object.entries(nodes).map(([key, node]) => [key, settledNode(node)]);
+  const kept = { id, title, named: named === true, created, updated, leaf, settings: only(settings) };
+  return { ...kept, nodes: Object.fromEntries(known) };
+}
+
+function settledNode(node) {
+  const { id, parent, role, text, at, reasoning, files, calls, results, usage } = node;
+  const kept = { id, parent, role, text, at, pending: null };
+  Object.assign(kept, { reasoning, files, calls, results });
+  kept.revision = Number.isFinite(node.revision) ? node.revision : 0;
+  for (const name of ["model", "finish", "error"]) if (typeof node[name] === "string") kept[name] = node[name];
+  if ([usage?.completion_tokens, usage?.prompt_tokens].every(Number.isFinite)) kept.usage = usage;
+  return kept;
 }
 
 /** The branch that is shown, as Markdown. */
