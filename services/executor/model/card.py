@@ -1,22 +1,15 @@
-"""What the files of a model directory tell beside the weights: the card that the others get, the tokenizer's files for
-the gateways, and how hidden states become one vector, after the files that sentence-transformers saves.
-
-    modules.json           [{"path": "", ...Transformer}, {"path": "1_Pooling", ...Pooling}, {... "Normalize"}]
-    1_Pooling/config.json  {"pooling_mode_mean_tokens": true, ...}
-
-Without them the last token's state is taken, which in a decoder has seen all of the text. Vectors are always
-brought to length 1. Source: sentence-transformers, `models.Pooling`.
-"""
+"""What the files of a model directory tell beside the weights: the card that the others get, and the tokenizer's files
+for the gateways."""
 
 import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any, Literal
-
-import structlog
+from typing import Any
 
 from services.executor.core.engine import EngineSpec, with_tasks
+from services.executor.model.catalogue import ENCODERS, check_supported
+from services.executor.model.pooling import matryoshka_dimensions, read_prompts
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
 from shared.nats.bus import encode
@@ -41,10 +34,11 @@ def read_card(
     """(card, tokenizer bundle) of the model in `directory`. `checked`: the tokenizer is known to be one. Raises
     `ModelLoadError`."""
     bundle = read_bundle(directory, checked=checked)
+    prompts, default_prompt = read_prompts(directory)
+    config = _read_json(directory / "config.json")
     generation = _read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
-        config = _read_json(directory / "config.json")
         eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     card = ModelCard(
         model=model,
@@ -55,8 +49,23 @@ def read_card(
         created=int(time.time()),
         fingerprint=files_digest(directory),
         defaults={name: generation[name] for name in DEFAULTS if generation.get(name) is not None},
+        matryoshka_dimensions=matryoshka_dimensions(config),
+        prompts=prompts,
+        default_prompt=default_prompt,
     )
     return with_tasks(card, spec), bundle
+
+
+def encoder_config(directory: Path) -> Any:
+    """The transformers configuration of the encoder in `directory`; None: the model is none. Raises
+    `ModelLoadError`."""
+    if _read_json(directory / "config.json").get("model_type") not in ENCODERS:
+        return None
+    from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
+
+    config = load_config(directory)
+    check_supported(config)
+    return config
 
 
 def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
@@ -110,49 +119,3 @@ def _end_of(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _SAMPLE))
         return file.read()
-
-
-log = structlog.get_logger(__name__)
-
-Pooling = Literal["", "mean", "last", "cls"]
-"""Of all tokens, of the last, of the first; empty: the model's is none of these."""
-_MODES: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_cls_token": "cls",
-}
-_NAMES: dict[str, Pooling] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
-_KNOWN = ("Transformer", "Pooling", "Normalize")
-
-
-def read_pooling(directory: Path) -> Pooling:
-    """The pooling of the model in `directory`; empty, with a word in the log, where it is not one of ours."""
-    try:
-        modules = _modules(directory)
-        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-        if "Pooling" not in kinds:
-            return "last"
-        others = [kind for kind in kinds if kind not in _KNOWN]
-        if others:
-            log.warning("no_embeddings", reason=f"the model has modules that are not served: {others}")
-            return ""
-        place = directory / str(modules[kinds.index("Pooling")]["path"])
-        found = _mode(json.loads((place / "config.json").read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("no_embeddings", reason=f"the files of sentence-transformers cannot be read: {error}")
-        return ""
-    if not found:
-        log.warning("no_embeddings", reason="the model pools in a way that is not served")
-    return found
-
-
-def _modules(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "modules.json"
-    return list(json.loads(path.read_bytes())) if path.is_file() else []
-
-
-def _mode(config: dict[str, Any]) -> Pooling:
-    if "pooling_mode" in config:
-        return _NAMES.get(str(config["pooling_mode"]), "")
-    chosen = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
-    return _MODES.get(chosen[0], "") if len(chosen) == 1 else ""

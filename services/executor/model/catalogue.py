@@ -245,16 +245,46 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("answers images or sound, and no text alone", [
         "fuyu", "git", "got_ocr2", "moshi", "moss_transcribe_diarize"
     ]),
-    Refusal("reads text in both directions", [
-        "bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text", "electra", "ernie",
-        "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm",
-        "xlm-roberta", "xlm-roberta-xl", "xmod"
+    Refusal("reads text in both directions, and is not among the encoders that are served", [
+        "bert-generation", "big_bird", "cpmant", "megatron-bert", "rembert", "roc_bert", "roformer", "xlm", "xmod"
     ]),
     Refusal("reads its prompt in both directions (prefix_lm)", [
         "hrm_text"
     ]),
 )  # fmt: skip
 """All other types of transformers' causal language models, each once."""
+
+
+_ENCODERS = """
+albert | ALBERT | ALBERT base to xxlarge | layers share their weights
+bert | BERT | all-MiniLM, bge, e5, gte, ms-marco-MiniLM cross-encoders | learned positions, segments
+camembert | CamemBERT | sentence-camembert | as RoBERTa
+data2vec-text | data2vec (text) | data2vec-text-base | as RoBERTa
+deberta | DeBERTa | DeBERTa base, large | attention to content and to distance apart
+deberta-v2 | DeBERTa 2, 3 | mxbai-rerank v1, DeBERTa 3 classifiers | attention to content and to distance apart
+distilbert | DistilBERT | multi-qa-distilbert, distilbert-sst-2 | learned positions
+electra | ELECTRA | ms-marco-electra | embeddings of another width
+ernie | ERNIE | ernie-3.0 | learned positions, segments
+eurobert | EuroBERT | EuroBERT 210M to 2.1B | rotary positions, grouped heads, RMS norms
+gte | GTE | gte-base-en-v1.5-hf, gte-multilingual | rotary positions, gated feed-forward
+jina_embeddings_v3 | Jina embeddings 3 | jina-embeddings-v3-hf | rotary positions
+modernbert | ModernBERT | gte-modernbert, modernbert-embed | rotary positions, windows to both sides
+mpnet | MPNet | all-mpnet, multi-qa-mpnet | biases by distance
+nomic_bert | NomicBERT | nomic-embed-text | rotary positions, gated feed-forward
+roberta | RoBERTa | all-distilroberta, quora-roberta cross-encoders | positions from behind the padding's
+roberta-prelayernorm | RoBERTa, norms first | efficient_mlm | norms before attention
+xlm-roberta | XLM-RoBERTa | bge-m3, bge-reranker-v2-m3, multilingual-e5 | positions from behind the padding's
+xlm-roberta-xl | XLM-RoBERTa XL | xlm-roberta-xl | norms before attention
+"""
+
+ENCODERS: Mapping[str, Architecture] = MappingProxyType(
+    {
+        name: Architecture(title, examples, shown)
+        for name, title, examples, shown in (row.split(" | ") for row in _ENCODERS.strip().splitlines())
+    }
+)
+"""Models that read a text in both directions, by `model_type`: for embeddings and classes.
+tests/unit/executor/model/encoders proves them."""
 
 
 def served_as(model_type: str) -> str:
@@ -264,7 +294,7 @@ def served_as(model_type: str) -> str:
 
 def refusal_of(model_type: str) -> str | None:
     """Why the architecture is not served, as the end of "its architecture ..."; None where it is."""
-    if served_as(model_type) in SERVED:
+    if served_as(model_type) in SERVED or model_type in ENCODERS:
         return None
     for refusal in REFUSED:
         if model_type in refusal.model_types:
@@ -436,9 +466,14 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "has layers of several types, and its config.json no layer_types"
     if unknown:
         yield f"has layers of type {', '.join(unknown)}"
-    refusal = refusal_of(config.model_type)
+    refusal = _of_encoder(config) or refusal_of(config.model_type)
     if refusal:
         yield refusal
+
+
+def _of_encoder(config: Any) -> str | None:
+    made = config.model_type in ENCODERS and getattr(config, "is_decoder", False)
+    return "is an encoder's, made to read in one direction (is_decoder)" if made else None
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:

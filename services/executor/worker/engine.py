@@ -41,8 +41,9 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
-from services.executor.model.card import read_card, read_pooling
+from services.executor.model.card import encoder_config, read_card
 from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.pooling import read_vectors
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
@@ -50,7 +51,7 @@ from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, context_of, load_share
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import ModelCard
 from shared.model_store.locks import hold_model
 from shared.service.logs import adopt_loggers
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # they import Triton, which not every host has, or take their
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import StepLimits
     from services.executor.model.adapters.targets import AdapterTarget
+    from services.executor.worker.encoder import EncoderRunner
 
 log = structlog.get_logger(__name__)
 
@@ -114,6 +116,10 @@ class RingEngine:
         return card
 
     def adapter_digest(self, directory: Path) -> str:
+        if self._loaded.engine_spec.whole_prompts:
+            raise ModelLoadError(
+                "Encoders take no LoRA adapters; merge it into its model by PEFT and serve that."
+            )
         from services.executor.model.adapters.files import inspect_for
         from services.executor.model.adapters.targets import whole_targets
         from services.executor.model.loading.loader import load_config
@@ -238,7 +244,11 @@ class LoadTimings:
 
 class RingMember:
     def __init__(
-        self, runner: ModelRunner, collectives: Collectives, engine_spec: EngineSpec, share: Share
+        self,
+        runner: "ModelRunner | EncoderRunner",
+        collectives: Collectives,
+        engine_spec: EngineSpec,
+        share: Share,
     ) -> None:
         self.share = share
         self.runner = runner
@@ -269,6 +279,14 @@ class RingMember:
             board.loaded(done, total)
             progress(done, total)
 
+        if (config := encoder_config(directory)) is not None:
+            from services.executor.worker.encoder import load_encoder_rank
+
+            where = (config, directory, device, collectives, report)
+            runner, engine_spec = load_encoder_rank(settings, *where)
+            laps.over("weights")
+            log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
+            return cls(runner, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
         laps.over("weights")
         context = context_of(settings, share.facts.context_length)
@@ -291,13 +309,15 @@ class RingMember:
         collectives.barrier()
         laps.over("others")
         log.info("rank_loaded", cached=share.is_cached, kv_bytes=storage.store.nbytes, **laps.seconds)
+        vectors = read_vectors(directory)
         engine_spec = EngineSpec(
             settings.block_size,
             storage.blocks.hot,
             context,
             runner.vocab_size,
-            pooling=read_pooling(directory),
+            pooling=vectors.pooling,
             embedding_size=share.facts.hidden_size,
+            normalized=vectors.normalized,
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=share.imports,

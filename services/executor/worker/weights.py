@@ -36,6 +36,7 @@ from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.steps import StepLimits
+    from services.executor.worker.encoder import EncoderRunner
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -58,7 +59,7 @@ class Share:
         """To be called once."""
         raise NotImplementedError
 
-    def keep(self, runner: ModelRunner) -> None:
+    def keep(self, runner: "ModelRunner | EncoderRunner") -> None:
         """Has the next start of this rank find what `runner` computes with, where it can be kept and is not yet."""
 
     @property
@@ -227,7 +228,7 @@ class _BuiltShare(Share):
         give_back()  # what reading and packing took
         return runner
 
-    def keep(self, runner: ModelRunner) -> None:
+    def keep(self, runner: "ModelRunner | EncoderRunner") -> None:
         if self._cache is not None and runner.packed is not None:
             self._cache.keep_later(self.facts, runner.packed)
 

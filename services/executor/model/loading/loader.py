@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ log = structlog.get_logger(__name__)
 _UNPACKED_TOGETHER = 1 << 22
 """Values"""
 _CPU = torch.device("cpu")
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
 
 _NOT_NEEDED = re.compile(
@@ -193,7 +194,7 @@ def load_model(
             f"The model in {directory} is quantized already, and --weight-dtype would quantize it to {codec.name} "
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
-    with _LOADING, _open(directory, find) as files:
+    with LOADING, _open(directory, find) as files:
         model, ties = _build(config, dtype)
         if isinstance(files, GgufWeights):
             sources = files.sources(model)
@@ -201,11 +202,11 @@ def load_model(
         else:
             sources = find_sources(model, files.shapes)
         apply_plan(model, config, layout, collectives)
-        parameters = _parameters(model, ties)
+        parameters = parameters_of(model, ties)
         # On CPUs PyTorch computes others' experts, and multiplies by plain weights alone.
         kernels = device.type == "cuda" or config.model_type in FAMILIES
         with_experts = dtype is torch.bfloat16 and kernels
-        plan = _plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
+        plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
         _check_leftovers(model, parameters, sources, files, directory)
         _say_heads(files, config)
         reads = [read for _, read in plan]
@@ -216,7 +217,7 @@ def load_model(
             tensors = read_all(reads, files, device, progress)
         for parameter, _ in plan:
             # Taken off the list, so that packing a weight can free it.
-            _place(parameter, tensors.pop(0))
+            place(parameter, tensors.pop(0))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -227,7 +228,7 @@ def load_model(
 def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collectives: Collectives) -> nn.Module:
     """A rank's share of the model of this text configuration, without memory for its weights. Raises
     `ModelLoadError` where the architecture is not served."""
-    with _LOADING:
+    with LOADING:
         model, _ = _build(config, dtype)
         apply_plan(model, config, layout, collectives)
     split: nn.Module = model
@@ -244,20 +245,20 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
     register_attention()
     register_latent_attention()
     know_causal(config)
+    make = partial(AutoModelForCausalLM.from_config, attn_implementation=attention_to_build_with(config))
+    return build_empty(config, dtype, make)
+
+
+def build_empty(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> tuple[Any, dict[str, str]]:
+    """As `_build`, of what `make` makes of a configuration; with `LOADING` held."""
     import_rest()
     try:
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=dtype,
-                attn_implementation=attention_to_build_with(config),
-                trust_remote_code=False,
-            )
+            model = make(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
     except Exception as error:
         raise ModelLoadError(
-            f"The architecture {config.model_type!r} cannot be served as a language model "
-            f"({reason_of(error)}); choose another model."
+            f"The architecture {config.model_type!r} cannot be served ({reason_of(error)}); choose another model."
         ) from error
     first: dict[int, str] = {}
     ties = {}
@@ -302,7 +303,7 @@ class _Parameter:
         return codec
 
 
-def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
+def parameters_of(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
     """All that the checkpoint may hold: parameters and persistent buffers, tied ones once."""
     wanted: dict[int, _Parameter] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -319,13 +320,13 @@ def _parameters(model: nn.Module, ties: dict[str, str]) -> list[_Parameter]:
     return list(wanted.values())
 
 
-def _plan_reads(
+def plan_reads(
     parameters: list[_Parameter],
     sources: Sources,
-    codec: WeightCodec | None,
-    keep_codes: bool,
-    defer_codes: bool,
-    with_experts: bool,
+    codec: WeightCodec | None = None,
+    keep_codes: bool = False,
+    defer_codes: bool = False,
+    with_experts: bool = False,
 ) -> list[tuple[_Parameter, Read]]:
     """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with.
 
@@ -413,7 +414,7 @@ def _is_idle_bias(name: str, files: WeightFiles) -> bool:
     return name.endswith(".bias") and of in files.coded and not files.tensor(name).any()
 
 
-def _place(parameter: _Parameter, held: Weight) -> None:
+def place(parameter: _Parameter, held: Weight) -> None:
     if not isinstance(held, Tensor):
         for module, leaf in parameter.targets:
             if parameter.of_experts:

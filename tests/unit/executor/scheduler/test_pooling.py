@@ -9,7 +9,7 @@ import pytest
 
 from services.executor.core.prompt_results import Floats, Vector
 from services.executor.core.step_plan import StepPlan, as_int32
-from services.executor.model.card import read_pooling
+from services.executor.model.pooling import read_vectors
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.fake_engine import undisturbed
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
@@ -153,7 +153,7 @@ def test_pooling_is_read_from_the_models_files(
     if config is not None:
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    assert read_pooling(tmp_path) == pooling
+    assert read_vectors(tmp_path).pooling == pooling
 
 
 def test_a_request_to_embed_is_one_of_all() -> None:

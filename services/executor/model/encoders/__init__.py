@@ -1,0 +1,1 @@
+"""Models that read a text in both directions: embedders, cross-encoders and other classifiers."""

@@ -1,0 +1,59 @@
+"""What encoders of one family have in common that their configurations do not say."""
+
+from typing import Any, NamedTuple
+
+from services.executor.model.catalogue import longest_context
+from shared.errors import ConfigurationError
+
+_BY_DISTANCE = frozenset({"deberta", "deberta-v2", "mpnet"})
+"""Types that add to their scores what follows from distances, within attention of their own: texts of one length
+are computed together, and others apart."""
+_BEHIND_PADDING = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    }
+)
+"""Types whose learned positions begin behind the padding token's number."""
+
+
+class Family(NamedTuple):
+    is_flat: bool
+    """Whether texts of any lengths are computed as one flat batch, and the ranks share the heads."""
+    first_position: int
+
+
+def family_of(config: Any) -> Family:
+    """Of a transformers configuration."""
+    kind = config.model_type
+    first = (config.pad_token_id or 0) + 1 if kind in _BEHIND_PADDING else 0
+    return Family(kind not in _BY_DISTANCE, first)
+
+
+def most_tokens_of(config: Any) -> int:
+    """Tokens of the longest text, special ones included. Raises `ModelLoadError` where the configuration does not
+    say."""
+    return longest_context(config) - family_of(config).first_position
+
+
+def check_ranks(config: Any, ranks: int) -> None:
+    """Raises `ConfigurationError` where so many cannot share the model."""
+    if ranks > 1 and not family_of(config).is_flat:
+        raise ConfigurationError(
+            f"Models of the type {config.model_type!r} are computed by one rank, and --tp is {ranks}; set it to 1."
+        )
+    heads = heads_of(config)
+    if ranks > heads:
+        raise ConfigurationError(
+            f"The model has {heads} attention heads and cannot be split over {ranks} ranks; use --tp {heads} or less."
+        )
+
+
+def heads_of(config: Any) -> int:
+    """Those that have keys and values of their own."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,0 +1,63 @@
+"""How an encoder's layers are split over the ranks of a ring: heads, and the inner width of the feed-forward.
+
+transformers has a plan for one encoder alone; their layers are alike, so that names tell. A rank holds its heads'
+outputs of the projections and its part of the inner width, and what follows sums over the ranks. All else is whole on
+every rank.
+"""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import Span, split, split_dimension
+from services.executor.model.encoders.families import check_ranks, heads_of
+from services.executor.model.parallel.layers import ColumnParallelLinear, RowParallelLinear, halves, shifted
+
+_HEADS = re.compile(r"(self|attention|self_attn)\.(query|key|value|[qkv]_lin|[qkv]_proj)$")
+_FUSED = re.compile(r"attn\.Wqkv$")
+"""[all q | all k | all v]"""
+_OF_HEADS = re.compile(r"(attention\.(output\.dense|dense|out_lin)|self_attn\.o_proj|attn\.Wo)$")
+_INNER = re.compile(r"(intermediate\.dense|ffn\.lin1|mlp\.(gate_proj|up_proj|fc1)|\d\.ffn)$")
+_TWO_INNER = re.compile(r"mlp\.Wi$")
+"""[up | gate]"""
+_OF_INNER = re.compile(r"(\d\.output\.dense|ffn\.lin2|mlp\.(down_proj|fc2|Wo)|ffn_output)$")
+
+
+def split_encoder(base: nn.Module, config: Any, collectives: Collectives) -> None:
+    """Replaces the linear layers of `base`, with its parameters on the meta device, by this rank's share of them, in
+    place. Raises `ConfigurationError` where there are more ranks than can have a share."""
+    check_ranks(config, collectives.world_size)
+    if collectives.world_size == 1:
+        return
+    for name, module in list(base.named_modules()):
+        if isinstance(module, nn.Linear) and (share := _share(name, module, config, collectives)) is not None:
+            base.set_submodule(name, share)
+
+
+def _share(name: str, linear: nn.Linear, config: Any, collectives: Collectives) -> nn.Module | None:
+    """What a rank holds of the layer `name`; None: all of it."""
+    world, rank = collectives.world_size, collectives.rank
+    width = linear.out_features
+    if _HEADS.search(name):
+        return ColumnParallelLinear(linear, _of_heads(width, config, collectives))
+    if _FUSED.search(name):
+        one = width // 3
+        span = _of_heads(one, config, collectives)
+        return ColumnParallelLinear(linear, span, shifted(span, one), shifted(span, 2 * one))
+    if _OF_HEADS.search(name):
+        return RowParallelLinear(linear, _of_heads(linear.in_features, config, collectives), collectives)
+    if _INNER.search(name):
+        return ColumnParallelLinear(linear, split_dimension(width, world)[rank])
+    if _TWO_INNER.search(name):
+        return ColumnParallelLinear(linear, *halves(split_dimension(width // 2, world)[rank], width // 2))
+    if _OF_INNER.search(name):
+        return RowParallelLinear(linear, split_dimension(linear.in_features, world)[rank], collectives)
+    return None
+
+
+def _of_heads(width: int, config: Any, collectives: Collectives) -> Span:
+    """This rank's part of what all heads, one after the other, give or take in `width` values."""
+    heads = heads_of(config)
+    return split(heads, collectives.world_size)[collectives.rank].scaled(width // heads)
