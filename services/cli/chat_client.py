@@ -59,10 +59,15 @@ class TemplateRefused(RyzansteinError):
     """The model's chat template does not take these messages, or cannot be rendered at all."""
 
 
+class GeneratesNoText(RyzansteinError):
+    """The model embeds or classifies, and answers nothing."""
+
+
 _KINDS: dict[str | None, type[RyzansteinError]] = {
     "no_chat_template": NoChatTemplate,
     "invalid_messages": TemplateRefused,
     "chat_template_limit": TemplateRefused,
+    "unsupported_task": GeneratesNoText,
 }
 LISTINGS, LISTING_PAUSE = 50, 0.1
 """How often, and after how many seconds, a gateway that lists no model yet is asked again."""

@@ -52,7 +52,7 @@ def check_task(card: ModelCard, task: str) -> None:
     raise InvalidParameter(
         f"Invalid 'model': {card.model} {_REFUSED[task]}; {does}choose a model that does.",
         param="model",
-        reason="unsupported_parameter",
+        reason="unsupported_task",
     )
 
 

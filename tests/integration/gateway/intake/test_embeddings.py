@@ -144,7 +144,7 @@ async def test_many_inputs_of_one_request(client: openai.AsyncOpenAI, embedder: 
         ({"dimensions": 5}, "integer_above_max_value", "dimensions"),
         ({"encoding_format": "hex"}, "invalid_value", "encoding_format"),
         ({"stream": True}, "unknown_parameter", "stream"),
-        ({"model": "org/stub-model"}, "unsupported_parameter", "model"),
+        ({"model": "org/stub-model"}, "unsupported_task", "model"),
     ],
 )
 async def test_bad_requests_are_refused(
