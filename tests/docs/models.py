@@ -4,7 +4,15 @@ from textwrap import fill
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from services.executor.model.catalogue import LISTED_ELSEWHERE, REFUSED, SERVED, TEXT_ALONE, refusal_of
+from services.executor.model.catalogue import (
+    ENCODERS,
+    LISTED_ELSEWHERE,
+    REFUSED,
+    SERVED,
+    TEXT_ALONE,
+    refusal_of,
+)
+from services.executor.model.encoders.families import ONE_RANK
 
 PROVEN_RANKS = (1, 2, 3)
 PROVEN_ERROR = 1e-4
@@ -189,6 +197,26 @@ def _text_alone() -> list[str]:
     ).splitlines()
 
 
+def _encoders() -> list[str]:
+    lines = [
+        "## Encoders",
+        "",
+        "Models that read a text in both directions, for embeddings and, with a sequence-classification head, for",
+        "classes and reranking ([embeddings](embeddings.md)). Each is proven by tests/unit/executor/model/encoders: a",
+        "small random model computes texts of several lengths in one step, and states and logits are those of",
+        f"transformers for one text at a time, in fp32, within {PROVEN_ERROR}; by one rank and by two, or by one where",
+        "the table says so.",
+        "",
+        "| architecture | `model_type` | for example | shown | ranks |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {'1' if name in ONE_RANK else '1, 2'} |"
+        for name, row in ENCODERS.items()
+    ]
+    return [*lines, ""]
+
+
 def page() -> str:
     ranks = ", ".join(str(ranks) for ranks in PROVEN_RANKS)
     served = len(set(SERVED) - LISTED_ELSEWHERE)
@@ -224,6 +252,7 @@ def page() -> str:
         *_text_alone(),
         "",
         *_by_kind(),
+        *_encoders(),
         "## Refused",
         "",
         "Refused at load, with the reason, before a byte of the weights is read:",

@@ -124,6 +124,12 @@ SMOKE_TEST_PROMPT = "In one sentence: what is a distributed system?"
 SMOKE_TEST_TEXT = "A distributed system is"
 """Of a model without a chat template."""
 SMOKE_TEST_TOKENS = 60
+CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+_EXAMPLES: dict[str, dict[str, object]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Name a river."}]},
+    TEXT: {"prompt": "The longest river is", "max_tokens": 20},
+    VECTORS: {"input": "The longest river."},
+}
 
 
 GRPC_PORT = 8001
@@ -236,21 +242,23 @@ class Up:
     async def _show(self, stack: LocalStack, declaring: "asyncio.Task[float | None]") -> None:
         """One answer, and how to get another. The executors' own model is asked while the registry is written; where
         they have none, the first that is loaded."""
-        model, chats = stack.plan.served_model_name, True
+        model, path = stack.plan.served_model_name, CHAT
         if model:
-            chats = await self._prove_unless_stopped(stack, model)
+            path = await self._prove_unless_stopped(stack, model)
         since = await self._unless_stopped(asyncio.shield(declaring))
         further = await self._unless_stopped(self._wait_further(stack, since)) if since else ""
         if not model and further:
             model = further
-            chats = await self._prove_unless_stopped(stack, model)
-        if model and not self._signal.is_set():
-            self._print_request(stack, model, chats=chats)
+            path = await self._prove_unless_stopped(stack, model)
+        if model and path and not self._signal.is_set():
+            self._print_request(stack, model, path=path)
 
-    async def _prove_unless_stopped(self, stack: LocalStack, model: str) -> bool:
+    async def _prove_unless_stopped(self, stack: LocalStack, model: str) -> str:
+        """As `_prove`."""
         if not self._smoke_test or self._signal.is_set():
-            return True
-        return await self._unless_stopped(self._prove(stack.gateway_url, model)) is not False
+            return CHAT
+        path = await self._unless_stopped(self._prove(stack.gateway_url, model))
+        return CHAT if path is None else path
 
     async def _bring_up(self, stack: LocalStack) -> None:
         await stack.start()
@@ -313,14 +321,10 @@ class Up:
                 f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
             )
 
-    def _print_request(self, stack: LocalStack, model: str, *, chats: bool) -> None:
+    def _print_request(self, stack: LocalStack, model: str, *, path: str) -> None:
         """A request that can be pasted into another terminal."""
-        body: dict[str, object] = {"model": model}
-        if chats:
-            body["messages"] = [{"role": "user", "content": "Name a river."}]
-        else:
-            body |= {"prompt": "The longest river is", "max_tokens": 20}
-        command = ["curl", f"{stack.gateway_url}/v1/{'chat/' if chats else ''}completions"]
+        body = {"model": model, **_EXAMPLES[path]}
+        command = ["curl", f"{stack.gateway_url}{path}"]
         if self._settings.tls_certificate:
             command += ["--cacert", self._settings.tls_certificate]
         command += ["-H", "content-type: application/json"]
@@ -328,24 +332,28 @@ class Up:
         key = ' -H "authorization: Bearer $RYZANSTEIN_API_KEY"' if self._keyed else ""
         self._say(f"  {shlex.join(command)}{key} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n")
 
-    async def _prove(self, url: str, model: str) -> bool:
-        """One answer, streamed: the whole way works. Whether the model has a chat template, as far as that is known."""
+    async def _prove(self, url: str, model: str) -> str:
+        """One answer, streamed: the whole way works. Returns the path that the model is asked at, as far as that is
+        known; empty: none of those that there is an example of."""
         # With httpx: the services are to start before it.
-        from services.cli.chat_client import KeyNeeded, NoChatTemplate, TemplateRefused
+        from services.cli.chat_client import GeneratesNoText, KeyNeeded, NoChatTemplate, TemplateRefused
 
-        chats = True
+        path = CHAT
         if self._settings.tls_client_ca:
             self._say("(no smoke test: clients need a certificate)")
-            return chats
+            return path
         try:
             try:
                 await self._show_answer(url, model, SMOKE_TEST_PROMPT)
             except (NoChatTemplate, TemplateRefused):
-                chats = False
+                path = TEXT
                 self._say(
                     "(the model has no chat template that takes a question: it completes a text instead)"
                 )
                 await self._show_answer(url, model, SMOKE_TEST_TEXT, plain=True)
+        except GeneratesNoText as error:
+            path = VECTORS if VECTORS in error.message else ""
+            self._say(f"(no answer to show: {error})")
         except KeyNeeded:
             self._keyed = True
             self._say("(not asked: the stack has API keys; set RYZANSTEIN_API_KEY to one of them for that)")
@@ -355,7 +363,7 @@ class Up:
                 f"{self._plan.data_dir / 'logs'}. To serve all the same, use --no-smoke-test."
             ) from None
         self._say("")
-        return chats
+        return path
 
     async def _show_answer(self, url: str, model: str, prompt: str, *, plain: bool = False) -> None:
         """Raises as `answer_once`."""

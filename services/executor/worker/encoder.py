@@ -48,7 +48,8 @@ class EncoderRunner:
     """Runs step plans on one rank's share of an encoder, in the place of a `ModelRunner`."""
 
     adapter_modules: set[str] | None = set()
-    is_native = False
+    packed = None
+    """Nothing that a later start could read in place of the checkpoint."""
 
     def __init__(
         self,

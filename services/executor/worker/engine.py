@@ -112,7 +112,7 @@ class RingEngine:
     def card(self, model: str) -> tuple[ModelCard, bytes]:
         member = self._loaded
         card = read_card(self._directory, model, member.engine_spec, checked=member.share.is_cached)
-        member.share.keep(member.runner)
+        member.share.keep(member.runner.packed)
         return card
 
     def adapter_digest(self, directory: Path) -> str:
@@ -216,7 +216,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     directory = Path(rendezvous.model_directory)
     member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
-    member.share.keep(member.runner)
+    member.share.keep(member.runner.packed)
     mine.communicated = lambda: collectives.busy_seconds
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
@@ -283,10 +283,10 @@ class RingMember:
             from services.executor.worker.encoder import load_encoder_rank
 
             where = (config, directory, device, collectives, report)
-            runner, engine_spec = load_encoder_rank(settings, *where)
+            encoder, engine_spec = load_encoder_rank(settings, *where)
             laps.over("weights")
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
-            return cls(runner, collectives, engine_spec, Share())
+            return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
         laps.over("weights")
         context = context_of(settings, share.facts.context_length)

@@ -20,6 +20,7 @@ from services.executor.core.settings import (
 )
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu.packed_file import ModelFacts, PackedFile
+from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_cache import Found, WeightCache
 from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest, widths_of
@@ -36,7 +37,6 @@ from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.steps import StepLimits
-    from services.executor.worker.encoder import EncoderRunner
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -59,8 +59,9 @@ class Share:
         """To be called once."""
         raise NotImplementedError
 
-    def keep(self, runner: "ModelRunner | EncoderRunner") -> None:
-        """Has the next start of this rank find what `runner` computes with, where it can be kept and is not yet."""
+    def keep(self, packed: PackedModel | None) -> None:
+        """Has the next start of this rank find `packed`, what it computes with, where that can be kept and is not
+        yet."""
 
     @property
     def imports(self) -> list[str]:
@@ -228,9 +229,9 @@ class _BuiltShare(Share):
         give_back()  # what reading and packing took
         return runner
 
-    def keep(self, runner: "ModelRunner | EncoderRunner") -> None:
-        if self._cache is not None and runner.packed is not None:
-            self._cache.keep_later(self.facts, runner.packed)
+    def keep(self, packed: PackedModel | None) -> None:
+        if self._cache is not None and packed is not None:
+            self._cache.keep_later(self.facts, packed)
 
     @property
     def imports(self) -> list[str]:

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 from services.executor.model.catalogue import longest_context
 from shared.errors import ConfigurationError
 
-_BY_DISTANCE = frozenset({"deberta", "deberta-v2", "mpnet"})
+ONE_RANK = frozenset({"deberta", "deberta-v2", "mpnet"})
 """Types that add to their scores what follows from distances, within attention of their own: texts of one length
-are computed together, and others apart."""
+are computed together, and others apart, by one rank."""
 _BEHIND_PADDING = frozenset(
     {
         "camembert",
@@ -32,7 +32,7 @@ def family_of(config: Any) -> Family:
     """Of a transformers configuration."""
     kind = config.model_type
     first = (config.pad_token_id or 0) + 1 if kind in _BEHIND_PADDING else 0
-    return Family(kind not in _BY_DISTANCE, first)
+    return Family(kind not in ONE_RANK, first)
 
 
 def most_tokens_of(config: Any) -> int:
@@ -56,4 +56,4 @@ def check_ranks(config: Any, ranks: int) -> None:
 
 def heads_of(config: Any) -> int:
     """Those that have keys and values of their own."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

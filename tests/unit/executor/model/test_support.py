@@ -12,7 +12,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import HeadCounts, ShardLayout
-from services.executor.model.catalogue import LISTED_ELSEWHERE, REFUSED, SERVED, check_supported, refusal_of
+from services.executor.model.catalogue import (
+    ENCODERS,
+    LISTED_ELSEWHERE,
+    REFUSED,
+    SERVED,
+    check_supported,
+    refusal_of,
+)
 from services.executor.model.loading.loader import context_length, load_config, load_model
 from services.executor.model.parallel.plans import PLANS, Style, as_regex, plan_for
 from services.executor.model.parallel.rewiring import rewire_attention
@@ -72,7 +79,7 @@ def test_configurations_that_would_compute_something_else(
     [
         ("xlnet", "two streams of the text"),
         ("t5", "has an encoder"),
-        ("bert", "both directions"),
+        ("rembert", "both directions"),
         ("hrm_text", "its prompt in both directions"),
         ("llava", "not among those proven"),
     ],
@@ -107,7 +114,11 @@ def test_each_refused_architecture_exists_and_is_refused() -> None:
 
 def test_every_causal_type_is_served_or_refused_with_its_reason_once() -> None:
     refused = [model_type for refusal in REFUSED for model_type in refusal.model_types]
-    assert sorted([*(set(SERVED) - LISTED_ELSEWHERE), *refused]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    encoders = set(ENCODERS) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    served = [*(set(SERVED) - LISTED_ELSEWHERE), *encoders]
+    assert sorted([*served, *refused]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    with pytest.raises(ModelLoadError, match="made to read in one direction"):
+        check_supported(CONFIG_MAPPING["bert"](is_decoder=True))
 
 
 def test_every_plan_of_our_own_names_what_its_model_has() -> None:
