@@ -138,6 +138,12 @@ class ModelLoadError(ConfigurationError):
     code = "model_load_error"
 
 
+class ModelNotStored(ConfigurationError):
+    """A host has no files of the model; another may."""
+
+    code = "model_not_stored"
+
+
 class InternalError(RyzansteinError):
     code = "internal_error"
 

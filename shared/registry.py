@@ -61,6 +61,18 @@ class Problem(NamedTuple):
     """One sentence."""
 
 
+class DeclaredAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter, as people write it."""
+
+    name: str
+    model: str
+    """Name of its base in the registry."""
+    source: str
+    """Directory of peft's files on the hosts, or hub name."""
+    revision: str = ""
+    """Of a hub name: branch, tag or commit; empty: the main branch."""
+
+
 def check(spec: ModelSpec, others: Iterable[ModelSpec] = (), adapters: Collection[str] = ()) -> list[str]:
     """Everything that is wrong with a model that is to be written beside `others` (an earlier one of its own name is
     replaced) and adapters of those names; empty: nothing."""
@@ -122,24 +134,9 @@ def _wrong_setting(name: str, value: Any) -> str:
 def _name_problems(spec: ModelSpec) -> Iterable[Problem]:
     if wrong := wrong_name(spec.name):
         yield Problem("name", f"A model cannot be called {_short(spec.name)}: {wrong}.")
-    if not spec.source.strip() or len(spec.source) > MAX_SOURCE or not spec.source.isprintable():
-        yield Problem(
-            "source",
-            f"The source of {_short(spec.name)} is a directory, a GGUF file, a built-in name or a hub name, of at most "
-            f"{MAX_SOURCE} printable characters.",
-        )
-    if spec.revision:
-        if len(spec.revision) > MAX_NAME or not re.fullmatch(r"[\w./+-]+", spec.revision, re.ASCII):
-            yield Problem(
-                "revision",
-                f"The revision {_short(spec.revision)} is no branch, tag or commit of a hub repository.",
-            )
-        elif not of_hub(spec.source):
-            yield Problem(
-                "revision",
-                f"A revision goes with a hub name (ORGANISATION/NAME), and the source of {_short(spec.name)} is "
-                f"{_short(spec.source)}.",
-            )
+    yield from _source_problems(
+        spec.name, spec.source, spec.revision, "a directory, a GGUF file, a built-in name or a hub name"
+    )
     if len(spec.aliases) > MAX_ALIASES:
         yield Problem(
             "aliases", f"{_short(spec.name)} has {len(spec.aliases)} aliases, and may have {MAX_ALIASES}."
@@ -147,6 +144,71 @@ def _name_problems(spec: ModelSpec) -> Iterable[Problem]:
     for alias in spec.aliases:
         if wrong := wrong_name(alias):
             yield Problem("aliases", f"A model cannot have the alias {_short(alias)}: {wrong}.")
+
+
+def _source_problems(name: str, source: str, revision: str, kinds: str) -> Iterable[Problem]:
+    if not source.strip() or len(source) > MAX_SOURCE or not source.isprintable():
+        yield Problem(
+            "source",
+            f"The source of {_short(name)} is {kinds}, of at most {MAX_SOURCE} printable characters.",
+        )
+    if not revision:
+        return
+    if len(revision) > MAX_NAME or not re.fullmatch(r"[\w./+-]+", revision, re.ASCII):
+        yield Problem(
+            "revision", f"The revision {_short(revision)} is no branch, tag or commit of a hub repository."
+        )
+    elif not of_hub(source):
+        yield Problem(
+            "revision",
+            f"A revision goes with a hub name (ORGANISATION/NAME), and the source of {_short(name)} is "
+            f"{_short(source)}.",
+        )
+
+
+def adapter_problems(adapter: DeclaredAdapter, models: Iterable[ModelSpec]) -> list[Problem]:
+    """Everything that is wrong with an adapter that is to be beside these models, its own base among them."""
+    found: list[Problem] = []
+    if wrong := wrong_name(adapter.name):
+        found.append(Problem("name", f"An adapter cannot be called {_short(adapter.name)}: {wrong}."))
+    kinds = "a directory or a hub name"
+    found += _source_problems(adapter.name, adapter.source, adapter.revision, kinds)
+    for spec in models:
+        if adapter.name == spec.name or adapter.name in spec.aliases:
+            what = "the model" if adapter.name == spec.name else "an alias of the model"
+            found.append(
+                Problem(
+                    "name", f"The name {_short(adapter.name)} is taken by {what} {spec.name}; choose another."
+                )
+            )
+        if spec.name == adapter.model and spec.settings.max_adapters == 0:
+            found.append(
+                Problem(
+                    "", f"The model {spec.name} takes no adapters: its setting max_adapters is 0; raise it."
+                )
+            )
+    return found
+
+
+def other_base(named: str, model: str, spec: ModelSpec | None) -> str:
+    """Where an adapter says that it was trained for another model than the one that it is registered for: that, in
+    words; empty: it does not. `named`: what its configuration has as the base's name or path. Names are compared by
+    their last part, since the same model lies under many roofs and in many quantizations."""
+    ours = [_kernel(one) for one in (model, spec.source if spec else "") if one]
+    theirs = _kernel(named)
+    if not theirs or any(theirs in one or one in theirs for one in ours if one):
+        return ""
+    return (
+        f"its configuration says that it was trained for {named}, and it is registered for {model}; its answers "
+        "are as good as the two are alike"
+    )
+
+
+def _kernel(name: str) -> str:
+    """`hf://org/Some-Model-GGUF:Q4_K_M` and `/models/some_model` are `somemodel`."""
+    last = name.rstrip("/").rpartition("/")[2].partition(":")[0].casefold()
+    bare = re.sub(r"(\.gguf|[-_.](gguf|gptq|awq|fp8|bf16|int4|int8|4bit|8bit|bnb))+$", "", last)
+    return "".join(character for character in bare if character.isalnum())
 
 
 def wrong_name(name: str) -> str:

@@ -105,6 +105,26 @@ class Snapshot(msgspec.Struct):
         """LoRA adapters of each model."""
         return Counter(record.model for record in self.adapters.values() if record.digest)
 
+    def adapter_waits(self, record: AdapterRecord) -> str:
+        """What a wanted adapter waits for, in words; empty: it is not."""
+        if record.wanted is None:
+            return ""
+        if record.wanted.error:
+            return f"could not be read, and is tried again: {record.wanted.error.rstrip('.')}"
+        base = record.wanted.model
+        if base not in self.names():
+            return f"waits for its base {base}, which is not in the registry"
+        status = self.status(base)
+        if status.ready:
+            return "is being read"
+        if status.state in ("downloading", "loading"):
+            share = f" ({status.state} {status.progress:.0%})" if status.progress else f" ({status.state})"
+            return f"waits for its base {base}{share}"
+        if not self.taking_hosts():
+            return f"waits for a host that has the files of its base {base}; none is there"
+        why = f" ({status.reason.rstrip('.')})" if status.reason else ""
+        return f"waits until a host has the files of its base {base}{why}"
+
     def groups_of(self, model: str) -> list[GroupRecord]:
         """Those that are not gone."""
         return [record for record in self.groups.values() if record.model == model and record.state != "gone"]
@@ -122,7 +142,7 @@ class ClusterModels:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.registry = Bucket(bus, subjects.REGISTRY_BUCKET, ModelSpec)
-        self._adapters = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+        self.adapters = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
         self._groups = Bucket(bus, subjects.GROUPS_BUCKET, GroupRecord)
         self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
         self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
@@ -137,7 +157,7 @@ class ClusterModels:
             yield models
 
     async def open(self) -> None:
-        buckets = (self.registry, self._adapters, self._groups, self._hosts, self._placements)
+        buckets = (self.registry, self.adapters, self._groups, self._hosts, self._placements)
         await asyncio.gather(*(bucket.ensure() for bucket in buckets))
 
     async def read(self) -> Snapshot:
@@ -146,7 +166,7 @@ class ClusterModels:
             await self._groups.items(),
             await self._hosts.items(),
             await self._placements.items(),
-            {name: record for name, record in (await self._adapters.items()).items() if record.digest},
+            {name: record for name, record in (await self.adapters.items()).items() if stands(record)},
         )
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
@@ -157,6 +177,7 @@ class ClusterModels:
             (self._groups, now.groups),
             (self._hosts, now.hosts),
             (self._placements, now.placements),
+            (self.adapters, now.adapters),
         )
         tasks = [asyncio.create_task(_follow(bucket, into, news)) for bucket, into in watched]  # type: ignore[arg-type]
         try:
@@ -180,7 +201,7 @@ class ClusterModels:
             if await self.registry.create(spec.name, spec) is not None:
                 return True
             known = (await self.read()).specs.get(spec.name)
-        if known is not None and declares_same(known, spec):
+        if known is not None and known.declared() == spec.declared():
             return False
         raise ConfigurationError(
             f"The model {spec.name} is in the registry already, with other fields; change it with `ryzanstein models "
@@ -252,8 +273,23 @@ class ClusterModels:
 
         return await self.wait(done, timeout, report, f"{model} has not finished what it runs")
 
+    async def wait_adapters(self, names: Sequence[str], timeout: float, report: Watch) -> Snapshot:
+        """Returns when a host has read each of them. Raises why one could not, and `DeadlineExceeded`."""
+
+        def done(now: Snapshot) -> bool:
+            missing = [name for name in names if not _is_read(now, name)]
+            return not missing
+
+        what = f"{_listed(names)} could not be read"
+        return await self.wait(done, timeout, report, what, "`ryzanstein adapters list`")
+
     async def wait(
-        self, done: Callable[[Snapshot], bool], timeout: float, report: Watch, what: str
+        self,
+        done: Callable[[Snapshot], bool],
+        timeout: float,
+        report: Watch,
+        what: str,
+        see: str = "`ryzanstein models list`",
     ) -> Snapshot:
         """The first moment at which `done`; `timeout` in seconds, 0: for ever. Raises `DeadlineExceeded`."""
         try:
@@ -264,7 +300,7 @@ class ClusterModels:
                     report(now)
         except TimeoutError:
             pass
-        raise DeadlineExceeded(f"{what} within {timeout:g} s; it goes on. See `ryzanstein models list`.")
+        raise DeadlineExceeded(f"{what} within {timeout:g} s; it goes on. See {see}.")
 
 
 async def _follow(bucket: Bucket[ModelSpec], into: dict[str, ModelSpec], news: asyncio.Event) -> None:
@@ -272,11 +308,26 @@ async def _follow(bucket: Bucket[ModelSpec], into: dict[str, ModelSpec], news: a
         if update is None:
             continue
         name, value = update
-        if value is None:
+        if value is None or (isinstance(value, AdapterRecord) and not stands(value)):
             into.pop(name, None)
         else:
             into[name] = value
         news.set()
+
+
+def stands(record: AdapterRecord) -> bool:
+    """Whether the name stands for an adapter, or is to: what was unloaded is kept for a while too."""
+    return bool(record.digest or record.wanted)
+
+
+def _is_read(now: Snapshot, name: str) -> bool:
+    """Raises why it will not be."""
+    record = now.adapters.get(name)
+    if record is None:
+        raise ConfigurationError(f"{name} was unloaded meanwhile by somebody else.")
+    if record.wanted is not None and record.wanted.error:
+        raise ModelLoadError(f"The adapter {name} could not be read: {record.wanted.error}")
+    return record.wanted is None
 
 
 def _is_loaded(now: Snapshot, model: str, since: float) -> bool:
@@ -309,62 +360,3 @@ def _listed(names: Iterable[str]) -> str:
 def _raise(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigurationError("\n  ".join(problems))
-
-
-def declares_same(left: ModelSpec, right: ModelSpec) -> bool:
-    """Whether they differ at most in what those who write the registry keep for themselves."""
-    return declared(left) == declared(right)
-
-
-def declared(spec: ModelSpec) -> ModelSpec:
-    return msgspec.structs.replace(spec, action="", action_at=0.0, force=False, created=0, origin="")
-
-
-class Applied(msgspec.Struct, frozen=True):
-    """What became of a set of declared models."""
-
-    added: list[str] = []
-    changed: list[str] = []
-    unchanged: list[str] = []
-    removed: list[str] = []
-
-
-def plan_apply(
-    wanted: Sequence[ModelSpec], now: Snapshot, origin: str, *, prune: bool = True
-) -> tuple[Applied, list[ModelSpec]]:
-    """What is to be written so that the registry has `wanted`; what `origin` declared earlier and does not now is
-    removed where `prune`. Pure. Raises `ConfigurationError` with all that is wrong; nothing is to be written then."""
-    names = {spec.name for spec in wanted}
-    removed = sorted(
-        name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names
-    )
-    beside = [spec for spec in now.specs.values() if spec.name not in names and spec.name not in removed]
-    problems: list[str] = []
-    for position, spec in enumerate(wanted):
-        problems += check(spec, [*beside, *wanted[:position]], now.adapters)
-    _raise(problems)
-    writes, added, changed, unchanged = list[ModelSpec](), list[str](), list[str](), list[str]()
-    for spec in wanted:
-        known = now.specs.get(spec.name)
-        if known is None:
-            writes.append(msgspec.structs.replace(spec, origin=origin, created=int(time.time())))
-            added.append(spec.name)
-            continue
-        kept = {name: getattr(known, name) for name in ("action", "action_at", "force", "created")}
-        entry = msgspec.structs.replace(spec, origin=origin, **kept)
-        if entry != known:
-            writes.append(entry)
-        (unchanged if declares_same(known, spec) else changed).append(spec.name)
-    return Applied(added, changed, unchanged, removed), writes
-
-
-async def apply(
-    models: ClusterModels, wanted: Sequence[ModelSpec], origin: str, *, prune: bool = True
-) -> Applied:
-    """Has the registry hold `wanted`. Raises `ConfigurationError`; nothing was written then."""
-    applied, writes = plan_apply(wanted, await models.read(), origin, prune=prune)
-    for spec in writes:
-        await models.registry.put(spec.name, spec)
-    for name in applied.removed:
-        await models.registry.delete(name)
-    return applied

@@ -78,6 +78,22 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who has declared it: somebody by hand, the `ryzanstein up` of this NATS, or a models file. Each takes back what
     it no longer declares, and nothing else."""
 
+    def declared(self) -> "ModelSpec":
+        """Without what those who write the registry keep for themselves."""
+        return msgspec.structs.replace(self, action="", action_at=0.0, force=False, created=0, origin="")
+
+
+class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an adapter's name is to stand for, once a host that has its base has read it."""
+
+    model: str
+    source: str
+    revision: str = ""
+    since: float = 0.0
+    """Unix seconds."""
+    error: str = ""
+    """Why a host could not read it, the last time that one tried: one sentence."""
+
 
 class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A LoRA adapter in the KV bucket `adapters`; its files lie in the object store `adapters` under the digest."""
@@ -95,7 +111,16 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds."""
     retired: list[tuple[str, int]] = []
     """(digest, unix seconds) of what the name stood for until then: such files stay in the object store as long as a
-    generation may need them. A record without a `digest` has nothing else: its adapter was unloaded."""
+    generation may need them. A record without a `digest` has nothing else: its adapter was unloaded, or is wanted and
+    was never read."""
+    revision: str = ""
+    """Of a hub name: branch, tag or commit; empty: the main branch."""
+    base: str = ""
+    """The model that it was trained for, as its own configuration names it (`base_model_name_or_path`)."""
+    origin: Literal["", "up", "file"] = ""
+    """Who has declared it, as of a model."""
+    wanted: WantedAdapter | None = None
+    """What the name is to stand for next: the scheduler that decides has a host read it."""
 
 
 HostModelState = Literal["downloading", "loading", "sleeping", "failed", "stored"]
@@ -184,6 +209,8 @@ class PullAdapter(msgspec.Struct, frozen=True, tag="pull_adapter", omit_defaults
     source: str
     spec: ModelSpec
     """Of the base."""
+    revision: str = ""
+    """Of a hub name."""
 
 
 HostCommand = LoadModel | UnloadModel | PullModel | RemoveModel | PullAdapter

@@ -12,12 +12,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 
 from shared.errors import InternalError, PayloadTooLarge
-from shared.messages.registry import AdapterRecord
+from shared.messages.registry import AdapterRecord, WantedAdapter
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Change, Entry
@@ -122,14 +122,63 @@ async def register(bucket: Bucket[AdapterRecord], record: AdapterRecord, *, repl
     return _there(await bucket.change(record.name, made))
 
 
+async def want(
+    bucket: Bucket[AdapterRecord], name: str, wanted: WantedAdapter, origin: Literal["", "up", "file"]
+) -> AdapterRecord:
+    """Says what `name` is to stand for, and who has declared it: the scheduler that decides has a host read it, and
+    until then it stands for what it stood for before. Returns what stands there now. Raises as `register`."""
+
+    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
+        if known is None or not (known.value.digest or known.value.wanted):
+            retired = [] if known is None else known.value.retired
+            now = int(time.time())
+            return AdapterRecord(
+                name, wanted.model, wanted.source, "", 0, 0, now, retired, origin=origin, wanted=wanted
+            )
+        return msgspec.structs.replace(known.value, origin=origin, wanted=wanted)
+
+    return _there(await bucket.change(name, made))
+
+
+async def settle(
+    bucket: Bucket[AdapterRecord], name: str, wanted: WantedAdapter, found: AdapterRecord | str
+) -> bool:
+    """What has become of a wanted adapter: what a host has read, or why it could not. False: it is not wanted any more.
+    Raises `AdapterRefused`, `BrokerUnavailable`."""
+
+    def made(known: Entry[AdapterRecord] | None) -> AdapterRecord | None:
+        if known is None or not same_wanted(known.value.wanted, wanted):
+            return None if known is None else known.value
+        if isinstance(found, str):
+            return msgspec.structs.replace(known.value, wanted=msgspec.structs.replace(wanted, error=found))
+        return msgspec.structs.replace(
+            found,
+            name=name,
+            model=wanted.model,
+            created=int(time.time()),
+            retired=_retired(known.value, found.digest),
+            origin=known.value.origin,
+            wanted=None,
+        )
+
+    change = await bucket.change(name, made)
+    return change.before != change.after
+
+
+def same_wanted(left: WantedAdapter | None, right: WantedAdapter) -> bool:
+    """Whether they are the same order, whatever became of it so far."""
+    return left is not None and msgspec.structs.replace(left, error=right.error) == right
+
+
 async def unregister(bucket: Bucket[AdapterRecord], name: str) -> AdapterRecord:
     """Takes an adapter out of the registry: what runs with it goes on. Returns what stands there now. Raises as
     `register`."""
 
     def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
-        if known is None or not known.value.digest:
+        if known is None or not (known.value.digest or known.value.wanted):
             raise AdapterRefused(name, "missing")
-        return msgspec.structs.replace(known.value, digest="", retired=_retired(known.value, ""))
+        retired = _retired(known.value, "")
+        return msgspec.structs.replace(known.value, digest="", retired=retired, origin="", wanted=None)
 
     return _there(await bucket.change(name, made))
 

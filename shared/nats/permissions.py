@@ -4,7 +4,8 @@
          ◀─subscribe─ subjects of its own role, its own inbox
 
 Only who owns something may write it: groups, services and hosts the health monitor, keys the operator, the registry of
-models and adapters the gateways and the operator, session pins the schedulers, and executors that hand sessions over.
+models the gateways and the operator, that of adapters the schedulers too, session pins the schedulers, and executors
+that hand sessions over.
 Streams and buckets are made by whoever comes first; what exists is changed by the gateways (limits of INTAKE, JOURNAL,
 `records` and `responses`) and the operator (all) alone. Gateways remove entries of the buckets of which each tenant has
 a quota. Patterns are NATS': `*` is one token, `>` all that follow.
@@ -245,6 +246,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.LEASES_BUCKET),  # of them one decides which host loads what
             *_own_bucket(subjects.PLACEMENTS_BUCKET),
+            *_own_bucket(subjects.ADAPTERS_BUCKET),  # what has become of those that are declared
             subjects.SCHEDULER_DEMAND,
         ),
         (subjects.CANCEL, subjects.HEALTH_EVENTS, subjects.MODEL_DEMAND, subjects.SCHEDULER_DEMAND),

@@ -11,10 +11,11 @@ from typer.testing import CliRunner, Result
 
 from services.cli.commands.adapters import adapters_app
 from shared.config import CommonSettings
-from shared.errors import ConfigurationError, ModelLoadError, NoGroupAvailable, UnknownModel
+from shared.errors import ConfigurationError, DeadlineExceeded, ModelLoadError, UnknownModel
 from shared.messages import GroupLoad, GroupRecord, HostBeat, HostCommand, HostRecord, HostReply, ModelSpec
-from shared.messages.registry import AdapterRecord, PullAdapter
+from shared.messages.registry import AdapterRecord, PullAdapter, WantedAdapter
 from shared.nats import subjects
+from shared.nats.adapters import settle
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 
@@ -22,17 +23,16 @@ from shared.nats.kv import Bucket
 class Host:
     def __init__(self) -> None:
         self.asked: list[PullAdapter] = []
-        self.error = ""
+        self.error, self.code, self.base = "", "model_load_error", ""
 
     async def answer(self, command: HostCommand) -> HostReply:
         assert isinstance(command, PullAdapter)
         self.asked.append(command)
         if self.error:
-            return HostReply(ok=False, code="model_load_error", error=self.error)
+            return HostReply(ok=False, code=self.code, error=self.error)
         digest = f"{len(self.asked):064x}"
-        return HostReply(
-            ok=True, adapter=AdapterRecord(command.name, command.model, command.source, digest, 8, 3 << 20)
-        )
+        found = AdapterRecord(command.name, command.model, command.source, digest, 8, 3 << 20, base=self.base)
+        return HostReply(ok=True, adapter=found)
 
 
 class Command:
@@ -102,7 +102,7 @@ async def test_adapters_are_loaded_shown_replaced_and_unloaded(
 async def test_what_is_wrong_is_told(bus: Bus, host: Host, command: Command) -> None:
     registry = await Bucket.open(bus, subjects.REGISTRY_BUCKET, ModelSpec)
     for name in ("base", "short"):
-        with pytest.raises(ConfigurationError, match="A model is called"):
+        with pytest.raises(ConfigurationError, match="is taken by"):
             await command.run("load", name, "org/x")
     with pytest.raises(ConfigurationError, match="cannot be called"):
         await command.run("load", " x", "org/x")
@@ -118,7 +118,43 @@ async def test_what_is_wrong_is_told(bus: Bus, host: Host, command: Command) -> 
     await registry.put("second", ModelSpec("second", "org/second"))
     with pytest.raises(ConfigurationError, match="There are 2 models here"):
         await command.run("load", "x", "org/x")
-    hosts = await Bucket.open(bus, subjects.HOSTS_BUCKET, HostRecord)
-    await hosts.delete("h")
-    with pytest.raises(NoGroupAvailable, match="No host is there"):
-        await command.run("load", "x", "org/x", "--model", "base")
+
+
+async def test_an_adapter_waits_for_a_host_that_has_its_base(bus: Bus, host: Host, command: Command) -> None:
+    host.error, host.code = "It is not stored here.", "model_not_stored"
+    said = await command.run("load", "sql", "org/sql", "--no-wait", "--revision", "v1")
+    assert said == "sql: waits until a host has the files of its base base.\n"
+    (listed,) = await command.json("list")
+    assert (listed["digest"], listed["wanted"]["source"], listed["wanted"]["revision"]) == (
+        "",
+        "org/sql",
+        "v1",
+    )
+    assert "org/sql" in await command.run("list")
+    with pytest.raises(DeadlineExceeded, match=r"sql could not be read within 0.2 s; it goes on. See `ryzan"):
+        await command.run("load", "sql", "org/sql", "--timeout", "0.2")
+    names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+    waiting = asyncio.create_task(command.run("load", "sql", "org/other", "--timeout", "30"))
+    async with asyncio.timeout(30):
+        async for update in names.watch():
+            record = update[1] if update else None
+            if record is not None and record.wanted is not None and record.wanted.source == "org/other":
+                break
+    found = AdapterRecord("sql", "base", "org/other", "ef" * 32, 4, 400)
+    assert await settle(names, "sql", WantedAdapter("base", "org/sql"), found) is False, "it is another now"
+    assert await settle(names, "sql", record.wanted, "It has no weights.")
+    with pytest.raises(ModelLoadError, match=r"The adapter sql could not be read: It has no weights\."):
+        await waiting
+    assert await settle(names, "sql", record.wanted, found)
+    host.error = ""
+    await command.run("unload", "sql")
+    await command.run("load", "sql", "org/sql")
+    assert (await command.json("show", "sql"))["waits"] == ""
+
+
+async def test_an_adapter_of_another_base_is_told(host: Host, command: Command) -> None:
+    host.base = "meta-llama/Llama-3.1-8B"
+    said = " ".join((await command.run("load", "sql", "org/sql")).split())
+    assert "sql: its configuration says that it was trained for meta-llama/Llama-3.1-8B" in said
+    host.base = "hub/Base"
+    assert "trained for" not in await command.run("load", "other", "org/other")

@@ -12,11 +12,13 @@ import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
+from services.cli.cluster_models import Snapshot
 from services.cli.commands.models.local import models_app
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, DeadlineExceeded, ModelDoesNotFit, ModelLoadError, UnknownModel
 from shared.messages import GroupLoad, GroupRecord
 from shared.messages.registry import (
+    AdapterRecord,
     HostBeat,
     HostCommand,
     HostModel,
@@ -27,6 +29,7 @@ from shared.messages.registry import (
     ModelSpec,
     PullModel,
     RemoveModel,
+    WantedAdapter,
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -269,7 +272,8 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
     await command.run("unload", "a")
     file.write_text(FILE.replace("name: b", "name: c").replace("least: 1", "least: 2"))
     said = await command.json("apply", "-f", str(file))
-    assert said == {"added": ["c"], "changed": ["a"], "unchanged": [], "removed": ["b"]}
+    none: dict[str, list[str]] = {key: [] for key in ("added", "changed", "unchanged", "removed")}
+    assert said == {"added": ["c"], "changed": ["a"], "unchanged": [], "removed": ["b"], "adapters": none}
     specs = await cluster.registry.items()
     assert sorted(specs) == ["a", "c", "mine"]
     assert (specs["a"].action, specs["a"].most, specs["a"].origin) == ("unload", 2, "file")
@@ -286,3 +290,83 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
     assert await command.run("apply", "-f", "-", text="models: []") == "The file declares no models.\n"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         await command.run("apply", "-f", str(tmp_path / "none"))
+
+
+ADAPTED = """\
+models:
+- name: a
+  source: org/a
+  most: 1
+  adapters:
+    sql: /adapters/sql
+    legal:
+      source: org/legal
+      revision: v2
+"""
+
+
+async def test_adapters_of_a_file_are_wanted_adopted_changed_and_taken_out(
+    bus: Bus, command: Command, cluster: Cluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(ADAPTED)
+    names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+    read = AdapterRecord("sql", "a", "/adapters/sql", "ab" * 32, 8, 400)
+    await names.put("sql", read)
+    said = await command.run("apply", "-f", str(file))
+    assert said == "a: added\nlegal: adapter, added\nsql: adapter, unchanged\n"
+    entries = await names.items()
+    assert entries["sql"] == msgspec.structs.replace(read, origin="file")
+    wanted = entries["legal"].wanted
+    assert wanted is not None
+    assert (wanted.model, wanted.source, wanted.revision) == ("a", "org/legal", "v2")
+    assert await command.run("list", "--yaml") == ADAPTED.replace("sql: /adapters/sql\n    ", "") + (
+        "    sql: /adapters/sql\n"
+    )
+    with pytest.raises(DeadlineExceeded, match="sql, legal could not be read"):
+        await command.run("apply", "-f", str(file), "--wait", "--timeout", "0.3")
+    error = msgspec.structs.replace(wanted, error="It is no adapter.")
+    await names.put("legal", msgspec.structs.replace(entries["legal"], wanted=error))
+    file.write_text(ADAPTED.replace("/adapters/sql", "org/sql"))
+    said = await command.json("apply", "-f", str(file))
+    changes = {"added": [], "changed": ["sql"], "unchanged": ["legal"], "removed": []}
+    assert said["adapters"] == changes
+    entries = await names.items()
+    assert (entries["sql"].digest, entries["sql"].wanted is not None) == (read.digest, True)
+    assert entries["legal"].wanted is not None
+    assert entries["legal"].wanted.error == "", "it is tried again"
+    file.write_text(ADAPTED.replace("name: a", "name: legal"))
+    with pytest.raises(ConfigurationError, match="The name 'legal' is taken by the model legal"):
+        await command.run("apply", "-f", str(file))
+    file.write_text(ADAPTED)
+    with pytest.raises(ConfigurationError, match=r"(?s)model 'a' is declared twice.*'sql' is declared twice"):
+        await command.run("apply", "-f", str(file), "-f", str(file))
+    await command.run("add", "mine", "--source", "org/mine")
+    file.write_text(ADAPTED.replace("sql:", "mine:"))
+    with pytest.raises(ConfigurationError, match="The name 'mine' is taken by the model mine"):
+        await command.run("apply", "-f", str(file))
+    assert await names.items() == entries
+    said = await command.run("apply", "-f", "-", text="models: [{name: a, source: org/a}]")
+    assert said == "a: unchanged\nlegal: adapter, removed\nsql: adapter, removed\n"
+    entries = await names.items()
+    assert [(one.digest, one.wanted) for one in entries.values()] == [("", None)] * 2
+
+
+def test_what_is_waited_for_is_said_in_words() -> None:
+    wanted = WantedAdapter("base", "org/sql")
+    record = AdapterRecord("sql", "base", "org/sql", "", 0, 0, wanted=wanted)
+    now = Snapshot()
+    assert "which is not in the registry" in now.adapter_waits(record)
+    now.specs["base"] = ModelSpec("base", "org/base")
+    assert "none is there" in now.adapter_waits(record)
+    beat = HostBeat(takes_models=True)
+    now.hosts["h"] = HostRecord("h", beat, "ready")
+    assert now.adapter_waits(record) == "waits until a host has the files of its base base"
+    fetching = HostModel("base", "downloading", done=1, total=4)
+    now.hosts["h"] = HostRecord("h", msgspec.structs.replace(beat, models=[fetching]), "ready")
+    assert now.adapter_waits(record) == "waits for its base base (downloading 25%)"
+    now.groups["g"] = GroupRecord("g", "base", "ready", 1, [], GroupLoad(), "h")
+    assert now.adapter_waits(record) == "is being read"
+    failed = msgspec.structs.replace(record, wanted=msgspec.structs.replace(wanted, error="It is none."))
+    assert now.adapter_waits(failed) == "could not be read, and is tried again: It is none"
+    assert now.adapter_waits(msgspec.structs.replace(record, wanted=None)) == ""

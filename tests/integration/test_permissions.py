@@ -53,7 +53,7 @@ PUBLISH: dict[str, set[str]] = {
     "$KV.services.g": {H},
     "$KV.models.m": {E},
     "$KV.registry.m": {G, O},
-    "$KV.adapters.a": {G, O},
+    "$KV.adapters.a": {G, S, O},
     "$KV.hosts.h": {H},
     "$KV.leases.models": {S},
     "$KV.placements.m": {S},

@@ -11,16 +11,16 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.commands.models.tables import watch_adapters
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console, megabytes, print_columns, say
-from shared.errors import ConfigurationError, NobodyThere, NoGroupAvailable, UnknownModel, error_from_code
+from shared.errors import ConfigurationError, ModelNotStored, NobodyThere, UnknownModel, error_from_code
 from shared.messages import HostReply, ModelSpec
-from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, PullAdapter
+from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, PullAdapter, WantedAdapter
 from shared.nats import subjects
-from shared.nats.adapters import AdapterRefused, register, unregister
+from shared.nats.adapters import AdapterRefused, register, unregister, want
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
-from shared.registry import nearest, of_hub, wrong_name
+from shared.registry import DeclaredAdapter, adapter_problems, nearest, of_hub, other_base
 
 T = TypeVar("T")
 
@@ -38,13 +38,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs: as JSON.")]
 class Cluster:
     """One connection to a stack, and what stands there."""
 
-    def __init__(self, bus: Bus, now: Snapshot, names: Bucket[AdapterRecord]) -> None:
-        """`names`: the bucket `adapters`."""
-        self.bus, self.now, self.names = bus, now, names
+    def __init__(self, bus: Bus, models: ClusterModels, now: Snapshot) -> None:
+        self.bus, self.models, self.now = bus, models, now
 
     @property
     def records(self) -> dict[str, AdapterRecord]:
-        return {name: one for name, one in sorted(self.now.adapters.items()) if one.digest}
+        return dict(sorted(self.now.adapters.items()))
 
     def record(self, name: str) -> AdapterRecord:
         """Raises `UnknownModel`, with the nearest names."""
@@ -57,11 +56,8 @@ class Cluster:
         )
         raise UnknownModel(f"There is no adapter {name!r}; {told}.")
 
-    def groups_with(self, record: AdapterRecord) -> list[str]:
-        return sorted(group.group for group in self.now.groups.values() if record.digest in group.adapters)
-
-    async def pull(self, command: PullAdapter) -> AdapterRecord:
-        """What the first host that answers has read. Raises what it has against it."""
+    async def pull(self, command: PullAdapter) -> AdapterRecord | None:
+        """What the first host that has the base has read; None: none has. Raises what it has against it."""
         serving = {one.instance for one in self.now.groups_of(command.model) if one.instance}
         for host in dict.fromkeys([*sorted(serving), *self.now.taking_hosts()]):
             try:
@@ -69,12 +65,18 @@ class Cluster:
                 reply = await self.bus.request(subject, command, HostReply, timeout=PULL_TIMEOUT)
             except NobodyThere:
                 continue
-            if not reply.ok or reply.adapter is None:
-                raise error_from_code(reply.code, reply.error)
-            return msgspec.structs.replace(
-                reply.adapter, name=command.name, model=command.model, created=int(time.time()), retired=[]
-            )
-        raise NoGroupAvailable(f"No host is there that could read an adapter of {command.model}; start one.")
+            if reply.ok and reply.adapter is not None:
+                return msgspec.structs.replace(
+                    reply.adapter,
+                    name=command.name,
+                    model=command.model,
+                    created=int(time.time()),
+                    retired=[],
+                )
+            error = error_from_code(reply.code, reply.error)
+            if not isinstance(error, ModelNotStored):
+                raise error
+        return None
 
 
 @adapters_app.command()
@@ -93,26 +95,41 @@ def load(
         bool,
         typer.Option("--replace", help="Also where there is one of that name; what runs ends as it began."),
     ] = False,
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of a hub name.", show_default="main")
+    ] = "",
+    wait: Annotated[
+        bool, typer.Option(help="Where no host has the files of the base yet: wait until one has read it.")
+    ] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for that; 0: no limit.", min=0)] = 0,
     json: AsJson = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
-    """Load a LoRA adapter: it is on every replica of its base from then on, and there again after any restart."""
-    if wrong := wrong_name(name):
-        raise ConfigurationError(f"An adapter cannot be called {name[:64]!r}: {wrong}.")
+    """Load a LoRA adapter: it is on every replica of its base from then on, and there again after any restart. Where no
+    host has the files of its base yet, it is read as soon as one has."""
     path = Path(source).expanduser()
     given = str(path.resolve()) if path.exists() and not of_hub(source) else source
 
-    async def run(cluster: Cluster) -> AdapterRecord:
+    async def run(cluster: Cluster) -> tuple[AdapterRecord, Snapshot]:
         base = _base(cluster.now, model)
-        _check_name(cluster, name, replace=replace)
+        _check_declared(cluster, DeclaredAdapter(name, base, given, revision), replace=replace)
         spec = cluster.now.specs.get(base) or ModelSpec(base, "")
-        record = await cluster.pull(PullAdapter(name, base, given, spec))
+        record = await cluster.pull(PullAdapter(name, base, given, spec, revision))
+        if record is not None:
+            with _told(name):
+                return await register(cluster.models.adapters, record, replace=replace), cluster.now
         with _told(name):
-            return await register(cluster.names, record, replace=replace)
+            wanted = WantedAdapter(base, given, revision, time.time())
+            await want(cluster.models.adapters, name, wanted, "")
+        if wait:
+            now = await watch_adapters(cluster.models, [name], timeout, quiet=json)
+        else:
+            now = await cluster.models.read()
+        return now.adapters[name], now
 
-    record = _run(data_dir, nats_url, run)
-    _show(record, [], as_json=json)
+    record, now = _run(data_dir, nats_url, run)
+    _show(now, record, as_json=json)
 
 
 @adapters_app.command()
@@ -122,7 +139,7 @@ def unload(name: Name, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None
     async def run(cluster: Cluster) -> None:
         cluster.record(name)
         with _told(name):
-            await unregister(cluster.names, name)
+            await unregister(cluster.models.adapters, name)
 
     _run(data_dir, nats_url, run)
     say(console(), f"{name}: unloaded.")
@@ -137,34 +154,29 @@ def list_(
 ) -> None:
     """List the LoRA adapters."""
 
-    async def run(cluster: Cluster) -> list[tuple[AdapterRecord, list[str]]]:
+    async def run(cluster: Cluster) -> tuple[list[AdapterRecord], Snapshot]:
         base = cluster.now.resolve(model) if model else ""
-        return [
-            (one, cluster.groups_with(one)) for one in cluster.records.values() if base in ("", one.model)
-        ]
+        return [one for one in cluster.records.values() if base in ("", one.model)], cluster.now
 
-    found = _run(data_dir, nats_url, run)
+    found, now = _run(data_dir, nats_url, run)
     if json:
-        print(msgspec.json.encode([_fields(*one) for one in found]).decode())  # noqa: T201
+        print(msgspec.json.encode([_fields(now, one) for one in found]).decode())  # noqa: T201
         return
     if not found:
         say(console(), "There are no adapters; `ryzanstein adapters load` loads one.")
         return
-    rows = [
-        (one.name, one.model, str(one.rank), megabytes(one.bytes), str(len(groups)), one.source)
-        for one, groups in found
-    ]
+    rows = [_row(now, one) for one in found]
     heads = ("adapter", "model", "rank", "size", "in memory", "source")
     print_columns(console(), [heads, *rows], right=(2, 3, 4))
+    _say_notes(now, found)
 
 
 @adapters_app.command()
 def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: NatsUrl = "") -> None:
     """Show one LoRA adapter."""
 
-    async def run(cluster: Cluster) -> tuple[AdapterRecord, list[str]]:
-        record = cluster.record(name)
-        return record, cluster.groups_with(record)
+    async def run(cluster: Cluster) -> tuple[Snapshot, AdapterRecord]:
+        return cluster.now, cluster.record(name)
 
     _show(*_run(data_dir, nats_url, run), as_json=json)
 
@@ -177,15 +189,17 @@ def _base(now: Snapshot, given: str) -> str:
     raise ConfigurationError(f"There are {len(names)} models here; name the adapter's base with --model.")
 
 
-def _check_name(cluster: Cluster, name: str, *, replace: bool) -> None:
+def _check_declared(cluster: Cluster, adapter: DeclaredAdapter, *, replace: bool) -> None:
     now = cluster.now
-    if name in now.names() or any(name in spec.aliases for spec in now.specs.values()):
-        raise ConfigurationError(
-            f"A model is called {name!r}, or has it as an alias; give the adapter another name."
-        )
-    if name in cluster.records:
-        if not replace:
-            raise ConfigurationError(f"There is an adapter {name!r} already; replace it with --replace.")
+    if problems := adapter_problems(adapter, now.specs.values()):
+        raise ConfigurationError("\n  ".join(problem.text for problem in problems))
+    if adapter.name in now.names():
+        raise ConfigurationError(f"A model is called {adapter.name!r}; give the adapter another name.")
+    if (known := now.adapters.get(adapter.name)) is not None:
+        if known.digest and not replace:
+            raise ConfigurationError(
+                f"There is an adapter {adapter.name!r} already; replace it with --replace."
+            )
     elif len(now.adapters) >= MAX_ADAPTERS:
         raise ConfigurationError(f"There are {MAX_ADAPTERS:,} adapters and may be no more; unload one first.")
 
@@ -204,22 +218,50 @@ def _told(name: str) -> Iterator[None]:
         raise ConfigurationError(said.get(refused.reason, often)) from None
 
 
-def _fields(record: AdapterRecord, groups: list[str]) -> dict[str, object]:
+def _groups_with(now: Snapshot, record: AdapterRecord) -> list[str]:
+    held = now.groups.values() if record.digest else ()
+    return sorted(group.group for group in held if record.digest in group.adapters)
+
+
+def _fields(now: Snapshot, record: AdapterRecord) -> dict[str, object]:
     shown = msgspec.structs.asdict(record)
     del shown["retired"]
-    return {**shown, "groups": groups}
+    return {**shown, "groups": _groups_with(now, record), "waits": now.adapter_waits(record)}
 
 
-def _show(record: AdapterRecord, groups: list[str], *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(_fields(record, groups)).decode())  # noqa: T201
-        return
-    size, where = megabytes(record.bytes), ", ".join(groups) or "no group yet"
-    say(
-        console(),
-        f"{record.name}: adapter of {record.model}, rank {record.rank}, {size}, from {record.source}.",
+def _row(now: Snapshot, record: AdapterRecord) -> tuple[str, ...]:
+    read = bool(record.digest)
+    return (
+        record.name,
+        record.model,
+        str(record.rank) if read else "-",
+        megabytes(record.bytes) if read else "-",
+        str(len(_groups_with(now, record))),
+        record.source,
     )
-    say(console(), f"Digest {record.digest}; in memory of {where}.")
+
+
+def _show(now: Snapshot, record: AdapterRecord, *, as_json: bool) -> None:
+    if as_json:
+        print(msgspec.json.encode(_fields(now, record)).decode())  # noqa: T201
+        return
+    if record.digest:
+        size, where = megabytes(record.bytes), ", ".join(_groups_with(now, record)) or "no group yet"
+        say(
+            console(),
+            f"{record.name}: adapter of {record.model}, rank {record.rank}, {size}, from {record.source}.",
+        )
+        say(console(), f"Digest {record.digest}; in memory of {where}.")
+    _say_notes(now, [record])
+
+
+def _say_notes(now: Snapshot, records: list[AdapterRecord]) -> None:
+    """What is amiss with them."""
+    for record in records:
+        spec = now.specs.get(record.model)
+        for note in (now.adapter_waits(record), other_base(record.base, record.model, spec)):
+            if note:
+                say(console(), f"{record.name}: {note}.", "yellow")
 
 
 def _run(data_dir: Path | None, nats_url: str, work: Callable[[Cluster], Awaitable[T]]) -> T:
@@ -229,7 +271,6 @@ def _run(data_dir: Path | None, nats_url: str, work: Callable[[Cluster], Awaitab
         async with Bus.session(settings, "ryzanstein adapters") as bus:
             models = ClusterModels(bus)
             await models.open()
-            names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
-            return await work(Cluster(bus, await models.read(), names))
+            return await work(Cluster(bus, models, await models.read()))
 
     return asyncio.run(run())

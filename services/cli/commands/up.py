@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -18,6 +18,9 @@ from shared.errors import ConfigurationError
 from shared.messages import ModelSpec
 from shared.model_store import catalog as model_store
 from shared.models import REASONING_PARSERS, TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from shared.registry import DeclaredAdapter
 
 _WEIGHT_DTYPES = ("auto", "bf16", "fp8", "int8", "q8_0", "q6_k", "q4_k", "int4")
 
@@ -119,7 +122,7 @@ def up(
     _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
     _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
     settings = load_settings(StackSettings, data_dir=data_dir, **files)
-    first, further = _models(model or [], models_file)
+    first, further, adapters = _models(model or [], models_file)
     plan = StackPlan(
         model=first,
         served_model_name="",
@@ -136,6 +139,7 @@ def up(
         reasoning_parser=reasoning_parser,
         grpc_port=grpc_port,
         further=further,
+        adapters=adapters,
     )
 
     async def run() -> int:
@@ -145,10 +149,10 @@ def up(
     raise typer.Exit(asyncio.run(run()))
 
 
-def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec]]:
-    """The executors' own model (empty: none), and those beside it. Raises `ConfigurationError`."""
+def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec], "list[DeclaredAdapter]"]:
+    """The executors' own model (empty: none), those beside it, and their adapters. Raises `ConfigurationError`."""
     if not file and len(names) < 2:
-        return names[0] if names else model_store.DEFAULT_MODEL, []
+        return names[0] if names else model_store.DEFAULT_MODEL, [], []
     from services.cli.commands.models.serving import read_file, spec_of
     from shared.registry import check_all
 
@@ -161,10 +165,11 @@ def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec]]:
                 "the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
             )
         further.append(msgspec.structs.replace(spec, least=1))
-    further += read_file(file) if file else []
+    models, adapters = read_file(file) if file else ([], [])
+    further += models
     if problems := check_all(further):
         raise ConfigurationError("\n  ".join(problems))
-    return names[0] if names else "", further
+    return names[0] if names else "", further, adapters
 
 
 def main() -> None:

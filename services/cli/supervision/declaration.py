@@ -6,16 +6,18 @@ has added with `ryzanstein models add` stays as it is.
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from rich.console import Console
 
-from services.cli.cluster_models import ClusterModels, Snapshot, apply
+from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.declarations import apply
 from services.cli.supervision.stack import StackPlan
 from services.cli.ui import ModelBars
 from shared.errors import RyzansteinError
 from shared.messages import ModelSpec
 
-ORIGIN = "up"
+ORIGIN: Final = "up"
 
 
 async def declare(models: ClusterModels, plan: StackPlan) -> float:
@@ -24,7 +26,12 @@ async def declare(models: ClusterModels, plan: StackPlan) -> float:
     now, since = await models.read(), time.time()
     own = plan.own_spec()
     wanted = [spec for spec in ([own] if own else []) + plan.further if _is_ours(now, spec)]
-    await apply(models, wanted, ORIGIN)
+    adapters = [
+        one
+        for one in plan.adapters
+        if (known := now.adapters.get(one.name)) is None or known.origin == ORIGIN
+    ]
+    await apply(models, wanted, adapters, ORIGIN)
     return since
 
 

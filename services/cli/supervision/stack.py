@@ -35,6 +35,7 @@ from shared.tasks import Backoff
 
 if TYPE_CHECKING:
     from services.cli.cluster_models import ClusterModels
+    from shared.registry import DeclaredAdapter
 
 _LAST_LINES = 50
 
@@ -173,6 +174,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     """Of the gRPC API; 0: the system chooses; None: it is not served."""
     further: list[ModelSpec] = []
     """Models beside that of the executors, or instead of it where that has no name; the scheduler has them loaded."""
+    adapters: "list[DeclaredAdapter]" = []
+    """LoRA adapters of these; the scheduler has them read."""
 
     def own_spec(self) -> ModelSpec | None:
         """The model that the executors are started with, as the registry has it; None: they are started without one.

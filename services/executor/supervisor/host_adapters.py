@@ -18,7 +18,7 @@ import msgspec
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.model_files import StoredModel
-from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, reason_of
+from shared.errors import InvalidRequest, ModelLoadError, ModelNotStored, reason_of
 from shared.messages import AdapterRecord, PullAdapter
 from shared.model_store.preparation import prepare_adapter
 from shared.model_store.programs import run_module
@@ -27,6 +27,9 @@ from shared.nats.bus import Bus
 
 AT_A_TIME = 2
 """Adapters that are being read; further ones wait."""
+
+MAX_BASE = 200
+"""Characters of the base's name that are kept."""
 
 
 class AdapterInspection(msgspec.Struct, frozen=True):
@@ -40,6 +43,10 @@ class AdapterInspection(msgspec.Struct, frozen=True):
 
 class _Config(msgspec.Struct):
     r: int
+
+
+class _Base(msgspec.Struct):
+    base_model_name_or_path: str | None = None
 
 
 class HostAdapters:
@@ -56,20 +63,23 @@ class HostAdapters:
             )
         base = StoredModel(settings)
         if not base.is_ready:
-            raise ConfigurationError(
+            raise ModelNotStored(
                 f"The model {command.model} is not stored on this host, so no adapter can be checked against it; load "
                 "or pull the model first."
             )
         async with self._turn:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-adapter-") as scratch:
                 copy = Path(scratch)
-                source = await prepare_adapter(command.source, settings.store, lambda *step: None)
+                source = await prepare_adapter(
+                    command.source, settings.store, lambda *step: None, revision=command.revision
+                )
                 await asyncio.to_thread(_copy, source, copy)
                 if settings.engine == "stub":
                     found = await asyncio.to_thread(_as_told, copy, settings.max_adapter_rank)
                 else:
                     model = await asyncio.to_thread(base.directory)
                     found = await asyncio.to_thread(_inspect, copy, model, settings.max_adapter_rank)
+                base_named = await asyncio.to_thread(_base_of, copy)
                 files = AdapterFiles(bus)
                 await files.open()
                 await files.put(found.digest, copy)
@@ -81,6 +91,8 @@ class HostAdapters:
             found.rank,
             found.bytes,
             created=int(time.time()),
+            revision=command.revision,
+            base=base_named,
         )
 
 
@@ -103,6 +115,15 @@ def _inspect(adapter: Path, model: Path, max_rank: int) -> AdapterInspection:
     module = ["services.executor.model.conversion", "adapter", str(adapter), str(model), str(max_rank)]
     result: dict[str, Any] = run_module(module, lambda *step: None, "The adapter could not be read")
     return msgspec.convert(result, AdapterInspection)
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that it was trained for, as it says; empty: it says nothing of that."""
+    try:
+        said = msgspec.json.decode((adapter / CONFIG).read_bytes(), type=_Base)
+    except msgspec.MsgspecError:
+        return ""
+    return (said.base_model_name_or_path or "")[:MAX_BASE]
 
 
 def _as_told(adapter: Path, max_rank: int) -> AdapterInspection:

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from services.gateway.core.errors import RouteError
-from shared.errors import RyzansteinError
+from shared.errors import RyzansteinError, Unavailable
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord
 from shared.nats import subjects
 from shared.nats.adapters import MAX_RETIRED, AdapterFiles, AdapterRefused, register, unregister
@@ -43,6 +43,8 @@ class AdapterRegistry:
         self._entries: dict[str, AdapterRecord] = {}
         self.records: dict[str, AdapterRecord] = {}
         """By name; without those that were unloaded."""
+        self.wanted: dict[str, AdapterRecord] = {}
+        """By name: those that are declared and that no host has read yet."""
         self._per_model: dict[str, int] = {}
         self.changed = asyncio.Event()
         """Set when another name may be listed than before."""
@@ -75,8 +77,11 @@ class AdapterRegistry:
             if not self._per_model[before.model]:
                 del self._per_model[before.model]
         self._entries.pop(name, None)
+        self.wanted.pop(name, None)
         if record is not None:
             self._entries[name] = record
+            if record.wanted is not None and not record.digest:
+                self.wanted[name] = record
             if record.digest:
                 self.records[name] = record
                 self._per_model[record.model] = self._per_model.get(record.model, 0) + 1
@@ -173,10 +178,24 @@ class AdapterRegistry:
             if known is None:
                 return None
             left = [one for one in known.value.retired if one[0] not in digests]
-            return msgspec.structs.replace(known.value, retired=left) if known.value.digest or left else None
+            held = known.value.digest or known.value.wanted or left
+            return msgspec.structs.replace(known.value, retired=left) if held else None
 
         after = (await (await self._bucket()).change(name, made)).after
         self._set(name, None if after is None else after.value)
+
+
+def not_read(record: AdapterRecord) -> Unavailable:
+    """Of an adapter that is declared and that no host has read yet."""
+    why = "" if record.wanted is None else record.wanted.error
+    said = (
+        f"could not be read so far: {why}"
+        if why
+        else f"is read as soon as a host has its base, '{record.model}'."
+    )
+    return Unavailable(
+        f"The adapter '{record.name[:128]}' is declared and {said}", retry_after=5, param="model"
+    )
 
 
 def already_loaded(name: str) -> RouteError:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.gateway.core.adapters import AdapterRegistry
+from services.gateway.core.adapters import AdapterRegistry, not_read
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
 from shared.messages import GroupRecord, ModelCard
@@ -110,11 +110,13 @@ class Catalog:
 
     def resolve(self, name: str) -> Resolved:
         """What a client's `model` stands for: a model, an alias of one, or a LoRA adapter of one. Raises
-        `UnknownModel`."""
+        `UnknownModel`, and `Unavailable` of an adapter that is declared and was not read yet."""
         model = self.registry.model_of(name)
         if self._accepts(model):
             return Resolved(model)
         record = self.adapters.records.get(name)
+        if record is None and name in self.adapters.wanted:
+            raise not_read(self.adapters.wanted[name])
         if record is None or not self._accepts(record.model):
             raise self._unknown(name)
         return Resolved(record.model, record.digest, record.name)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import structlog
 
+from services.scheduler.models.adapter_reads import AdapterReads
 from services.scheduler.models.cluster import ClusterView
 from services.scheduler.models.demand import DemandTracker
 from services.scheduler.models.lease import Lease
@@ -80,6 +81,7 @@ class ModelController:
         self._specs: dict[str, ModelSpec] = {}
         self._cluster = ClusterView()
         self._placer = ModelPlacer(self._cluster)
+        self._adapters = AdapterReads(bus, self._cluster)
         self._demand = DemandTracker()
         self._arrived: Counter[str] = Counter()
         self._arrived_at: dict[str, float] = {}
@@ -104,6 +106,7 @@ class ModelController:
         """Returns once the buckets are there; the rest goes on in tasks of `spawn`. Raises `BrokerUnavailable`."""
         for bucket in (self._registry, self._hosts, self._placements, self._leases):
             await bucket.ensure()
+        await self._adapters.start(spawn)
         await self._bus.subscribe(subjects.SCHEDULER_DEMAND, SchedulerDemand, self._on_scheduler)
         await self._bus.subscribe(subjects.MODEL_DEMAND, ModelDemand, self._on_gateway)
         spawn(self._follow_registry(), "registry")
@@ -116,6 +119,7 @@ class ModelController:
     async def stop(self) -> None:
         """Another scheduler may decide from now on."""
         await self._sending.cancel()
+        await self._adapters.stop()
         await self._lease.release()
 
     # --- from the scheduler ----------------------------------------------------------------------
@@ -254,6 +258,7 @@ class ModelController:
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
+                self._metrics.adapters_wanted.set(0)
             rest = (1 / LOOP_SHARE - 1) * took
             await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
@@ -272,6 +277,7 @@ class ModelController:
         for command in decisions.commands:
             self._sending.spawn(self._send(command), f"{command.host} {command.model}")
         self._metrics.unplaced.set(len(decisions.unplaced))
+        self._metrics.adapters_wanted.set(self._adapters.step(self._specs))
         await self._say(decisions)
         return took
 

@@ -31,6 +31,10 @@ class ModelMetrics:
             "unplaced",
             "Models that are asked for and that no host can take; told by the scheduler that decides.",
         )
+        self.adapters_wanted = gauge(
+            "adapters_wanted",
+            "LoRA adapters that are declared and that no host has read yet; told by the scheduler that decides.",
+        )
         begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
         begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])
         begin_at_zero(self.requests, ("hit", "cold"))

@@ -148,7 +148,7 @@ def test_what_is_needed_is_there(profile: str) -> None:
 
 
 def test_the_models_file_is_one_and_the_executors_may_fetch_what_it_names() -> None:
-    (spec,) = read_models_file((FOLDER / "models.yaml").read_text())
+    (spec,), _ = read_models_file((FOLDER / "models.yaml").read_text())
     assert (spec.name, spec.least) == ("SmolLM2-135M-Instruct", 1)
     host = SERVICES["executor-host"]
     assert ExecutorSettings(model="", takes_models=True).is_host

@@ -88,7 +88,7 @@ def test_the_models_file_is_applied_as_it_was_given() -> None:
         for one in build.of_kind("ConfigMap")
         if one["metadata"]["name"].startswith("models-")
     ]
-    assert [spec.name for spec in read_models_file(file)] == ["smollm2"]
+    assert [spec.name for spec in read_models_file(file).models] == ["smollm2"]
     (job,) = build.of_kind("Job")
     pod = job["spec"]["template"]["spec"]
     assert pod["containers"][0]["command"] == [

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shared.messages.registry import ModelSettings, ModelSpec
 from shared.models_file import MAX_BYTES, MAX_TOLD, ModelsFileError, read_models_file, to_yaml
-from shared.registry import check_all
+from shared.registry import DeclaredAdapter, check_all
 
 BAD = """\
 models:
@@ -93,11 +93,83 @@ def test_what_is_no_models_file_is_said_to_be_none(text: str | bytes, words: str
 
 
 def test_a_tag_of_another_program_makes_no_object() -> None:
-    (spec,) = read_models_file("models: [{name: !!python/name:os.system x}]")
+    ((spec,), _) = read_models_file("models: [{name: !!python/name:os.system x}]")
     assert spec.name == "x"
 
 
 _NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size=20)
+
+
+BAD_ADAPTERS = """\
+models:
+  - name: a
+    aliases: [short]
+    adapters:
+      one: [x]
+      short: o/x
+      b: /y
+      b: o/z
+      two: {sauce: o/x}
+      three: 7
+      four: {source: /local, revision: v1}
+      " five": o/f
+      six: ""
+  - name: b
+    settings: {max_adapters: 0}
+    adapters:
+      seven: o/s
+      four: o/f
+  - name: c
+    adapters: [x]
+  - adapters: {eight: o/e}
+"""
+TOLD_ADAPTERS = [
+    (5, "The adapter 'one' is a source, or a mapping"),
+    (6, "The name 'short' is taken by an alias of the model a"),
+    (7, "The name 'b' is taken by the model b"),
+    (8, "`adapters.b` stands in line 7 already"),
+    (9, "The source of 'two' is a directory or a hub name"),
+    (9, "There is no `adapters.two.sauce`; source may be meant"),
+    (10, "The adapter 'three' is a source, or a mapping"),
+    (11, "A revision goes with a hub name (ORGANISATION/NAME), and the source of 'four'"),
+    (12, "An adapter cannot be called ' five'"),
+    (13, "The source of 'six' is a directory or a hub name"),
+    (17, "The model b takes no adapters"),
+    (18, "The adapter 'four' stands in line 11 already"),
+    (18, "The model b takes no adapters"),
+    (20, "`adapters` is a mapping of names and sources"),
+    (21, "A model has a `name`"),
+]
+
+
+def test_every_error_of_adapters_is_told_with_its_line() -> None:
+    with pytest.raises(ModelsFileError) as caught:
+        read_models_file(BAD_ADAPTERS)
+    found = caught.value.problems
+    assert len(found) == len(TOLD_ADAPTERS), "\n".join(found)
+    for (line, words), problem in zip(TOLD_ADAPTERS, found, strict=True):
+        assert problem.startswith(f"line {line}: ")
+        assert words in problem
+
+
+def test_adapters_are_read_and_written_again() -> None:
+    text = """\
+models:
+- name: a
+  source: org/a
+  most: 1
+  adapters:
+    sql: /adapters/sql
+    legal:
+      source: org/legal
+      revision: v2
+"""
+    models, adapters = read_models_file(text)
+    assert adapters == [
+        DeclaredAdapter("sql", "a", "/adapters/sql"),
+        DeclaredAdapter("legal", "a", "org/legal", "v2"),
+    ]
+    assert to_yaml(models, adapters) == text
 
 
 @given(
@@ -118,4 +190,4 @@ _NAMES = st.text(st.characters(categories=["L", "N", "P"]), min_size=1, max_size
 )
 def test_what_is_written_is_read_again(specs: list[ModelSpec]) -> None:
     if not check_all(specs):
-        assert read_models_file(to_yaml(specs)) == specs
+        assert read_models_file(to_yaml(specs)) == (specs, [])

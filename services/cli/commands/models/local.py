@@ -76,6 +76,12 @@ def models_list(
         typer.Option("--cached", help="Instead the models in this machine's cache, though a stack runs."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: as one JSON object.")] = False,
+    as_yaml: Annotated[
+        bool,
+        typer.Option(
+            "--yaml", help="Instead the registry of the running stack, as a models file for `models apply`."
+        ),
+    ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
@@ -86,8 +92,12 @@ def models_list(
         return
     running = None if cached else running_nats(data_dir, nats_url)
     if running is not None:
-        list_running(running, as_json=as_json)
+        list_running(running, as_json=as_json, as_yaml=as_yaml)
         return
+    if as_yaml:
+        raise ConfigurationError(
+            "No stack runs here, so there is no registry; start one, or give --nats-url."
+        )
     _list_cached(as_json=as_json)
 
 

@@ -5,12 +5,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
 
-from services.cli.cluster_models import Applied, ClusterModels, Snapshot, apply, plan_apply
+from services.cli.cluster_models import ClusterModels, Snapshot
 from services.cli.commands.models.tables import (
     declared_fields,
     print_json,
@@ -18,8 +18,10 @@ from services.cli.commands.models.tables import (
     say_status,
     show_end,
     told_of,
+    watch_adapters,
     words,
 )
+from services.cli.declarations import Applied, apply, plan_apply
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
 from services.cli.ui import ModelBars, console, megabytes, say
 from shared.config import load_settings
@@ -28,6 +30,9 @@ from shared.messages.registry import ModelSpec, PullModel, RemoveModel
 from shared.model_status import ModelStatus
 from shared.model_store.catalog import BUILT_IN, is_ready
 from shared.registry import SETTINGS, of_hub, read_spec
+
+if TYPE_CHECKING:  # it needs YAML, which those alone import who read such a file
+    from shared.models_file import Declaration
 
 T = TypeVar("T")
 
@@ -281,38 +286,49 @@ def apply_(
         bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option(help="Wait until all replicas that --least asks for are there.")
+        bool,
+        typer.Option(
+            help="Wait until all replicas that --least asks for are there, and all adapters are read."
+        ),
     ] = False,
     timeout: Timeout = 0,
     json: AsJson = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
-    """Have the registry hold what a file declares. A file with errors changes nothing; all of them are told."""
-    wanted = [spec for one in file for spec in read_file(one)]
+    """Have the registry hold what a file declares: models and their LoRA adapters. A file with errors changes nothing;
+    all of them are told."""
+    read = [read_file(one) for one in file]
+    wanted, adapters = (
+        [spec for one in read for spec in one.models],
+        [one for part in read for one in part.adapters],
+    )
 
     async def run(models: ClusterModels) -> Applied:
         since = time.time()
         if dry_run:
-            return plan_apply(wanted, await models.read(), "file", prune=prune)[0]
-        applied = await apply(models, wanted, "file", prune=prune)
+            return plan_apply(wanted, adapters, await models.read(), "file", prune=prune)[0]
+        applied = await apply(models, wanted, adapters, "file", prune=prune)
         if wait and (loaded := [spec.name for spec in wanted if spec.least]):
             await _watched(models.wait_loaded, loaded, since, timeout, quiet=json)
+        if wait and adapters:
+            await watch_adapters(models, [one.name for one in adapters], timeout, quiet=json)
         return applied
 
     applied = _run(data_dir, nats_url, run)
     if json:
         print_json(msgspec.to_builtins(applied))
         return
-    for what, names in msgspec.structs.asdict(applied).items():
-        for name in names:
-            say(console(), f"{name}: {what}")
+    for kind, changes in (("", applied), ("adapter, ", applied.adapters)):
+        for what in ("added", "changed", "unchanged", "removed"):
+            for name in getattr(changes, what):
+                say(console(), f"{name}: {kind}{what}")
     if not wanted and not applied.removed:
         say(console(), "The file declares no models.")
 
 
-def read_file(path: str) -> list[ModelSpec]:
-    """The models that a file declares. Raises `ConfigurationError` with every error."""
+def read_file(path: str) -> "Declaration":
+    """What a file declares. Raises `ConfigurationError` with every error."""
     from shared.models_file import MAX_BYTES, read_models_file
 
     try:

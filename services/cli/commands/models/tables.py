@@ -1,26 +1,34 @@
 """Models of a running stack, as `ryzanstein models` shows them: to people, and to programs (`--json`)."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from services.cli.cluster_models import ClusterModels, Snapshot
-from services.cli.ui import console, megabytes, print_columns, say
+from services.cli.declarations import declared_adapters
+from services.cli.ui import ModelBars, console, megabytes, print_columns, say
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
 from shared.model_status import ModelStatus
 from shared.registry import DECLARED
 
 
-def list_running(settings: CommonSettings, *, as_json: bool) -> None:
-    """Every model of a running stack."""
+def list_running(settings: CommonSettings, *, as_json: bool, as_yaml: bool = False) -> None:
+    """Every model of a running stack; `as_yaml`: the registry alone, as a models file that declares it."""
 
     async def run() -> Snapshot:
         async with ClusterModels.connect(settings) as models:
             return await models.read()
 
-    print_models(asyncio.run(run()), as_json=as_json)
+    found = asyncio.run(run())
+    if as_yaml:
+        from shared.models_file import to_yaml
+
+        print(to_yaml(found.specs.values(), declared_adapters(found)), end="")  # noqa: T201
+        return
+    print_models(found, as_json=as_json)
 
 
 def print_models(found: Snapshot, *, as_json: bool) -> None:
@@ -54,6 +62,28 @@ def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
         print_json(told_of(found, model))
     else:
         say_status(found, model)
+
+
+async def watch_adapters(
+    models: ClusterModels, names: Sequence[str], timeout: float, *, quiet: bool
+) -> Snapshot:
+    """Until a host has read each of these, with what each waits for."""
+    with ModelBars(console(), quiet=quiet) as bars:
+
+        def report(now: Snapshot) -> None:
+            for name in names:
+                record = now.adapters[name]
+                if record.wanted is None:
+                    bars.update(name, f"{name}: read", 1.0, 0, 0)
+                else:
+                    base = now.status(record.wanted.model)
+                    bars.update(
+                        name, f"{name}: {now.adapter_waits(record)}", base.progress, base.done, base.total
+                    )
+
+        end = await models.wait_adapters(names, timeout, report)
+        report(end)
+    return end
 
 
 def say_status(found: Snapshot, model: str) -> None:

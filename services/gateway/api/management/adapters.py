@@ -15,6 +15,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from shared.errors import (
     BrokerUnavailable,
     InternalError,
+    ModelNotStored,
     NobodyThere,
     Unavailable,
     UnknownModel,
@@ -24,7 +25,7 @@ from shared.messages import HostReply, ModelSpec
 from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.registry import wrong_name
+from shared.registry import other_base, wrong_name
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +76,11 @@ class AdapterManagement:
     async def unload(self, name: str) -> AdapterRecord:
         """What runs with it goes on; nobody can ask for it any more."""
         return await self.registry.remove(name)
+
+    def warning(self, record: AdapterRecord) -> str:
+        """What may be amiss with it, in a sentence; empty: nothing."""
+        wrong = other_base(record.base, record.model, self._catalog.registry.specs.get(record.model))
+        return f"Adapter '{record.name}': {wrong}." if wrong else ""
 
     # --- rules -----------------------------------------------------------------------------------
 
@@ -140,9 +146,11 @@ class AdapterManagement:
                     created=int(time.time()),
                     retired=[],
                 )
-            raise _refused(command, reply)
+            if reply.code != ModelNotStored.code:
+                raise _refused(command, reply)
         raise Unavailable(
-            f"No host of the model '{command.model}' is there to read the adapter; try again when one is.",
+            f"No host has the files of the model '{command.model}', against which the adapter is checked; load or pull "
+            "that first, or declare the adapter in a models file (`ryzanstein models apply`), which waits for it.",
             retry_after=5,
         )
 

@@ -8,7 +8,7 @@ from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.models.routes import BODY, MANAGING, TAG
 from services.gateway.api.models.shapes import Deleted
 from services.gateway.api.openapi.operation import TEXT, Operation
-from services.gateway.core.adapters import not_found
+from services.gateway.core.adapters import not_found, not_read
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
@@ -52,11 +52,13 @@ class Adapter(msgspec.Struct, frozen=True):
     root: str
     """Where it was read from."""
     digest: str
-    """Of its content."""
+    """Of its content; empty: it is declared, and no host has read it yet."""
     rank: int
     bytes: int
     groups: list[str]
     """Groups that have it in memory now."""
+    warning: str | None = None
+    """What may be amiss with it: that it was trained for another base, or could not be read so far."""
 
 
 class AdapterList(msgspec.Struct, frozen=True):
@@ -119,10 +121,12 @@ async def load(ask: Ask) -> None:
             param="lora_path" if request.lora_name else "lora_name",
             reason="missing_required_parameter",
         )
-    await ask.parts.adapters.load(
+    record = await ask.parts.adapters.load(
         request.lora_name, request.lora_path, request.model, replace=request.load_inplace
     )
-    await _say(ask, f"Success: LoRA adapter '{request.lora_name}' added successfully.")
+    warning = ask.parts.adapters.warning(record)
+    said = f"Success: LoRA adapter '{request.lora_name}' added successfully."
+    await _say(ask, f"{said}\nWarning: {warning}" if warning else said)
 
 
 async def unload(ask: Ask) -> None:
@@ -139,12 +143,14 @@ async def unload(ask: Ask) -> None:
 
 
 async def list_adapters(ask: Ask) -> AdapterList:
-    records = ask.backend.started.catalog.adapters.records
-    return AdapterList("list", [_shown(ask, record) for _, record in sorted(records.items())])
+    adapters = ask.backend.started.catalog.adapters
+    records = sorted({**adapters.records, **adapters.wanted}.items())
+    return AdapterList("list", [_shown(ask, record) for _, record in records])
 
 
 async def retrieve(ask: Ask) -> Adapter:
-    record = ask.backend.started.catalog.adapters.records.get(ask.named("adapter"))
+    adapters, name = ask.backend.started.catalog.adapters, ask.named("adapter")
+    record = adapters.records.get(name) or adapters.wanted.get(name)
     if record is None:
         raise not_found(ask.named("adapter"))
     return _shown(ask, record)
@@ -168,9 +174,11 @@ async def _say(ask: Ask, text: str) -> None:
 
 
 def _shown(ask: Ask, record: AdapterRecord) -> Adapter:
-    groups = [
-        group.group for group in ask.backend.started.catalog.groups() if record.digest in group.adapters
-    ]
+    held = ask.backend.started.catalog.groups() if record.digest else []
+    groups = [group.group for group in held if record.digest in group.adapters]
+    warning = ask.parts.adapters.warning(record)
+    if record.wanted is not None:
+        warning = not_read(record).message
     return Adapter(
         record.name,
         "model",
@@ -181,6 +189,7 @@ def _shown(ask: Ask, record: AdapterRecord) -> Adapter:
         record.rank,
         record.bytes,
         sorted(groups),
+        warning or None,
     )
 
 

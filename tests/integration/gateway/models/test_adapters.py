@@ -13,9 +13,9 @@ from services.gateway.core import adapters
 from services.gateway.core.adapters import AdapterRegistry
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, HostCommand, HostReply
-from shared.messages.registry import AdapterRecord, PullAdapter
+from shared.messages.registry import AdapterRecord, PullAdapter, WantedAdapter
 from shared.nats import subjects
-from shared.nats.adapters import AdapterFiles
+from shared.nats.adapters import AdapterFiles, settle, want
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.adapters import make_adapter, store_adapter
@@ -120,6 +120,46 @@ async def test_an_adapter_is_loaded_used_replaced_and_unloaded(
     answer = await http.put("/v1/loras/sql", json={"source": "org/sql"})
     assert answer.json()["digest"] == reader.digest("org/sql")
     assert (await http.delete("/v1/models/sql")).json() == {"id": "sql", "object": "model", "deleted": True}
+
+
+async def test_a_declared_adapter_that_nobody_has_read_is_told_as_such(
+    http: httpx.AsyncClient, reader: Reader, bus: Bus
+) -> None:
+    names = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+    order = WantedAdapter(MODEL, "org/sql")
+    await want(names, "sql", order, "file")
+    while (answer := await complete(http, "sql")).status_code == 404:
+        pass
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "is declared and is read as soon as a host has its base" in problem(answer)[1]
+    (listed,) = (await http.get("/v1/loras")).json()["data"]
+    assert (listed["id"], listed["digest"], listed["groups"]) == ("sql", "", [])
+    await settle(names, "sql", order, "It has no weights.")
+    while "could not be read so far: It has no weights." not in (
+        shown := (await http.get("/v1/loras/sql")).json()["warning"]
+    ):
+        assert "is declared" in shown
+    assert (await load(http, "sql")).status_code == 200
+    assert (await complete(http, "sql")).status_code == 200
+
+
+async def test_an_adapter_of_another_base_is_loaded_with_a_warning(
+    http: httpx.AsyncClient, reader: Reader
+) -> None:
+    found = AdapterRecord("sql", MODEL, "/adapters/sql", reader.digest("x"), 8, 400, base="org/other-7b")
+    reader.reply = HostReply(ok=True, adapter=found)
+    assert (
+        "Warning: Adapter 'sql': its configuration says that it was trained for org/other-7b"
+        in (await load(http, "sql")).text
+    )
+    assert "org/other-7b" in (await http.get("/v1/loras/sql")).json()["warning"]
+
+
+async def test_hosts_without_the_base_are_passed_over(http: httpx.AsyncClient, reader: Reader) -> None:
+    reader.reply = HostReply(ok=False, code="model_not_stored", error="It is not here.")
+    status, said = problem(await load(http, "sql"))
+    assert status == 503
+    assert f"No host has the files of the model '{MODEL}'" in said
 
 
 async def test_what_runs_goes_on_with_the_adapter_that_it_began_with(

@@ -11,6 +11,7 @@ from services.cli.commands.main import app
 from services.cli.commands.up import _models, _renamed
 from shared.errors import ConfigurationError
 from shared.model_store.catalog import DEFAULT_MODEL
+from shared.registry import DeclaredAdapter
 
 WATCHED = (
     "httpx",
@@ -60,15 +61,16 @@ def test_the_old_name_of_the_smoke_test_is_taken_with_a_warning(capsys: pytest.C
 
 
 def test_models_beside_the_first_are_told_from_their_names(tmp_path: Path) -> None:
-    assert _models([], "") == (DEFAULT_MODEL, [])
-    assert _models(["org/name"], "") == ("org/name", [])
+    assert _models([], "") == (DEFAULT_MODEL, [], [])
+    assert _models(["org/name"], "") == ("org/name", [], [])
     (tmp_path / "two").mkdir()
-    first, further = _models(["org/name", str(tmp_path / "two"), "org/q:Q4_K_M"], "")
+    first, further, _ = _models(["org/name", str(tmp_path / "two"), "org/q:Q4_K_M"], "")
     assert first == "org/name"
     assert [(spec.name, spec.least) for spec in further] == [("two", 1), ("org/q:Q4_K_M", 1)]
-    (tmp_path / "models.yaml").write_text("models: [{name: a, source: org/a}]")
-    first, further = _models([], str(tmp_path / "models.yaml"))
+    (tmp_path / "models.yaml").write_text("models: [{name: a, source: org/a, adapters: {sql: org/s}}]")
+    first, further, adapters = _models([], str(tmp_path / "models.yaml"))
     assert (first, [spec.name for spec in further]) == ("", ["a"])
+    assert adapters == [DeclaredAdapter("sql", "a", "org/s")]
     with pytest.raises(ConfigurationError, match="'nothing' is not a model"):
         _models(["org/name", "nothing"], "")
     with pytest.raises(ConfigurationError, match="The model 'two' is there twice"):

@@ -24,7 +24,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.BATCHES_BUCKET: {"gateway"},
     subjects.FILES_BUCKET: {"gateway"},
     subjects.REGISTRY_BUCKET: {"gateway", "operator"},
-    subjects.ADAPTERS_BUCKET: {"gateway", "operator"},
+    subjects.ADAPTERS_BUCKET: {"gateway", "operator", "scheduler"},
     subjects.HOSTS_BUCKET: {"health-monitor"},
     subjects.LEASES_BUCKET: {"scheduler"},
     subjects.PLACEMENTS_BUCKET: {"scheduler"},

@@ -1,0 +1,169 @@
+"""Has the registry hold what a models file or a start of `ryzanstein up` declares: all of it, or nothing.
+
+declared + what stands there ──▶ plan_apply: errors, or what is to be written ──▶ KV `registry`, `adapters`
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from services.cli.cluster_models import ClusterModels, Snapshot
+from shared.errors import ConfigurationError
+from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, WantedAdapter
+from shared.nats.adapters import AdapterRefused, unregister, want
+from shared.nats.kv import Entry
+from shared.registry import DeclaredAdapter, adapter_problems, check
+
+Origin = Literal["up", "file"]
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Names, by what becomes of them."""
+
+    added: list[str] = []
+    changed: list[str] = []
+    unchanged: list[str] = []
+    removed: list[str] = []
+
+
+class Applied(Changes, frozen=True):
+    """What becomes of the models, and of the adapters."""
+
+    adapters: Changes = Changes()
+
+
+class Writes(NamedTuple):
+    """What the registry has to be told."""
+
+    models: list[ModelSpec]
+    adapters: list[DeclaredAdapter]
+    adopted: list[str]
+    """Adapters that are as they are declared, and that somebody else had declared."""
+
+
+def declared_adapters(now: Snapshot) -> list[DeclaredAdapter]:
+    """The adapters of a registry, as a file would declare them."""
+    return [_declared_adapter(record) for _, record in sorted(now.adapters.items())]
+
+
+def plan_apply(
+    models: list[ModelSpec],
+    adapters: list[DeclaredAdapter],
+    now: Snapshot,
+    origin: Origin,
+    *,
+    prune: bool = True,
+) -> tuple[Applied, Writes]:
+    """What is to be written so that the registry has these; what `origin` declared earlier and does not now is removed
+    where `prune`. Pure. Raises `ConfigurationError` with all that is wrong; nothing is to be written then."""
+    names = {spec.name for spec in models}
+    removed = sorted(
+        name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names
+    )
+    beside = [spec for spec in now.specs.values() if spec.name not in names and spec.name not in removed]
+    changes, asked, adopted = _plan_adapters(adapters, now, origin, prune=prune)
+    staying = now.adapters.keys() - set(changes.removed)
+    if problems := _problems(models, adapters, beside, staying):
+        raise ConfigurationError("\n  ".join(problems))
+    writes, added, changed, unchanged = list[ModelSpec](), list[str](), list[str](), list[str]()
+    for spec in models:
+        known = now.specs.get(spec.name)
+        if known is None:
+            writes.append(msgspec.structs.replace(spec, origin=origin, created=int(time.time())))
+            added.append(spec.name)
+            continue
+        kept = {name: getattr(known, name) for name in ("action", "action_at", "force", "created")}
+        entry = msgspec.structs.replace(spec, origin=origin, **kept)
+        if entry != known:
+            writes.append(entry)
+        (unchanged if known.declared() == spec.declared() else changed).append(spec.name)
+    return Applied(added, changed, unchanged, removed, changes), Writes(writes, asked, adopted)
+
+
+def _plan_adapters(
+    wanted: list[DeclaredAdapter], now: Snapshot, origin: Origin, *, prune: bool
+) -> tuple[Changes, list[DeclaredAdapter], list[str]]:
+    """What becomes of them, those that are to be read, and those that are but were not `origin`'s."""
+    names = {adapter.name for adapter in wanted}
+    removed = [
+        name
+        for name, record in sorted(now.adapters.items())
+        if prune and record.origin == origin and name not in names
+    ]
+    changes = Changes([], [], [], removed)
+    asked, adopted = list[DeclaredAdapter](), list[str]()
+    for adapter in wanted:
+        known = now.adapters.get(adapter.name)
+        same = known is not None and _declared_adapter(known) == adapter
+        (changes.added if known is None else changes.unchanged if same else changes.changed).append(
+            adapter.name
+        )
+        if known is None or not same or (known.wanted is not None and known.wanted.error):
+            asked.append(adapter)  # what could not be read is tried again at once
+        elif known.origin != origin:
+            adopted.append(adapter.name)
+    return changes, asked, adopted
+
+
+def _declared_adapter(record: AdapterRecord) -> DeclaredAdapter:
+    stands = record.wanted or record
+    return DeclaredAdapter(record.name, stands.model, stands.source, stands.revision)
+
+
+def _problems(
+    models: list[ModelSpec], adapters: list[DeclaredAdapter], beside: list[ModelSpec], staying: Iterable[str]
+) -> list[str]:
+    """All that is wrong with what is declared: among itself, and beside what stays."""
+    names = {adapter.name for adapter in adapters}
+    others = set(staying) - names
+    found: list[str] = []
+    for position, spec in enumerate(models):
+        found += check(spec, [*beside, *models[:position]], others)
+    every = [*beside, *models]
+    for adapter in adapters:
+        found += [problem.text for problem in adapter_problems(adapter, every)]
+    for kind, listed in (
+        ("model", [one.name for one in models]),
+        ("adapter", [one.name for one in adapters]),
+    ):
+        found += [f"The {kind} {name!r} is declared twice." for name, n in Counter(listed).items() if n > 1]
+    if len(names | others) > MAX_ADAPTERS:
+        found.append(f"The registry holds {MAX_ADAPTERS:,} adapters at most.")
+    return found
+
+
+async def apply(
+    models: ClusterModels,
+    wanted: list[ModelSpec],
+    adapters: list[DeclaredAdapter],
+    origin: Origin,
+    *,
+    prune: bool = True,
+) -> Applied:
+    """Has the registry hold these. Raises `ConfigurationError`; nothing was written then."""
+    applied, writes = plan_apply(wanted, adapters, await models.read(), origin, prune=prune)
+    for spec in writes.models:
+        await models.registry.put(spec.name, spec)
+    for one in writes.adapters:
+        order = WantedAdapter(one.model, one.source, one.revision, time.time())
+        await want(models.adapters, one.name, order, origin)
+    for name in writes.adopted:
+        await models.adapters.change(name, lambda known: _adopted(known, origin))
+    for name in applied.removed:
+        await models.registry.delete(name)
+    for name in applied.adapters.removed:
+        try:
+            await unregister(models.adapters, name)
+        except AdapterRefused as refused:
+            if refused.reason != "missing":
+                raise ConfigurationError(
+                    f"The adapter {name!r} was replaced too often within hours; wait, and apply again."
+                ) from None
+    return applied
+
+
+def _adopted(known: Entry[AdapterRecord] | None, origin: Origin) -> AdapterRecord | None:
+    return None if known is None else msgspec.structs.replace(known.value, origin=origin)

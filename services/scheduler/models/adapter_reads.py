@@ -1,0 +1,115 @@
+"""Has hosts read the LoRA adapters that are declared: the asyncio shell around `wanted_adapters`.
+
+KV adapters ──▶ WantedAdapters ── holder of the lease ──PullAdapter──▶ a host ──digest──▶ KV adapters
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import structlog
+
+from services.scheduler.models.cluster import ClusterView
+from services.scheduler.models.wanted_adapters import Reading, WantedAdapters
+from shared.errors import (
+    ModelNotStored,
+    NobodyThere,
+    RyzansteinError,
+    Unavailable,
+    error_from_code,
+)
+from shared.messages import HostCommand, HostReply, ModelSpec, PullModel
+from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
+from shared.nats import subjects
+from shared.nats.adapters import AdapterRefused, settle
+from shared.nats.bus import Bus
+from shared.nats.kv import Bucket
+from shared.tasks import TaskSet
+
+READ_TIMEOUT = 600.0
+"""Seconds that a host has to fetch, check and store an adapter."""
+FETCH_TIMEOUT = 5.0
+"""Seconds that a host has to say that it fetches a model."""
+MAX_ERROR = 1000
+"""Characters of what a host says against an adapter that are kept."""
+
+log = structlog.get_logger(__name__)
+
+
+class AdapterReads:
+    """One per scheduler; only the one that decides calls `step`."""
+
+    def __init__(self, bus: Bus, cluster: ClusterView) -> None:
+        self._bus = bus
+        self._bucket = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
+        self._wanted = WantedAdapters(cluster)
+        self._reading = TaskSet("adapter_read_failed")
+
+    async def start(self, spawn: Callable[..., object]) -> None:
+        """Raises `BrokerUnavailable`."""
+        await self._bucket.ensure()
+        spawn(self._follow(), "adapters")
+
+    async def stop(self) -> None:
+        await self._reading.cancel()
+
+    def step(self, specs: Mapping[str, ModelSpec]) -> int:
+        """Begins what is due; returns how many adapters are wanted."""
+        for reading in self._wanted.due(specs, time.time()):
+            self._reading.spawn(self._read(reading), reading.name)
+        return len(self._wanted)
+
+    async def _follow(self) -> None:
+        async for update in self._bucket.watch():
+            if update is not None:
+                self._wanted.note(*update)
+
+    async def _read(self, reading: Reading) -> None:
+        failed = False
+        try:
+            found = await self._asked(reading)
+            if found is not None:
+                failed = isinstance(found, str)
+                await self._settle(reading, found)
+            elif reading.fetch:
+                fetched = await self._request(reading.fetch, PullModel(reading.base), FETCH_TIMEOUT)
+                told = {"host": reading.fetch, "model": reading.base.name, "adapter": reading.name}
+                log.info("adapter_base_fetched", **told, ok=fetched.ok, error=fetched.error)
+        except (RyzansteinError, msgspec.DecodeError) as error:
+            log.warning("adapter_not_read", adapter=reading.name, error=str(error))
+        finally:
+            self._wanted.ended(reading, time.time(), failed=failed)
+
+    async def _asked(self, reading: Reading) -> AdapterRecord | str | None:
+        """What the first host that has the base finds, or has against it; None: none has."""
+        wanted = reading.wanted
+        command = PullAdapter(reading.name, wanted.model, wanted.source, reading.base, wanted.revision)
+        for host in reading.hosts:
+            try:
+                reply = await self._request(host, command, READ_TIMEOUT)
+            except NobodyThere:
+                continue
+            if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):
+                return reply.adapter
+            error = error_from_code(reply.code, reply.error)
+            if isinstance(error, Unavailable):
+                raise error
+            if not isinstance(error, ModelNotStored):
+                return reply.error[:MAX_ERROR] or "The host that read it has said nothing of it."
+        return None
+
+    async def _settle(self, reading: Reading, found: AdapterRecord | str) -> None:
+        try:
+            done = await settle(self._bucket, reading.name, reading.wanted, found)
+        except AdapterRefused:
+            found = "The name was replaced too often within hours; wait, or use another name."
+            done = await settle(self._bucket, reading.name, reading.wanted, found)
+        told = {"adapter": reading.name, "model": reading.wanted.model}
+        if isinstance(found, str):
+            log.warning("adapter_refused", **told, error=found)
+        elif done:
+            log.info("adapter_registered", **told, digest=found.digest)
+
+    async def _request(self, host: str, command: HostCommand, timeout: float) -> HostReply:
+        """Raises `BrokerUnavailable`, `NobodyThere`."""
+        return await self._bus.request(subjects.host_control(host), command, HostReply, timeout=timeout)
