@@ -10,6 +10,7 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router, WebSocketRoute
 
+from services.gateway.api.anthropic.batches import message_batch_routes
 from services.gateway.api.anthropic.messages import message_routes
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, page_routes
@@ -107,6 +108,7 @@ class GatewayApp:
                 *message_routes(backend, settings, messages),
                 *ollama,
                 *ollama_model_routes(backend, settings),
+                *message_batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 one((operations.SERVER_VERSION, vllm.version)),

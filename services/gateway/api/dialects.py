@@ -102,7 +102,8 @@ def of_endpoint(endpoint: str) -> Dialect:
 
 MESSAGES = "/v1/messages"
 VERSION = b"anthropic-version"
-KNOWN_VERSIONS = ("2023-06-01", "2023-01-01")
+KNOWN_VERSIONS = ("2026-10-21", "2023-06-01", "2023-01-01")
+"""Served alike: what the newest has taken away, such as `temperature`, works here in each."""
 WARNING_HEADER = "x-ryzanstein-warning"
 _RESET = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:(\d+)ms)?")
 _OTHER = re.compile(r"[^\w.-]", re.ASCII)

@@ -28,6 +28,7 @@ ENDPOINTS: dict[LineUrl, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
     "/v1/responses": "responses",
+    "/v1/messages": "messages",
 }
 """The table: an endpoint's name by its URL."""
 

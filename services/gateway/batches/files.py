@@ -38,6 +38,8 @@ UPLOAD_TIME = 3600.0
 """Seconds after which an upload that has not ended is given up."""
 
 
+BATCH_EXPIRY = float(MOST_EXPIRY)
+"""Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
 FOR_OUTPUTS = 4
 """That part of the store takes no uploads: what batches have computed must find room."""
 KNOWN_WITHIN = 5.0

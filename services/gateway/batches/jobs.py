@@ -92,6 +92,12 @@ class Jobs:
         entry = await self.bucket.get(tenant, batch) if batch else None
         return None if entry is None else entry.value
 
+    async def forget(self, job: BatchJob) -> None:
+        """One that is over, for good."""
+        key = tenant_key(job.tenant, job.id)
+        await self.bucket.delete(key)
+        self._held.forget(key)
+
     async def of(self, tenant: str) -> list[BatchJob]:
         """Those of a tenant, in no order."""
         return [entry.value async for entry in self.bucket.of(tenant)]

@@ -1,8 +1,10 @@
 """Batches as clients and other programs see them: submitted, looked at, listed, cancelled."""
 
+import contextlib
 import hashlib
 import secrets
 import time
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,16 +12,19 @@ from msgspec import Meta
 
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
-from services.gateway.batches.files import Files
+from services.gateway.batches.files import BATCH_EXPIRY, Files
 from services.gateway.batches.jobs import Jobs
 from services.gateway.core.errors import InvalidParameter, KeyReused, RouteError
 from services.gateway.core.pagination import page
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import Metadata
 from shared import tracing
-from shared.messages.batches import BatchJob, ExpiresAfter
+from shared.errors import InvalidRequest
+from shared.messages.batches import BatchJob, Counts, ExpiresAfter
 
-LineUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+LineUrl = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"
+]
 """What the lines of a batch may ask for."""
 
 
@@ -50,11 +55,46 @@ class Batches:
         """The seconds of its window. Raises `InvalidParameter` for what is wrong, its file aside."""
         return states.window_seconds(wanted.completion_window, self._settings.batch_window_limit)
 
+    async def submit_lines(
+        self,
+        wanted: Callable[[str], BatchCreate],
+        lines: bytes,
+        principal: Principal,
+        key: str = "",
+        print_: str = "",
+        *,
+        requests: int = 0,
+    ) -> BatchJob:
+        """As `submit`, with `lines` as a file of their own, which is gone again where no batch came of it. `wanted`:
+        what is submitted of a file with that id."""
+        async with self._files.receive(principal.tenant, "input.jsonl", _parts(lines), len(lines)) as record:
+            expires = record.created_at + BATCH_EXPIRY
+            file = await self._files.publish(
+                msgspec.structs.replace(record, purpose="batch", expires_at=expires)
+            )
+        used = ""
+        try:
+            job = await self.submit(wanted(file.id), principal, key, print_, requests=requests)
+            used = job.input_file_id
+        except InvalidRequest:
+            await self._files.delete(file.id, principal.tenant)
+            raise
+        if used != file.id:  # the same request, under the same key, was faster
+            with contextlib.suppress(InvalidRequest):
+                await self._files.delete(file.id, principal.tenant)
+        return job
+
     async def submit(
-        self, wanted: BatchCreate, principal: Principal, key: str = "", print_: str = ""
+        self,
+        wanted: BatchCreate,
+        principal: Principal,
+        key: str = "",
+        print_: str = "",
+        *,
+        requests: int = 0,
     ) -> BatchJob:
         """A new batch; under an idempotency key the one that there is. `print_`: the fingerprint of a request that
-        came in another form than JSON."""
+        came in another form than JSON. `requests`: how many it has, where that is known; its input says it later."""
         seconds = self.check(wanted)
         kept = wanted.output_expires_after
         expires = float(kept.seconds) if kept else 0.0
@@ -84,6 +124,7 @@ class Batches:
             fingerprint=print_,
             key=principal.key,
             traceparent=tracing.edge().traceparent,
+            counts=Counts(total=requests),
         )
         if await self._jobs.create(job):
             return job
@@ -116,9 +157,28 @@ class Batches:
             raise unknown_batch(batch)
         return job
 
+    async def delete(self, batch: str, tenant: str) -> None:
+        """Forgets a batch that is over, with its files. Raises `RouteError` for one that is not."""
+        job = await self.get(batch, tenant)
+        if states.needs_work(job):
+            raise RouteError(
+                f"Cannot delete a batch with status '{job.status}'; cancel it, and wait until it has ended.",
+                status=409,
+                reason="batch_is_not_over",
+            )
+        for file in filter(None, (job.output_file_id, job.error_file_id, job.input_file_id)):
+            with contextlib.suppress(RouteError):  # it is gone already
+                await self._files.delete(file, tenant)
+        await self._jobs.forget(job)
+
     async def listed(self, tenant: str, after: str | None, limit: int) -> tuple[list[BatchJob], bool]:
         """The newest first; and whether there are more."""
         return page(await self._jobs.of(tenant), after=after, limit=limit)
+
+    async def all_of(self, tenant: str, endpoint: LineUrl) -> list[BatchJob]:
+        """Those whose lines ask for `endpoint`, the newest first."""
+        jobs = [job for job in await self._jobs.of(tenant) if job.endpoint == endpoint]
+        return sorted(jobs, key=lambda job: (job.created_at, job.id), reverse=True)
 
 
 def _id_of(tenant: str, key: str) -> str:
@@ -126,6 +186,10 @@ def _id_of(tenant: str, key: str) -> str:
         return f"batch_{secrets.token_hex(16)}"
     text = f"{len(tenant)}:{tenant}:{key}"
     return f"batch_{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+async def _parts(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 def _fingerprint(wanted: BatchCreate) -> str:

@@ -1,4 +1,4 @@
-"""Pages of a list, as OpenAI has them: the newest first, and behind an id. Pure."""
+"""Pages of a list: the newest first, and behind an id, as OpenAI has them; or before one, as Anthropic. Pure."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -58,6 +58,43 @@ def page(
             )
         begin = place + 1
     return ordered[begin : begin + limit], len(ordered) > begin + limit
+
+
+class NeighbourQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The query of a list of Anthropic's."""
+
+    after_id: Annotated[str, Meta(description="The id of the last entry that you have.")] | None = None
+    before_id: Annotated[str, Meta(description="The id of the first entry that you have.")] | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000, description="Entries of a page.")] = USUAL
+
+
+IdT = TypeVar("IdT", bound="_HasId")
+
+
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+def neighbours(items: Sequence[IdT], wanted: NeighbourQuery) -> tuple[Sequence[IdT], bool]:
+    """Those of `items`, which are in order, behind `after_id` or right before `before_id`, and whether there are more
+    in that direction. Raises `RouteError` where the id is none of theirs."""
+    begin, end = 0, len(items)
+    for name, given in (("after_id", wanted.after_id), ("before_id", wanted.before_id)):
+        if given is None:
+            continue
+        place = next((index for index, item in enumerate(items) if item.id == given), None)
+        if place is None:
+            raise RouteError(
+                f"No object with the id '{given[:64]}' (parameter '{name}') is in the list.",
+                status=404,
+                reason="not_found",
+                param=name,
+            )
+        begin, end = (place + 1, end) if name == "after_id" else (begin, place)
+    if wanted.before_id is not None and wanted.after_id is None:
+        return items[max(0, end - wanted.limit) : end], end > wanted.limit
+    return items[begin:end][: wanted.limit], end - begin > wanted.limit
 
 
 def shown(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:

@@ -1,23 +1,17 @@
 """SubmitBatch, GetBatch, CancelBatch, ListBatches: the batches of /v1/batches, as protobuf messages."""
 
-import contextlib
-from collections.abc import AsyncIterator
-
-import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.call import Call
 from services.gateway.api.grpc.generated import inference_pb2 as pb
-from services.gateway.api.openai.files import BATCH_EXPIRY
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches.service import BatchCreate
 from services.gateway.core.errors import InvalidParameter, RouteError, check_range, missing
 from services.gateway.core.pagination import MOST, USUAL
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.headers import check_idempotency_key
-from shared.errors import InvalidRequest
 from shared.messages.batches import BatchJob
 
 _KEYS_OF = "grpc "
@@ -91,33 +85,15 @@ class BatchMethods:
         self, given: pb.SubmitBatchRequest, principal: Principal, key: str, print_: str
     ) -> BatchJob:
         """With the lines as a file of their own, which is gone again where no batch came of it."""
-        files = self._backend.parts.files
         await self._backend.parts.intake.count(principal, {})
-        size = len(given.jsonl)
-        async with files.receive(principal.tenant, "input.jsonl", _parts(given.jsonl), size) as record:
-            expires = record.created_at + BATCH_EXPIRY
-            file = await files.publish(msgspec.structs.replace(record, purpose="batch", expires_at=expires))
-        used = ""
-        try:
-            job = await self._backend.parts.batches.submit(_wanted(given, file.id), principal, key, print_)
-            used = job.input_file_id
-        except InvalidRequest:
-            await files.delete(file.id, principal.tenant)
-            raise
-        if used != file.id:  # the same request, under the same key, was faster
-            with contextlib.suppress(InvalidRequest):
-                await files.delete(file.id, principal.tenant)
-        return job
+        batches, lines = self._backend.parts.batches, given.jsonl
+        return await batches.submit_lines(lambda file: _wanted(given, file), lines, principal, key, print_)
 
 
 def _named(batch: str) -> str:
     if not batch:
         raise missing("batch_id", "the id of a batch")
     return batch
-
-
-async def _parts(data: bytes) -> AsyncIterator[bytes]:
-    yield data
 
 
 def _wanted(given: pb.SubmitBatchRequest, file: str) -> BatchCreate:

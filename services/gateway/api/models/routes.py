@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.dialects import anthropic_models
+from services.gateway.api.models.anthropic import ModelInfo, model_page
 from services.gateway.api.models.shapes import (
     Deleted,
     Done,
@@ -21,6 +23,7 @@ from services.gateway.api.models.shapes import (
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.core.asgi import EventStream, watch_disconnect
 from services.gateway.core.errors import describe
+from services.gateway.core.pagination import NeighbourQuery
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from shared.errors import Unavailable
@@ -68,7 +71,8 @@ LIST = Operation(
     "listModels",
     "Models that are registered or served, loaded or not.",
     TAG,
-    "An alias is an entry of its own, whose `root` is the model. `status` says what becomes of a model.",
+    "An alias is an entry of its own, whose `root` is the model. `status` says what becomes of a model. "
+    "With the header `anthropic-version` the answer is Anthropic's list, with its `before_id`, `after_id` and `limit`.",
     response=ModelList,
 )
 MODEL = Operation(
@@ -154,7 +158,7 @@ EVENTS = Operation(
 )
 
 
-async def list_models(ask: Ask) -> ModelList:
+async def list_models(ask: Ask) -> ModelList | dict[str, Any]:
     found = Models(ask.backend.started.catalog, time.time()).all(aliases=True)
     if not found:  # clients read the first one
         raise Unavailable(
@@ -162,6 +166,8 @@ async def list_models(ask: Ask) -> ModelList:
             "(`ryzanstein status` shows them).",
             retry_after=2,
         )
+    if anthropic_models(ask.scope):
+        return model_page(found, ask.query(NeighbourQuery))
     return ModelList("list", found)
 
 
@@ -170,9 +176,10 @@ async def router_models(ask: Ask) -> ModelList:
     return ModelList("list", Models(ask.backend.started.catalog, time.time()).all(aliases=False))
 
 
-async def retrieve_model(ask: Ask) -> Model:
+async def retrieve_model(ask: Ask) -> Model | ModelInfo:
     """Names may have slashes."""
-    return Models(ask.backend.started.catalog, time.time()).one(ask.named("model"))
+    found = Models(ask.backend.started.catalog, time.time()).one(ask.named("model"))
+    return ModelInfo.of(found) if anthropic_models(ask.scope) else found
 
 
 async def delete_model(ask: Ask) -> Deleted:

@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.multipart import MultipartForm
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.batches.files import ANCHOR, expiry
+from services.gateway.batches.files import ANCHOR, BATCH_EXPIRY, expiry
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
 from services.gateway.core.settings import GatewaySettings
@@ -111,10 +111,6 @@ CONTENT = Operation(
     TAG,
     response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
 )
-
-
-BATCH_EXPIRY = float(MOST_EXPIRY)
-"""Seconds after which a batch's input goes when nothing was said, as in OpenAI's API."""
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class MessagesIntake:
         return request
 
     async def _reasoning(self, request: InputFields, headers: dict[str, str]) -> dict[str, Any]:
-        _, tokenizer = await self._chat.tokenizer(request.model)
-        fields, ignored = reasoning_fields(request, tokenizer.traits)
+        card, tokenizer = await self._chat.tokenizer(request.model)
+        fields, ignored = reasoning_fields(request, card, tokenizer.traits)
         tell_ignored(ignored, headers, strict=self._strict)
         return fields

@@ -92,12 +92,14 @@ class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
     name: str
     input: dict[str, Any]
     caller: Any = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock] | None = None
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 Readable = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
@@ -137,7 +139,7 @@ class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=LEAST_BUDGET, le=2**31)] | None = None
     """Named as ignored: how long a model thinks is its own to decide, within `max_tokens`."""
-    display: Annotated[Literal["summarized", "omitted"], ignored("summarized")] | None = None
+    display: Annotated[Literal["summarized", "omitted"] | None, ignored("summarized")] = None
 
 
 class JsonFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

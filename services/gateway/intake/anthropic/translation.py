@@ -24,13 +24,14 @@ from services.gateway.intake.anthropic.schemas import (
     MessagesRequest,
     ToolChoice,
 )
-from services.gateway.intake.chat import SWITCHES
+from services.gateway.intake.chat import SWITCHES, reasoning_of
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
 from shared.limits import USER_CHARACTERS
+from shared.messages import ModelCard
 
 _INSTEAD = {
     "documents": "send document blocks",
@@ -68,19 +69,21 @@ def asks_for_reasoning(request: InputFields) -> bool:
     return request.thinking is not None or bool(request.output_config and request.output_config.effort)
 
 
-def reasoning_fields(request: InputFields, traits: Traits) -> tuple[dict[str, Any], list[str]]:
+def reasoning_fields(
+    request: InputFields, card: ModelCard, traits: Traits
+) -> tuple[dict[str, Any], list[str]]:
     """The chat's fields with which this model thinks as it is asked to, and what of the request changes nothing. Raises
     `InvalidParameter` where a model that never thinks is to."""
     thinking = request.thinking.type if request.thinking else None
     effort = request.output_config.effort if request.output_config else None
-    if thinking == "enabled" and not traits.reasoning:
+    if thinking == "enabled" and not reasoning_of(card, traits):
         raise unsupported("thinking", "this model does not think; leave it out, or send 'adaptive'")
     fields: dict[str, Any] = {}
     ignored: list[str] = []
     switches = [name for name in SWITCHES if name in traits.variables]
     if thinking and switches:
         fields["chat_template_kwargs"] = dict.fromkeys(switches, thinking != "disabled")
-    elif thinking == "disabled" and traits.reasoning:
+    elif thinking == "disabled" and reasoning_of(card, traits):
         ignored.append("thinking.type")  # it always thinks
     if effort and "reasoning_effort" in traits.variables:
         fields["reasoning_effort"] = effort
