@@ -144,7 +144,7 @@ def _text(path: str, block: Block) -> str:
     raise InvalidParameter(
         f"Unsupported content: '{path}' is an image, and this model does not see images; leave it out, or describe it.",
         param=path,
-        reason="unsupported_content",
+        reason="unsupported_parameter",
     )
 
 

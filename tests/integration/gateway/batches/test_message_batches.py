@@ -105,7 +105,10 @@ async def test_a_batch_that_is_cancelled_says_so_of_each_request(
     with pytest.raises(anthropic.ConflictError):
         await claude.messages.batches.delete(made.id)
     async with asyncio.timeout(60):  # its result is stored, and told
-        while not (await client.batches.retrieve(as_openai(made))).request_counts.completed:
+        while True:
+            counts = (await client.batches.retrieve(as_openai(made))).request_counts
+            if counts is not None and counts.completed:
+                break
             await asyncio.sleep(0.05)
     cancelled = await claude.messages.batches.cancel(made.id)
     assert cancelled.processing_status == "canceling"
