@@ -36,8 +36,8 @@ class Due(msgspec.Struct, Generic[Record], frozen=True):
 
 
 class Changes(Generic[Record]):
-    """Which records are due, against the ones written last: a change of state at once, load at most once per
-    interval."""
+    """Which records are due, against the ones written last: a change of state and the end of a group's work at
+    once, other load at most once per interval."""
 
     def __init__(self, load_interval: float) -> None:
         self._load_interval = load_interval
@@ -62,16 +62,22 @@ class Changes(Generic[Record]):
         if key not in self._written:
             return True
         last, when = self._written[key]
-        if _lasting(record) != _lasting(last):
+        if _lasting(record) != _lasting(last) or (_works(last) and not _works(record)):
             return True
         interval = CONFIRM_INTERVAL if _content(record) == _content(last) else self._load_interval
         return now - when >= interval
 
 
+def _works(record: GroupRecord | ServiceRecord | HostRecord) -> bool:
+    """Whether it is a group with requests: its end of work must be known at once, another model may wait for it."""
+    return isinstance(record, GroupRecord) and record.load.running + record.load.waiting > 0
+
+
 def _lasting(record: GroupRecord | ServiceRecord | HostRecord) -> object:
     """What must be known at once."""
     if isinstance(record, HostRecord):
-        return record.state, record.host.memory, [(one.model, one.state) for one in record.host.models]
+        host = record.host
+        return record.state, host.memory, host.used, [(one.model, one.state) for one in host.models]
     if isinstance(record, GroupRecord):
         pids = [rank.pid for rank in record.ranks]
         return record.model, record.state, record.epoch, record.instance, record.weight < 1, pids

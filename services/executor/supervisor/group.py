@@ -315,6 +315,12 @@ class GroupSupervisor:
             return ""
         return self._message or "the ring is starting"
 
+    @property
+    def works(self) -> bool:
+        """Whether it has requests."""
+        load = self._ring.board.load if self._ring is not None else GroupLoad()
+        return load.running + load.waiting > 0
+
     def beat(self) -> GroupBeat:
         """What the heartbeat says of it."""
         ring = self._ring

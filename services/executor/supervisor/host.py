@@ -64,6 +64,8 @@ MOST_GROUPS = 64
 """That a host has, is loading, or ends at a time."""
 MOST_TOLD = 256
 """Models that a host speaks of in its heartbeats; of those that have failed, the last."""
+IDLE_LOOK = 0.1
+"""Seconds between two looks whether a group has ended its work: so long a model waits beyond need for its memory."""
 
 
 def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
@@ -181,6 +183,7 @@ class ModelHost:
             self._own_weights = await asyncio.to_thread(StoredModel(self._settings).weights)
         if self._settings.is_host:
             await self._note_stored()
+            self._tasks.spawn(self._tell_idle(), "idle groups")
 
     async def stop(self) -> None:
         """Drains all groups, side by side; what is being made ready is not any more."""
@@ -357,11 +360,12 @@ class ModelHost:
         finally:
             self.memory.release(load.group)
             self.groups.pop(load.group, None)
-            if load.unload is not None and load.unload.sleep:
-                await self._put_to_sleep(load.spec.name, load.settings)
             self._loads.pop(load.group, None)
             log.info("model_unloaded", group=load.group, model=name)
-            await self._beat()
+            await self._beat()  # its memory may be had now
+            if load.unload is not None and load.unload.sleep:
+                await self._put_to_sleep(name, load.settings)
+                await self._beat()
 
     async def _serve(self, load: _Load, placed: Placement, began: float) -> None:
         """From the first of its processes to the end of the last. Raises why it has failed."""
@@ -458,6 +462,15 @@ class ModelHost:
         names = [self._gpu_names[device] for device in placed.devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
 
+    async def _tell_idle(self) -> None:
+        """That a group has no work any more is told at once: another model may wait for its memory."""
+        busy: set[str] = set()
+        while True:
+            await asyncio.sleep(IDLE_LOOK)
+            before, busy = busy, {group.group for group in self.groups.values() if group.works}
+            if self._loads and not before <= busy:
+                await self._beat()
+
     async def _beat(self) -> None:
         """Between two ticks, and where the broker is away not at all: the next one tells."""
         try:
@@ -472,6 +485,9 @@ class ModelHost:
             files = await asyncio.to_thread(StoredModel(settings).resident)
         except (RyzansteinError, OSError) as error:
             log.warning("model_not_asleep", model=name, reason=str(error))
+            return
+        if any(load.spec.name == name for load in self._loads.values()):
+            files.close()  # it was asked for again meanwhile
             return
         self._wake([name])
         woken = self.memory.put_to_sleep(name, files.size)

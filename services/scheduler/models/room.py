@@ -98,7 +98,8 @@ class _Offers:
 
 
 class RoomSearch:
-    """For one pass, in which hosts change by its own plans alone."""
+    """For one pass, in which hosts change by its own plans alone. One that loses its room by them is not asked to make
+    some before the next pass, unless it knows the model."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class RoomSearch:
             name = replica.model
             if name == model or replica.draining or self._worth.keeps(replica) or self._plans.goes(replica):
                 continue
-            if not (replica.idle or busy) or self._worth.stays(replica, host, busy=not replica.idle):
+            if not (replica.idle or busy) or self._worth.stays(replica, host, model):
                 continue
             staying = self._plans.staying(name)
             if staying == 1 and self._worth.waits(name) and not busy:

@@ -14,12 +14,14 @@ from shared.messages import ModelSpec
 HORIZON = 600.0
 """Seconds that one looks ahead: a model that is not asked for within them may go for nothing."""
 RESIDENCE = 4.0
-"""A model serves for so many times as long as its load takes before it makes room: at most a fifth of the time is spent
-on loading, however requests for two models alternate."""
-SHORTEST_STAY, LONGEST_STAY = 2.0, 120.0
-"""Seconds."""
+"""A model that is asked for serves for so many times as long as its load takes before it makes room, at most, and one
+that works for `BUSY_STAY` times as long as that: of the time in which both of two models always have work, at most a
+ninth is spent on loading."""
 BUSY_STAY = 2.0
-"""One that works stays so many times as long before it is cordoned."""
+FIRST_TURN = 0.5
+"""Seconds that a model serves at least: what has waited for it reaches it within them."""
+SHORTEST_STAY, LONGEST_STAY = 2.0, 120.0
+"""Seconds of `RESIDENCE`."""
 
 
 class Worth:
@@ -50,15 +52,28 @@ class Worth:
             return 0.1 * seconds * self.chance(replica.model)
         return seconds * self.chance(replica.model) * (1.0 + demand.rate * seconds)
 
-    def stays(self, replica: Replica, host: Host, *, busy: bool) -> bool:
-        """Whether it was loaded too lately to go."""
+    def stays(self, replica: Replica, host: Host, model: str) -> bool:
+        """Whether it was loaded too lately to go for `model`.
+
+        One in which nothing runs goes once the requests for `model` have waited, all together, for as long as those
+        that are expected for it while it is loaded anew would wait then. (Who rents until the rent is what buying
+        costs never pays more than twice of the least.) One that nobody has asked for since it is there goes at once:
+        so it is where requests for two models alternate. `FIRST_TURN` is every model's.
+        """
         if not replica.ready:
             return True
         said = self._cluster.said(replica.model, host)
         seconds = said.load_seconds if said is not None else 0.0
         seconds = seconds or replica.ready_at - replica.seen_at
-        stay = min(max(RESIDENCE * seconds, SHORTEST_STAY), LONGEST_STAY) * (BUSY_STAY if busy else 1.0)
-        return self._now - replica.ready_at < stay
+        stay = min(max(RESIDENCE * seconds, SHORTEST_STAY), LONGEST_STAY)
+        served = self._now - replica.ready_at
+        if not replica.idle:
+            return served < BUSY_STAY * stay
+        own, other = self._demand.get(replica.model, NO_DEMAND), self._demand.get(model, NO_DEMAND)
+        if served < FIRST_TURN or served >= stay or not other.waiting:
+            return served < stay
+        waited = other.waiting * (self._now - other.since)
+        return own.last > replica.ready_at and waited < own.rate * seconds * seconds
 
     def waits(self, model: str) -> bool:
         """Whether requests wait for it now."""

@@ -28,6 +28,16 @@ def test_a_change_of_state_is_due_at_once_and_load_once_per_interval() -> None:
     assert written(changes, msgspec.structs.replace(loaded, state="ready", epoch=2), 1.02)
 
 
+def test_the_end_of_work_is_due_at_once_and_its_begin_is_not() -> None:
+    changes: Changes[GroupRecord] = Changes(1.0)
+    works = msgspec.structs.replace(RECORD, load=GroupLoad(running=1))
+    assert written(changes, works, 0.0)
+    assert written(changes, RECORD, 0.1)
+    assert not written(changes, works, 0.2)
+    assert not written(changes, RECORD, 0.3)
+    assert written(changes, works, 1.1)
+
+
 def test_an_unchanged_record_is_confirmed_now_and_then() -> None:
     changes: Changes[GroupRecord] = Changes(1.0)
     changes.restore({"g": msgspec.structs.replace(RECORD, updated_at=77.0)}, 0.0)
@@ -50,7 +60,7 @@ def test_a_write_that_failed_is_due_again() -> None:
     assert changes.due({"g": RECORD}, 0.1).put
 
 
-@given(st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(0, 5)), min_size=1, max_size=50))
+@given(st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(1, 5)), min_size=1, max_size=50))
 def test_load_is_never_older_than_the_interval_nor_written_more_often(
     schedule: list[tuple[float, int]],
 ) -> None:

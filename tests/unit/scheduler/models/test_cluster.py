@@ -122,7 +122,7 @@ def candidates(view: ClusterView, worth: Worth, host: Host, model: str) -> list[
         group
         for group in host.replicas.values()
         if group.model != model and group.idle and not group.draining
-        if view.obeys(group) and not worth.stays(group, host, busy=False)
+        if view.obeys(group) and not worth.stays(group, host, model)
     ]
 
 
@@ -138,8 +138,8 @@ def test_no_host_would_have_been_better(
         "c": Demand(0, 0.0, now),
     }
     plans, worth = Plans(view), Worth(view, SPECS, demand, now)
-    search = RoomSearch(view, plans, Failures(), worth, demand, turn=0)
-    for _ in range(taken + 1):  # what was promised since counts too
+    for number in range(taken + 1):  # what was promised since counts too
+        search = RoomSearch(view, plans, Failures(), worth, demand, turn=0)
         found = search.find("a", now, busy=False)
         expected = best_cost(view, plans, worth, "a")
         if found is None:
@@ -151,4 +151,4 @@ def test_no_host_would_have_been_better(
         assert found.host.free + freed >= view.size("a", found.host)
         if found.victims:
             return
-        found.host.promise(f"promised {_}", max(1, view.size("a", found.host)))
+        found.host.promise(f"promised {number}", max(1, view.size("a", found.host)))

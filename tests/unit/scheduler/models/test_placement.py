@@ -78,18 +78,21 @@ def test_what_an_executor_was_started_with_makes_room_too_where_it_loads_models(
     assert not cluster.serving("a")
 
 
-def test_what_was_loaded_only_now_stays_for_a_while() -> None:
+def test_what_was_loaded_only_now_and_is_asked_for_stays_for_a_while() -> None:
     cluster = one_host()
     cluster.register(spec("a"), spec("b"))
     cluster.ask("a")
     cluster.run(7)
+    cluster.ask("a", 60)
     cluster.ask("b")
     waits = cluster.step()
     assert not waits.commands
     assert waits.unplaced == ["b"]
     assert "waits for memory" in waits.placements["b"].reason
     assert waits.placements["b"].code == ""
-    cluster.run(40)
+    cluster.run(10)
+    assert cluster.serving("a")
+    cluster.run(20)
     assert cluster.serving("b")
 
 
