@@ -35,8 +35,8 @@ def read_card(
     `ModelLoadError`."""
     bundle = read_bundle(directory, checked=checked)
     prompts, default_prompt = read_prompts(directory)
-    config = _read_json(directory / "config.json")
-    generation = _read_json(directory / "generation_config.json")
+    config = read_json(directory / "config.json")
+    generation = read_json(directory / "generation_config.json")
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
@@ -59,7 +59,7 @@ def read_card(
 def encoder_config(directory: Path) -> Any:
     """The transformers configuration of the encoder in `directory`; None: the model is none. Raises
     `ModelLoadError`."""
-    if _read_json(directory / "config.json").get("model_type") not in ENCODERS:
+    if read_json(directory / "config.json").get("model_type") not in ENCODERS:
         return None
     from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
 
@@ -81,7 +81,7 @@ def read_bundle(directory: Path, *, checked: bool = False) -> bytes:
     if not checked:
         _check_tokenizer(directory / "tokenizer.json")
     for name in set(files) - {"tokenizer.json", "chat_template.jinja"}:
-        _read_json(directory / name)
+        read_json(directory / name)
     return encode(TokenizerBundle(files))
 
 
@@ -94,7 +94,7 @@ def _check_tokenizer(path: Path) -> None:
         raise ModelLoadError(f"The file {path} cannot be used ({error}); fetch the model again.") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

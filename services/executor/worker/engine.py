@@ -41,9 +41,9 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.kv_transfer.endpoint import RankEndpoint
-from services.executor.model.card import encoder_config, read_card
+from services.executor.model.card import encoder_config, read_card, read_json
 from services.executor.model.loading.checkpoints import resolve_model
-from services.executor.model.pooling import read_vectors
+from services.executor.model.pooling import is_classifier, read_vectors
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
@@ -54,12 +54,14 @@ from services.executor.worker.weights import Share, context_of, load_share
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import ModelCard
 from shared.model_store.locks import hold_model
+from shared.models import linked_gguf
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # they import Triton, which not every host has, or take their time
     from services.executor.gpu.sampling import Pending
     from services.executor.gpu.steps import StepLimits
     from services.executor.model.adapters.targets import AdapterTarget
+    from services.executor.model.loading.output_heads import ClassHead
     from services.executor.worker.encoder import EncoderRunner
 
 log = structlog.get_logger(__name__)
@@ -190,7 +192,7 @@ class RingEngine:
         self._totals.communication_seconds = self._loaded.collectives.busy_seconds - self._said_before
 
     def pooled(self) -> Floats:
-        return self._loaded.runner.pooled
+        return self._loaded.pooled
 
     def scored(self) -> Scores:
         return self._loaded.runner.scored
@@ -249,11 +251,20 @@ class RingMember:
         collectives: Collectives,
         engine_spec: EngineSpec,
         share: Share,
+        head: "ClassHead | None" = None,
     ) -> None:
+        """`head`: a decoder's, of classes."""
         self.share = share
+        self._head = head
         self.runner = runner
         self.collectives = collectives
         self.engine_spec = engine_spec
+
+    @property
+    def pooled(self) -> Floats:
+        """`Engine.pooled`"""
+        found = self.runner.pooled
+        return found if self._head is None else self._head.logits(found)
 
     @classmethod
     def load(
@@ -309,15 +320,12 @@ class RingMember:
         collectives.barrier()
         laps.over("others")
         log.info("rank_loaded", cached=share.is_cached, kv_bytes=storage.store.nbytes, **laps.seconds)
-        vectors = read_vectors(directory)
+        head, task_facts = _tasks(directory, share.facts.hidden_size)
         engine_spec = EngineSpec(
             settings.block_size,
             storage.blocks.hot,
             context,
             runner.vocab_size,
-            pooling=vectors.pooling,
-            embedding_size=share.facts.hidden_size,
-            normalized=vectors.normalized,
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=share.imports,
@@ -327,8 +335,34 @@ class RingMember:
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
             **storage.facts,
+            **task_facts,
         )
-        return cls(runner, collectives, engine_spec, share)
+        return cls(runner, collectives, engine_spec, share, head)
+
+
+def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[str, Any]]":
+    """What the decoder in `directory` does beside generating, or in its place: its classification head, and fields of
+    an `EngineSpec`. Raises `ModelLoadError`."""
+    described = read_json(directory / "config.json")
+    embeds = (directory / "modules.json").is_file() and not linked_gguf(directory)
+    generates, head = True, None
+    if embeds or is_classifier(described):
+        from services.executor.model.loading.loader import (
+            load_config,
+        )  # with transformers, which takes seconds
+        from services.executor.model.loading.output_heads import has_output_layer, read_class_head
+        from services.executor.model.loading.weight_files import WeightFiles
+
+        config = load_config(directory)
+        head = read_class_head(directory, config)
+        with WeightFiles(directory) as files:
+            generates = has_output_layer(directory, config, files.shapes)
+    if head is not None:
+        classes = {"labels": head.labels, "activation": head.activation}
+        return head, {"pooling": "last", "generates": False, **classes}
+    vectors = read_vectors(directory)
+    size = {"embedding_size": hidden_size, "normalized": vectors.normalized}
+    return None, {"pooling": vectors.pooling, "generates": generates, **size}
 
 
 class _Storage(NamedTuple):

@@ -45,6 +45,7 @@ from services.executor.model.configuration import (
     check_layer_types,
 )
 from services.executor.model.loading.gguf_weights import GgufWeights
+from services.executor.model.loading.output_heads import SCORE, has_output_layer
 from services.executor.model.loading.prediction_heads import heads_among, is_of_heads
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
@@ -67,6 +68,7 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
+from services.executor.model.pooling import is_classifier
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
@@ -195,6 +197,8 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, _open(directory, find) as files:
+        if isinstance(files, WeightFiles) and not has_output_layer(directory, config, files.shapes):
+            config.tie_word_embeddings = True  # one is built that nobody asks
         model, ties = _build(config, dtype)
         if isinstance(files, GgufWeights):
             sources = files.sources(model)
@@ -376,6 +380,7 @@ def _check_leftovers(
     directory: Path,
 ) -> None:
     """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
+    config: Any = model.config
     known = {name for parameter in parameters for name in parameter.names}
     for name, module in model.named_modules():
         known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
@@ -385,7 +390,7 @@ def _check_leftovers(
     for name in sorted(sources.unused | (sources.parameters.keys() - known)):
         if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
             continue
-        if is_of_heads(name, model.config):
+        if is_of_heads(name, config) or (name == SCORE and is_classifier(config.to_dict())):
             continue
         if isinstance(files, WeightFiles) and _is_idle_bias(name, files):
             continue  # quantizers give every linear layer a bias, of zeros where the model has none
