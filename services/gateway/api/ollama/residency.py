@@ -22,6 +22,7 @@ from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.ollama.translation import names_of, not_found, seconds_of
 from shared.errors import DeadlineExceeded, RyzansteinError
+from shared.messages import ModelSpec
 from shared.registry import MAX_IDLE
 
 log = structlog.get_logger(__name__)
@@ -66,10 +67,16 @@ async def _kept(ask: Ask, name: str, seconds: float) -> bool:
         return True
     if seconds < 0:
         if not spec.pinned:
-            await ask.parts.management.patch(model, {"pinned": True}, None)
+            await ask.parts.catalog.registry.change(model, _pinned)
     elif spec.idle != min(seconds, MAX_IDLE):
         await ask.parts.management.patch(model, {"idle": min(seconds, MAX_IDLE)}, None)
     return False
+
+
+def _pinned(spec: ModelSpec) -> ModelSpec:
+    """An earlier unload, after which requests have loaded it again, is not repeated."""
+    action = "" if spec.action == "unload" else spec.action
+    return msgspec.structs.replace(spec, pinned=True, action=action)
 
 
 async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) -> str:
