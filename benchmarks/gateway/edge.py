@@ -111,7 +111,8 @@ def edge_parts() -> EdgeParts:
         return card
 
     named = Resolved(card.model)
-    catalog = cast(Any, SimpleNamespace(card=lambda _: card, listed=lambda: [card], resolve=lambda _: named))
+    known = {"card": lambda _: card, "listed": lambda: [card], "is_model": lambda _: True}
+    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda _: named))
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     parts = Parts(settings, cast(Any, answers), metrics)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))
@@ -120,7 +121,17 @@ def edge_parts() -> EdgeParts:
     backend = Backend(authenticator)
     limiter = Limiter(nobody, "gateway-edge", settings)
     intake = Intake(
-        parts, catalog, cold_starts, tokenizers, nobody, nobody, nobody, authenticator, limiter, nobody
+        parts,
+        catalog,
+        cold_starts,
+        tokenizers,
+        nobody,
+        nobody,
+        nobody,
+        authenticator,
+        limiter,
+        nobody,
+        nobody,
     )
     backend.open(BackendParts(intake, nobody, catalog, *[nobody] * 7))
 

@@ -139,20 +139,22 @@ def shared_frames(generations: int, frames: int) -> int:
     return calls.count
 
 
-def answered(tokens: int, *, stream: bool) -> int:
+_CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda tokens: _CHAT | {"max_tokens": tokens, "seed": 7},
+    "/api/chat": lambda tokens: _CHAT | {"options": {"num_predict": tokens, "seed": 7}},
+}
+"""The same chat of so many tokens, as each API asks for it."""
+
+
+def answered(tokens: int, *, stream: bool, path: str = "/v1/chat/completions") -> int:
     """Calls of a gateway that answers a chat of so many tokens, which come one by one; NATS and sockets left out."""
-    return asyncio.run(_answered(tokens, stream=stream))
+    return asyncio.run(_answered(tokens, stream=stream, path=path))
 
 
-async def _answered(tokens: int, *, stream: bool) -> int:
+async def _answered(tokens: int, *, stream: bool, path: str) -> int:
     parts = edge_parts()
-    fields = {
-        "model": "stub",
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": tokens,
-        "seed": 7,
-    }
-    body = json.dumps(fields | {"stream": stream}).encode()
+    body = json.dumps(BODIES[path](tokens) | {"stream": stream}).encode()
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -168,7 +170,7 @@ async def _answered(tokens: int, *, stream: bool) -> int:
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/chat/completions",
+        "path": path,
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
         "query_string": b"",
     }
@@ -222,6 +224,15 @@ def measure() -> dict[str, int]:
         "gateway: chat of 101 tokens, streamed, calls": lambda: answered(101, stream=True),
         "gateway: chat of 1 token, whole, calls": lambda: answered(1, stream=False),
         "gateway: chat of 101 tokens, whole, calls": lambda: answered(101, stream=False),
+        "gateway: Ollama's chat of 1 token, streamed, calls": lambda: answered(
+            1, stream=True, path="/api/chat"
+        ),
+        "gateway: Ollama's chat of 101 tokens, streamed, calls": lambda: answered(
+            101, stream=True, path="/api/chat"
+        ),
+        "gateway: Ollama's chat of 101 tokens, whole, calls": lambda: answered(
+            101, stream=False, path="/api/chat"
+        ),
     }
     counts = {}
     for name, work in works.items():

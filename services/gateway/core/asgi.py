@@ -153,11 +153,9 @@ class LineStream:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
-        if self._positions:
-            lines = [_with_position(*line[:2]) for line in lines]
-        body = b"".join([line[0] + b"\n" for line in lines])
+        body = b""
+        for data, identity, *_ in lines:
+            if self._positions and identity:
+                data = data[:-1] + b',"position":"%b"}' % identity
+            body += data + b"\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
-
-
-def _with_position(data: bytes, identity: bytes) -> tuple[bytes]:
-    return (data[:-1] + b',"position":"%b"}' % identity if identity else data,)

@@ -80,13 +80,13 @@ class OllamaFormat(Format):
         super().__init__([kind(record, item.request, tokenizer) for item in answer.generations])
         self._answer, self._tokenizer = answer, tokenizer
         self._head = _json.encode({"model": record.model_shown, "created_at": rfc3339(record.created)})[:-1]
-        self._began = self._first = time.perf_counter()
+        self._began = self._first = time.perf_counter_ns()
         self._open = True
         """Whether nothing has been shown yet."""
 
     def delta(self, index: int, piece: Piece) -> bytes:
         if self._open:
-            self._open, self._first = False, time.perf_counter()
+            self._open, self._first = False, time.perf_counter_ns()
         more = self._logprobs(piece.scored) if piece.scored else b""
         return b'%b,%b%b,"done":false}' % (self._head, self._said(piece), more)
 
@@ -114,15 +114,16 @@ class OllamaFormat(Format):
         )
 
     def _figures(self, tokens: int) -> dict[str, int]:
-        now = time.perf_counter()
+        """No time is 0: clients divide by it."""
+        now = time.perf_counter_ns()
         first = now if self._open else self._first
         return {
-            "total_duration": _nanoseconds(now - self._began),
+            "total_duration": max(1, now - self._began),
             "load_duration": 0,
             "prompt_eval_count": len(self._answer.generations[0].request.prompt),
-            "prompt_eval_duration": _nanoseconds(first - self._began),
+            "prompt_eval_duration": max(1, first - self._began),
             "eval_count": tokens,
-            "eval_duration": _nanoseconds(now - first),
+            "eval_duration": max(1, now - first),
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
@@ -163,11 +164,6 @@ class OllamaGenerateFormat(OllamaFormat):
         return b'"response":%b%b' % (_json.encode(piece.text), more)
 
 
-def _nanoseconds(seconds: float) -> int:
-    """At least 1: clients divide by it."""
-    return max(1, int(seconds * 1e9))
-
-
 def rfc3339(seconds: float) -> str:
     """Of unix time."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
@@ -184,7 +180,7 @@ class OllamaVectorFormat(Format):
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
         super().__init__(vector_outputs(answer))
         self._model = answer.record.model_shown
-        self._began = time.perf_counter()
+        self._began = time.perf_counter_ns()
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         vectors = [  # each encoded apart, as `VectorFormat` does
@@ -196,7 +192,7 @@ class OllamaVectorFormat(Format):
             {
                 "model": self._model,
                 "embeddings": vectors,
-                "total_duration": _nanoseconds(time.perf_counter() - self._began),
+                "total_duration": time.perf_counter_ns() - self._began,
                 "load_duration": 0,
                 "prompt_eval_count": usage.prompt_tokens,
             }

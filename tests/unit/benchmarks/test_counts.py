@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.regressions import counts
 
 
@@ -28,6 +30,15 @@ def test_more_work_is_a_larger_number() -> None:
     assert 1.9 * few < many < 2.1 * few
     few, many = counts.shared_frames(5, 4), counts.shared_frames(5, 8)
     assert 1.9 * few < many <= 2 * few, "a generation's first token may cost more than its next ones"
+
+
+@pytest.mark.parametrize("path", sorted(counts.BODIES))
+def test_an_answer_costs_as_much_through_every_api(path: str) -> None:
+    """A tenth more at most."""
+    for tokens, stream in ((1, True), (50, True), (50, False)):
+        counts.answered(tokens, stream=stream, path=path)  # what is made once and kept is made before
+        chat = counts.answered(tokens, stream=stream)
+        assert counts.answered(tokens, stream=stream, path=path) <= 1.1 * chat
 
 
 def test_only_functions_of_this_repository_count() -> None:

@@ -109,12 +109,12 @@ async def send_lines(ask: Ask, lines: AsyncGenerator[Progress, None]) -> None:
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:
-                await stream.write([(msgspec.json.encode(line),)])
-        await stream.write([(msgspec.json.encode(Progress("success")),)], end=True)
+                await stream.write([(msgspec.json.encode(line), b"")])
+        await stream.write([(msgspec.json.encode(Progress("success")), b"")], end=True)
     except (ClientGone, asyncio.CancelledError):
         raise
     except Exception as error:
         if stream.started:
             told = msgspec.json.encode(OLLAMA.describe(error, ask.request_id))
-            await stream.write([(told,)], end=True)
+            await stream.write([(told, b"")], end=True)
         raise

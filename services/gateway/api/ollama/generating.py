@@ -2,7 +2,7 @@
 
 import time
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.routing import Route
@@ -15,6 +15,7 @@ from services.gateway.api.openapi.operation import (
     GENERATING,
     GENERATING_HEADERS,
     POSITIONS,
+    ApiRoute,
     Operation,
 )
 from services.gateway.core.asgi import disconnected, send_json
@@ -29,7 +30,7 @@ from services.gateway.intake.ollama.schemas import (
 )
 from services.gateway.intake.record import Context
 from services.gateway.streams.ollama import OllamaVectorFormat, OneVectorFormat, rfc3339
-from services.gateway.streams.run import Run
+from shared.service.endpoints import Receive, Scope, Send
 
 TAG = "Ollama"
 CHAT_PATH, GENERATE_PATH = "/api/chat", "/api/generate"
@@ -103,24 +104,39 @@ AskedT = TypeVar(
 )
 
 
-async def chat(ask: Ask) -> object:
-    request, body, context = await _taken(ask, _chat)
-    if not request.messages:
-        reason = await load_or_unload(ask, request.model, request.keep_alive)
-        return _nothing(request.model, reason) | {"message": {"role": "assistant", "content": ""}}
-    async with staying(ask, request.model, request.keep_alive):
-        await _answer(ask, await _intake(ask).generation(request, body, context))
-    return None
+class AnswerRoute:
+    """/api/chat or /api/generate. One coroutine from the application to the stream, for each of them is resumed with
+    every token."""
 
+    def __init__(
+        self,
+        decoder: msgspec.json.Decoder[OllamaChatRequest] | msgspec.json.Decoder[OllamaGenerateRequest],
+        nothing: dict[str, object],
+        backend: Backend,
+        settings: GatewaySettings,
+    ) -> None:
+        """`nothing`: what an empty answer has."""
+        self._decoder: Any = decoder
+        self._nothing = nothing
+        self._backend = backend
+        self._settings = settings
 
-async def generate(ask: Ask) -> object:
-    request, body, context = await _taken(ask, _generate)
-    if not request.prompt:
-        reason = await load_or_unload(ask, request.model, request.keep_alive)
-        return _nothing(request.model, reason) | {"response": ""}
-    async with staying(ask, request.model, request.keep_alive):
-        await _answer(ask, await _intake(ask).generation(request, body, context))
-    return None
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ask, positions = Ask(self._backend, self._settings, scope, receive, send), wants_positions(scope)
+        request, body, context = await _taken(ask, self._decoder)
+        if not (request.messages if isinstance(request, OllamaChatRequest) else request.prompt):
+            reason = await load_or_unload(ask, request.model, request.keep_alive)
+            head = {"model": request.model, "created_at": rfc3339(time.time())}
+            await send_json(send, 200, head | self._nothing | {"done": True, "done_reason": reason})
+            return
+        async with staying(ask, request.model, request.keep_alive):
+            run = await _intake(ask).generation(request, body, context)
+            with reading(run, scope, receive):
+                await run.begin()
+                if run.stream:
+                    await stream(run, send, ask.request_id, positions=positions)
+                else:
+                    await send_json(send, 200, await run.collect())
 
 
 async def embed(ask: Ask) -> object:
@@ -149,7 +165,7 @@ async def embeddings(ask: Ask) -> object:
 
 async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
     """The request, with the model by the name that it has here, as it came, and what its headers say."""
-    parts, _ = ask.parts, wants_positions(ask.scope)
+    parts = ask.parts
     context = msgspec.structs.replace(
         context_of(ask.scope, ask.settings), gone=partial(disconnected, ask.receive)
     )
@@ -162,16 +178,6 @@ def _intake(ask: Ask) -> OllamaIntake:
     return OllamaIntake(ask.parts.intake, strict=ask.settings.strict_fields)
 
 
-async def _answer(ask: Ask, run: Run) -> None:
-    with reading(run, ask.scope, ask.receive):
-        positions = wants_positions(ask.scope)
-        await run.begin()
-        if run.stream:
-            await stream(run, ask.send, ask.request_id, positions=positions)
-        else:
-            await send_json(ask.send, 200, await run.collect())
-
-
 async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -> None:
     async with staying(ask, request.model, request.keep_alive):
         run = await _intake(ask).vectors(request, body, context)
@@ -180,15 +186,11 @@ async def _vectors(ask: Ask, request: Embedded, body: bytes, context: Context) -
             await send_json(ask.send, 200, await run.collect())
 
 
-def _nothing(model: str, reason: str) -> dict[str, object]:
-    """The line of a request that generates nothing."""
-    return {"model": model, "created_at": rfc3339(time.time()), "done": True, "done_reason": reason}
-
-
 def generating_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
+    message: dict[str, object] = {"message": {"role": "assistant", "content": ""}}
     return [
-        route(backend, settings, (CHAT, chat)),
-        route(backend, settings, (GENERATE, generate)),
+        ApiRoute(AnswerRoute(_chat, message, backend, settings), CHAT),
+        ApiRoute(AnswerRoute(_generate, {"response": ""}, backend, settings), GENERATE),
         route(backend, settings, (EMBED, embed)),
         route(backend, settings, (EMBEDDINGS, embeddings)),
     ]

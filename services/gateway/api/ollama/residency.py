@@ -35,6 +35,8 @@ SETTLE = 0.1
 
 def named(catalog: Catalog, given: str) -> str:
     """The name that a model, an alias or an adapter has here which a client calls `given`. Raises `RouteError`."""
+    if catalog.is_model(given):
+        return given
     for name in names_of(given):
         if catalog.is_model(name) or name in catalog.adapters.records:
             return name

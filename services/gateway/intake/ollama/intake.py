@@ -1,7 +1,5 @@
 """From a body of Ollama's API to a `Run`: translated, then the way of a chat completion, a completion or embeddings."""
 
-from typing import Literal
-
 import msgspec
 
 from services.gateway.core.errors import unsupported
@@ -28,6 +26,7 @@ from services.gateway.intake.record import Context
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.streams.run import Run
+from shared.messages.records import RecordedEndpoint
 
 Embedded = OllamaEmbedRequest | OllamaEmbeddingsRequest
 
@@ -42,12 +41,16 @@ class OllamaIntake:
 
     async def generation(self, request: Asked, body: bytes, context: Context) -> Run:
         """Raises as `Intake.prepare`."""
-        tell_ignored(checked(request), context.answer_headers, strict=self._strict)
-        context = msgspec.structs.replace(context, endpoint=endpoint_of(request))
+        if ignored := checked(request):
+            tell_ignored(ignored, context.answer_headers, strict=self._strict)
+        endpoint: RecordedEndpoint = "ollama.generate"
+        if isinstance(request, OllamaChatRequest):
+            endpoint = "ollama.chat"
+        context = msgspec.structs.replace(context, endpoint=endpoint)
         print_ = fingerprint(body) if context.key else ""
         with renamed(request):
             made = await self._translated(request, context)
-            return await self._intake.prepare_decoded(context.endpoint, made, context, print_)
+            return await self._intake.prepare_decoded(endpoint, made, context, print_)
 
     async def vectors(self, request: Embedded, body: bytes, context: Context) -> Run:
         """Raises as `Intake.prepare`."""
@@ -80,8 +83,3 @@ class OllamaIntake:
         return chat_of(
             request, request.model, thinking_of(request.think, request.model, traits, reasons=reasons)
         )
-
-
-def endpoint_of(request: Asked) -> Literal["ollama.chat", "ollama.generate"]:
-    """As its record names it."""
-    return "ollama.chat" if isinstance(request, OllamaChatRequest) else "ollama.generate"

@@ -75,7 +75,8 @@ def checked(request: Asked) -> list[str]:
     """The fields of `request` that change nothing. Raises `InvalidParameter` for the first that is not supported."""
     check_neutral(request)
     for index, message in enumerate(getattr(request, "messages", None) or ()):
-        check_neutral(message, f"messages[{index}].")
+        if message.images:
+            check_neutral(message, f"messages[{index}].")
     return [*ignored_fields(request), *ignored_options(request.options)]
 
 
