@@ -1,6 +1,6 @@
-"""`make pictures`: docs/images/console.png and docs/images/failover.svg, of a real run with SmolLM2.
+"""`make pictures`: docs/images/console*.png and docs/images/failover.svg, of a real run with SmolLM2.
 
-The screenshot needs Chromium; the recording is drawn by termtosvg (PyPI), which has an environment of its own.
+The screenshots need Chromium; the recording is drawn by termtosvg (PyPI), which has an environment of its own.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         with Stack(Path(directory) / "stack", "--replicas", "2", "--no-smoke-test") as stack:
             cast = record(stack, Path(directory))
-            (arguments.into / "console.png").write_bytes(asyncio.run(photograph(chromium, stack.url)))
+            asyncio.run(photograph(chromium, stack.url, arguments.into))
         drawn = arguments.into / "failover.svg"
         command = [arguments.termtosvg, "render", str(cast), str(drawn), *STYLE]
         subprocess.run(command, check=True)

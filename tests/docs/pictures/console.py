@@ -1,34 +1,94 @@
-"""A picture of the console: an answer that streams, two rings, a batch that has ended."""
+"""Pictures of the console: an example conversation, on a desk and on a phone, and a cluster at work."""
 
+import asyncio
 import base64
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 
-from tests.e2e.browser import run_browser
+from tests.e2e.browser import Browser, Tab, run_browser
 
-QUESTION = "Tell me a long story about a lighthouse keeper and his dog."
+EXAMPLE = Path(__file__).with_name("example.json")
 LINES = 12
+WAVES = 8
+"""Of requests, for the charts."""
+WAVE = 8.0
+"""Seconds from one to the next."""
 
 
-async def photograph(chromium: str, url: str) -> bytes:
-    """PNG."""
-    submit_batch(url)
-    async with run_browser(chromium) as browser, browser.tab(f"{url}/") as tab:
+async def photograph(chromium: str, url: str, into: Path) -> None:
+    """Writes console.png, console-phone.png and console-cluster.png."""
+    await asyncio.to_thread(submit_batch, url)
+    async with run_browser(chromium) as browser:
+        await _chat(browser, url, into)
+        async with browser.tab(f"{url}/#cluster") as tab:
+            await _size(tab, 1200, 760)
+            async with _work(url):
+                await _write(tab, into / "console-cluster.png")
+
+
+async def _chat(browser: Browser, url: str, into: Path) -> None:
+    async with browser.tab(f"{url}/") as tab:
+        await _size(tab, 1200, 860)
         await tab.until("document.getElementById('model').value !== ''")
-        for field, value in (("limit", "400"), ("system", "You are a helpful assistant.")):
-            place = f"document.getElementById('{field}')"
-            await tab.run(
-                f"{place}.value = '{value}', {place}.dispatchEvent(new Event('input', {{bubbles: true}}))"
-            )
-        await tab.run("document.getElementById('prompt').focus()")
-        await tab.type(QUESTION)
-        await tab.press("Enter", 13, "\r")
-        text = "(document.querySelector('#transcript > li:last-child .body')?.textContent ?? '')"
-        await tab.until(f"{text}.length > 250", 120)
-        picture = await tab.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(picture["data"])
+        await tab.run(
+            "(() => { const given = new DataTransfer();"
+            f"given.items.add(new File([{json.dumps(_example())}], 'example.json'));"
+            "const field = document.getElementById('import-file'); field.files = given.files;"
+            "field.dispatchEvent(new Event('change')); })()"
+        )
+        await tab.until("document.querySelector('#conversations a') !== null")
+        await tab.run("document.querySelector('#conversations a').click()")
+        await tab.until("document.querySelectorAll('#transcript math').length === 2")
+        await tab.run("document.activeElement.blur()")
+        await _write(tab, into / "console.png")
+        await _size(tab, 360, 740, mobile=True)
+        await tab.until("getComputedStyle(document.getElementById('side')).visibility === 'hidden'")
+        await _write(tab, into / "console-phone.png")
+
+
+def _example() -> str:
+    """The conversation, as of today."""
+    content = json.loads(EXAMPLE.read_text())
+    (conversation,) = content["conversations"]
+    now = int(time.time() * 1000)
+    conversation |= {"created": now, "updated": now}
+    for node in conversation["nodes"].values():
+        node["at"] += now
+    return json.dumps(content)
+
+
+async def _size(tab: Tab, width: int, height: int, *, mobile: bool = False) -> None:
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+    await tab.call("Emulation.setDeviceMetricsOverride", **size)
+    await tab.until(f"innerWidth === {width}")
+
+
+async def _write(tab: Tab, path: Path) -> None:
+    picture = await tab.call("Page.captureScreenshot", format="png")
+    await asyncio.to_thread(path.write_bytes, base64.b64decode(picture["data"]))
+
+
+@contextlib.asynccontextmanager
+async def _work(url: str) -> AsyncIterator[None]:
+    """Waves of generations, the last of which is under way."""
+    async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=120, trust_env=False) as client:
+        model = (await client.get("/models")).json()["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400}
+        tasks: list[asyncio.Task[httpx.Response]] = []
+        for wave in range(WAVES):
+            tasks += [
+                asyncio.create_task(client.post("/chat/completions", json=body)) for _ in range(wave % 4 + 1)
+            ]
+            await asyncio.sleep(WAVE)
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def submit_batch(url: str) -> None:

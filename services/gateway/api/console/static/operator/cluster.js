@@ -35,7 +35,7 @@ export class ClusterPage {
 
   constructor() {
     const place = $("charts");
-    this.tokens = new Chart(place, "Tokens/s of your generations here", whole);
+    this.tokens = new Chart(place, "Your tokens/s at this gateway", whole);
     this.decoding = new Chart(place, "Tokens/s decoded by rings", whole);
     this.kv = new Chart(place, "KV cache used", percent, 1);
     this.queue = new Chart(place, "Waiting requests", whole);
