@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.routing import BaseRoute
 
 from services.gateway.api.anthropic.messages import EXAMPLE, TAG
@@ -24,11 +25,11 @@ from services.gateway.api.dialects import MESSAGES, AnthropicError
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
-from services.gateway.batches.lines import AT_ONCE, Checker, Line, LineSplitter
+from services.gateway.batches.lines import AT_ONCE, CUSTOM_ID_CHARACTERS, Checker, Line, LineSplitter
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header
-from services.gateway.core.errors import InvalidParameter, RouteError, missing
+from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.core.pagination import NeighbourQuery, neighbours
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.anthropic.schemas import MessagesRequest
@@ -46,14 +47,14 @@ _KEYS_OF = "messages "
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    custom_id: str
+    custom_id: Annotated[str, Meta(min_length=1, max_length=CUSTOM_ID_CHARACTERS)]
     params: MessagesRequest
 
 
 class MessageBatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST /v1/messages/batches."""
 
-    requests: list[BatchRequest]
+    requests: Annotated[list[BatchRequest], Meta(min_length=1)]
 
 
 class _RawRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,7 +65,7 @@ class _RawRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _RawCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As `MessageBatchCreate`: each request is read by itself."""
 
-    requests: list[_RawRequest]
+    requests: Annotated[list[_RawRequest], Meta(min_length=1)]
 
 
 class MessageBatch(msgspec.Struct):
@@ -167,8 +168,6 @@ async def create(ask: Ask) -> dict[str, Any]:
     key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
     body = await ask.body(ask.settings.body_limit)
     given = decode(body, _decoder)
-    if not given.requests:
-        raise missing("requests", "at least one request")
     batches, key, print_ = ask.parts.batches, _KEYS_OF + key if key else "", fingerprint(body) if key else ""
     if key and (known := await batches.known(ask.principal, key, print_)) is not None:
         return batch_object(known)

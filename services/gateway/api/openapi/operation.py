@@ -187,6 +187,7 @@ _EXAMPLES = {
     "response": "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "file": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "batch": "batch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+    "message_batch": "msgbatch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
 }
 _NAMED = {
     "model": "The model's name; slashes in it may stay as they are.",
@@ -196,5 +197,5 @@ _NAMED = {
 
 def _named(name: str) -> Parameter:
     """What a path names by `name`."""
-    about = _NAMED.get(name, f"The {name}'s id.")
+    about = _NAMED.get(name, f"The {name.replace('_', ' ')}'s id.")
     return Parameter(name, about, {"type": "string", "minLength": 1}, "path", _EXAMPLES.get(name))

@@ -40,12 +40,13 @@ DEEP = (
     *("format", "think", "raw"),
 )
 """Fields whose values have a language of their own."""
-_ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
+_ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|msg_|msgbatch_|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
 KINDS = {
-    "generation": ("chatcmpl-", "cmpl-"),
+    "generation": ("chatcmpl-", "cmpl-", "msg_"),
     "response": ("resp_",),
     "file": ("file-",),
     "batch": ("batch_",),
+    "message_batch": ("msgbatch_",),
 }
 """How the ids begin that a part of a path may be."""
 _count = itertools.count()
@@ -116,10 +117,24 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
         body.pop("previous_response_id", None) is not None or isinstance(body.get("input"), list)
     ):
         body["input"] = "Hi"
+    if path.startswith("/v1/messages"):
+        _fit_messages(body, number)
     if path == "/v1/batches":
         if number % 4:
             body["input_file_id"] = FILE
         body["completion_window"] = f"{1 + number % 7}{'smhd'[number % 4]}"  # the most of it is a setting
+
+
+def _fit_messages(body: dict[str, Any], number: int) -> None:
+    """Turns that may follow each other; the requests of a batch are for one model, under names of their own."""
+    body.pop("thinking", None)
+    body.pop("output_config", None)
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": "Hi"}] * (1 + number % 3)
+    for index, request in enumerate(body.get("requests") or []):
+        request["custom_id"] = f"{number}-{index}"
+        request["params"] = fitting(shallow(request["params"]) | {"model": MODEL, "stream": None})
+        _fit_messages(request["params"], number)
 
 
 def _know_places(case: Case, number: int) -> None:
