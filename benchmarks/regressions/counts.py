@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, cast
@@ -139,22 +140,26 @@ def shared_frames(generations: int, frames: int) -> int:
     return calls.count
 
 
-_CHAT: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}]}
-BODIES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "/v1/chat/completions": lambda tokens: _CHAT | {"max_tokens": tokens, "seed": 7},
-    "/api/chat": lambda tokens: _CHAT | {"options": {"num_predict": tokens, "seed": 7}},
+_ASKED: dict[str, Any] = {"model": "stub", "messages": [{"role": "user", "content": "x"}]}
+APIS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "chat": ("/v1/chat/completions", lambda tokens: {"max_tokens": tokens, "seed": 7}),
+    "Ollama's chat": ("/api/chat", lambda tokens: {"options": {"num_predict": tokens, "seed": 7}}),
+    "Anthropic's message": ("/v1/messages", lambda tokens: {"max_tokens": tokens}),
 }
-"""The same chat of so many tokens, as each API asks for it."""
+"""What answers the same in each API: its path, and what its body has beside model and messages for so many tokens."""
+DEARER = 0.10
+"""How many more calls an answer may cost in another API than as a chat."""
 
 
-def answered(tokens: int, *, stream: bool, path: str = "/v1/chat/completions") -> int:
-    """Calls of a gateway that answers a chat of so many tokens, which come one by one; NATS and sockets left out."""
-    return asyncio.run(_answered(tokens, stream=stream, path=path))
+def answered(tokens: int, *, stream: bool, api: str = "chat") -> int:
+    """Calls of a gateway that answers so many tokens, which come one by one; NATS and sockets left out."""
+    return asyncio.run(_answered(tokens, api, stream=stream))
 
 
-async def _answered(tokens: int, *, stream: bool, path: str) -> int:
+async def _answered(tokens: int, api: str, *, stream: bool) -> int:
     parts = edge_parts()
-    body = json.dumps(BODIES[path](tokens) | {"stream": stream}).encode()
+    path, fields = APIS[api]
+    body = json.dumps(_ASKED | fields(tokens) | {"stream": stream}).encode()
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -220,20 +225,13 @@ def measure() -> dict[str, int]:
         "executor: 100 decode steps of 1 sequence, calls": lambda: decode_steps(1, 100),
         f"executor: 100 decode steps of {AT_ONCE} sequences, calls": lambda: decode_steps(AT_ONCE, 100),
         f"gateway: 10 frames of {AT_ONCE} generations, calls": lambda: shared_frames(AT_ONCE, 10),
-        "gateway: chat of 1 token, streamed, calls": lambda: answered(1, stream=True),
-        "gateway: chat of 101 tokens, streamed, calls": lambda: answered(101, stream=True),
-        "gateway: chat of 1 token, whole, calls": lambda: answered(1, stream=False),
-        "gateway: chat of 101 tokens, whole, calls": lambda: answered(101, stream=False),
-        "gateway: Ollama's chat of 1 token, streamed, calls": lambda: answered(
-            1, stream=True, path="/api/chat"
-        ),
-        "gateway: Ollama's chat of 101 tokens, streamed, calls": lambda: answered(
-            101, stream=True, path="/api/chat"
-        ),
-        "gateway: Ollama's chat of 101 tokens, whole, calls": lambda: answered(
-            101, stream=False, path="/api/chat"
-        ),
     }
+    for api in APIS:
+        for tokens, said in ((1, "1 token"), (101, "101 tokens")):
+            for stream, how in ((True, "streamed"), (False, "whole")):
+                works[f"gateway: {api} of {said}, {how}, calls"] = partial(
+                    answered, tokens, stream=stream, api=api
+                )
     counts = {}
     for name, work in works.items():
         work()  # what is made once and kept is made before
@@ -257,6 +255,17 @@ def grown(recorded: dict[str, int], found: dict[str, int]) -> list[str]:
     return said + [f"{name}: recorded, and made no more" for name in recorded if name not in found]
 
 
+def dearer(found: dict[str, int]) -> list[str]:
+    """A sentence for each answer that costs more in another API than it may."""
+    said = []
+    for name, count in found.items():
+        api = next((api for api in APIS if name.startswith(f"gateway: {api} of ")), "chat")
+        chat = found.get(name.replace(f"gateway: {api} of ", "gateway: chat of "), count)
+        if count > chat * (1 + DEARER):
+            said.append(f"{name}: {count:,}, as a chat {chat:,}; at most {DEARER:.0%} more")
+    return said
+
+
 def load(path: Path = RECORDED) -> dict[str, int]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, int])
 
@@ -275,7 +284,10 @@ def main(
     if record:
         kept = {name: count for name, count in before.items() if name.endswith("messages")}
         RECORDED.write_text(json.dumps(found | kept, indent=2) + "\n")
-    elif said := grown(own, found):
+    if said := dearer(found):
+        print("\n".join(["More work than the same answer as a chat:", *said]))
+        raise typer.Exit(2)
+    if not record and (said := grown(own, found)):
         print("\n".join(["More work than was recorded (--record accepts it):", *said]))
         raise typer.Exit(2)
 

@@ -10,7 +10,7 @@ that brought it. So event n is the same for every reader on every gateway, and a
 """
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -105,7 +105,8 @@ class MessageEvents:
 
     def finish(self, reason: str, stop: StopReason, usage: Usage) -> None:
         """The model has ended: with OpenAI's finish reason, perhaps at a stop string."""
-        self._close()
+        if self._block is not None:
+            self._close(self._block)
         if isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         elif reason == "length":
@@ -126,7 +127,8 @@ class MessageEvents:
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> None:
         """What was being written is done."""
-        self._close()
+        if self._block is not None:
+            self._close(self._block)
         index = len(self._done)
         self._kind, self._block = kind, {"type": kind, **fields}
         self._template = b'{"type":"content_block_delta","index":%d,"delta":' % index + _DELTAS[kind] + b"}"
@@ -142,15 +144,13 @@ class MessageEvents:
             self._new.append(Chunk(data, b"%d" % self.count, b"content_block_delta"))
             self.count += 1
 
-    def _close(self) -> None:
-        if self._block is None:
-            return
+    def _close(self, block: dict[str, Any]) -> None:
         index = len(self._done)
         if self._kind == "thinking":
             delta = b'{"type":"content_block_delta","index":%d,"delta":%b}' % (index, _SIGNATURE)
             self._event(b"content_block_delta", delta)
         self._event(b"content_block_stop", b'{"type":"content_block_stop","index":%d}' % index)
-        self._done.append(self._whole(self._block))
+        self._done.append(self._whole(block))
         self._block, self._kind, self._texts = None, "", []
 
     def _whole(self, block: dict[str, Any]) -> dict[str, Any]:
@@ -218,10 +218,10 @@ class MessageRun(Run):
                 reason="invalid_position",
             )
 
-    async def collect(self) -> bytes:
+    def collect(self) -> Coroutine[Any, Any, bytes]:
         """As `Run.collect`."""
         self._told = self.answer.record.parsing is not None
-        return await super().collect()
+        return super().collect()
 
     @property
     def position(self) -> str:
@@ -235,22 +235,18 @@ class MessageRun(Run):
         tokens, output, events = entry.tokens, self._output, self._events
         if tokens and self._metrics is not None:
             self._observe(choice, self._metrics)
-        if len(tokens) == 1 and not entry.finish and tokens[0] not in self._stop_token_ids:
-            output.feed(entry)
+        alone = not tokens or (
+            len(tokens) == 1 and not entry.finish and tokens[0] not in self._stop_token_ids
+        )
+        for part in (entry,) if alone else each_token(entry, self._stop_token_ids):
+            output.feed(part)
             self._show(output.take())
-            if not output.finish:
+            if output.finish:
+                events.finish(output.finish, output.stop_reason, self._usage())
+                self._open = 0
+                if self._answers is not None:
+                    self._answers.end_choice(self.answer, choice)
                 return
-        else:
-            for part in each_token(entry, self._stop_token_ids):
-                output.feed(part)
-                self._show(output.take())
-                if output.finish:
-                    break
-        if output.finish:
-            events.finish(output.finish, output.stop_reason, self._usage())
-            self._open = 0
-            if self._answers is not None:
-                self._answers.end_choice(self.answer, choice)
 
     def _show(self, piece: Piece) -> None:
         events = self._events

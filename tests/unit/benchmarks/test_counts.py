@@ -57,3 +57,15 @@ def test_what_has_grown_is_named() -> None:
     ]
     assert counts.grown({"a, calls": 1000}, {"a, calls": 1031}) == ["a, calls: 1,031, recorded 1,000"]
     assert counts.grown({"a, calls": 1000}, {"a, calls": 1}) == []
+
+
+def test_an_answer_costs_about_the_same_in_each_api() -> None:
+    found = {
+        "gateway: chat of 1 token, whole, calls": 100,
+        "gateway: Ollama's chat of 1 token, whole, calls": 110,
+    }
+    assert counts.dearer(found | {"executor: steps, calls": 9}) == []
+    found["gateway: Ollama's chat of 1 token, whole, calls"] = 111
+    assert counts.dearer(found) == [
+        "gateway: Ollama's chat of 1 token, whole, calls: 111, as a chat 100; at most 10% more"
+    ]

@@ -48,15 +48,16 @@ def chat_messages(
     calls: dict[str, str] = {}
     """Calls of the turn before, which the next one answers, and where they stand."""
     for role, blocks in _turns(messages):
-        if role != "user":
-            _check_answered(calls)
+        if calls and role != "user":
+            raise _unanswered(calls)
         if role == "assistant":
             shown.append(_assistant(blocks, calls))
-        else:
-            shown += _other(role, blocks, calls)
-        if role == "user":
-            _check_answered(calls)
-    _check_answered(calls)
+            continue
+        shown += _other(role, blocks, calls)
+        if calls:
+            raise _unanswered(calls)
+    if calls:
+        raise _unanswered(calls)
     return shown
 
 
@@ -165,14 +166,13 @@ def _check_role(path: str, block: Block, role: str) -> None:
         raise _wrong(path, f"a {kind} block belongs into a message of the role '{whose}', not '{role}'.")
 
 
-def _check_answered(calls: dict[str, str]) -> None:
-    if calls:
-        identity, path = next(iter(calls.items()))
-        raise _wrong(
-            path,
-            f"the tool_use '{identity[:64]}' has no tool_result in the user's message after it; send one for each "
-            "tool_use, or leave both out.",
-        )
+def _unanswered(calls: dict[str, str]) -> InvalidParameter:
+    identity, path = next(iter(calls.items()))
+    return _wrong(
+        path,
+        f"the tool_use '{identity[:64]}' has no tool_result in the user's message after it; send one for each "
+        "tool_use, or leave both out.",
+    )
 
 
 def _wrong(path: str, what: str) -> InvalidParameter:
