@@ -41,6 +41,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """Seconds until the first request could be taken; 0: at once, or not known."""
     failed_at: float = 0.0
     """Unix seconds of the failure; 0: it has not failed."""
+    waiting: int = 0
+    """Requests that wait until it is loaded, in all queues; about, where they are many."""
 
     @property
     def ready(self) -> bool:

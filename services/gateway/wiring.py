@@ -80,7 +80,7 @@ class Work:
         retention = RETENTION_FACTOR * settings.journal_max_age
         adapters = self._adapters = AdapterRegistry(bus, retention)
         catalog = self.catalog = Catalog(bus, models, adapters, on_card=tokenizers.prefetch)
-        cold = self._cold_starts = ColdStarts(bus, instance, settings, catalog)
+        cold = self._cold_starts = ColdStarts(bus, instance, settings, catalog, metrics.held)
         runs = Runs(catalog, tokenizers)
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
         store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)

@@ -252,6 +252,9 @@ class ModelPlacement(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sentence: why it is not placed, and what would have to go."""
     cordoned: list[str] = []
     """Groups of it that get no new requests: they make room for another model as soon as nothing runs in them."""
+    waiting: int = 0
+    """Requests that wait for a model that no group serves, in queues and gateways: a few are counted, many are rounded
+    up, so that each of them is no change."""
 
 
 class WaitingModel(msgspec.Struct, frozen=True, omit_defaults=True):

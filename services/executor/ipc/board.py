@@ -80,6 +80,8 @@ class Totals(ctypes.Structure):
     preemptions: int
     drafted_tokens: int
     accepted_tokens: int
+    adapter_loads: int
+    adapter_evictions: int
 
     def as_dict(self) -> dict[str, int | float]:
         return {name: getattr(self, name) for name, *_ in self._fields_}

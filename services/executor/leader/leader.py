@@ -329,6 +329,7 @@ class Leader:
         totals, batcher = self._board.totals, self._batcher
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
+        totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
         return load
 
     def _add(self, request: GenerationRequest) -> Refusal | None:

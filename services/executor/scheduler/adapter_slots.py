@@ -40,6 +40,10 @@ class AdapterSlots:
     def __init__(self, slots: int) -> None:
         self.empty = True
         """Whether no sequence has had an adapter so far: then steps need none of this."""
+        self.loads = 0
+        """Adapters that were given a slot."""
+        self.evictions = 0
+        """Of these, those that took it from another."""
         self._slots = [_Slot() for _ in range(slots)]
         self._by_digest: dict[str, int] = {}
         self._count = 0
@@ -82,7 +86,8 @@ class AdapterSlots:
         assert at != NO_SLOT, "nobody may take a slot where all are in use"
         slot = self._slots[at]
         if slot.digest != digest:
-            self._by_digest.pop(slot.digest, None)
+            self.loads += 1
+            self.evictions += self._by_digest.pop(slot.digest, None) is not None
             slot.digest, self._by_digest[digest], self._loads[at] = digest, at, digest
         slot.users += 1
         self.empty = False

@@ -406,6 +406,16 @@ class ContinuousBatcher:
         return self._planner.preemptions
 
     @property
+    def adapter_loads(self) -> int:
+        """Adapters that were read into a slot."""
+        return self._planner.slots.loads
+
+    @property
+    def adapter_evictions(self) -> int:
+        """Adapters whose slot another was read into."""
+        return self._planner.slots.evictions
+
+    @property
     def cached_tokens(self) -> int:
         return self._tables.cached_tokens
 

@@ -262,6 +262,10 @@ def _gauges(board: RingBoard) -> dict[str, tuple[str, float]]:
         "kv_blocks": ("KV blocks in all.", load.total_blocks),
         "kv_used_ratio": ("Share of the KV blocks that are in use, 0 to 1.", used),
         "slots": ("Largest number of sequences in the batch.", load.slots),
+        "adapters_in_memory": (
+            "LoRA adapters in the memory of the ranks.",
+            board.totals.adapter_loads - board.totals.adapter_evictions,
+        ),
     }
 
 
@@ -281,6 +285,11 @@ def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
         "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
         "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),
         "accepted_tokens": ("Draft tokens that were accepted.", totals.accepted_tokens),
+        "adapter_loads": ("LoRA adapters read into the memory of the ranks.", totals.adapter_loads),
+        "adapter_evictions": (
+            "LoRA adapters whose place in the memory of the ranks another took.",
+            totals.adapter_evictions,
+        ),
     }
 
 

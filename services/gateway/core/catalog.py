@@ -223,6 +223,8 @@ class Catalog:
         plan = self.registry.placements.get(model)
         if plan is None or status.ready:
             return status
+        if plan.waiting:
+            status = msgspec.structs.replace(status, waiting=plan.waiting)
         left = plan.expected_at - self._clock()
         if left > 0:
             state = "loading" if status.state in ("unloaded", "sleeping", "failed") else status.state

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
+from prometheus_client import Gauge
 
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
@@ -45,18 +46,22 @@ class _Model:
         self.wanted = 0
         """Others that wait for a group of it and are in no queue: lines of batches."""
         self.since = time.time()
-        self.waiters: set[asyncio.Future[ModelCard]] = set()
+        self.waiters: dict[asyncio.Future[ModelCard], None] = {}
+        """In the order of their coming."""
 
 
 class ColdStarts:
     """One per gateway."""
 
-    def __init__(self, bus: Bus, gateway: str, settings: GatewaySettings, catalog: Catalog) -> None:
-        """`gateway`: its instance, by which schedulers tell demands apart."""
+    def __init__(
+        self, bus: Bus, gateway: str, settings: GatewaySettings, catalog: Catalog, held: Gauge
+    ) -> None:
+        """`gateway`: its instance, by which schedulers tell demands apart; `held`: shows how many wait, by model."""
         self._bus = bus
         self._gateway = gateway
         self._settings = settings
         self._catalog = catalog
+        self._shown = held
         self._models: dict[str, _Model] = {}
         self._told: set[str] = set()
         self._asked = asyncio.Event()
@@ -114,7 +119,7 @@ class ColdStarts:
         gone: Callable[[], Awaitable[object]] | None,
     ) -> ModelCard:
         waiter = asyncio.get_running_loop().create_future()
-        held.waiters.add(waiter)
+        held.waiters[waiter] = None
         watcher = asyncio.ensure_future(gone()) if gone is not None else None
         try:
             await asyncio.wait(
@@ -127,9 +132,9 @@ class ColdStarts:
                 return card
             if watcher is not None and watcher.done():
                 raise ClientGone
-            raise self._too_late(model)
+            raise self._too_late(model, list(held.waiters).index(waiter))
         finally:
-            held.waiters.discard(waiter)
+            held.waiters.pop(waiter, None)
             waiter.cancel()
             if watcher is not None:
                 watcher.cancel()
@@ -163,13 +168,15 @@ class ColdStarts:
             return ModelLoadFailed(plan.reason) if isinstance(error, InternalError) else error
         return None
 
-    def _too_late(self, model: str) -> NoGroupAvailable:
+    def _too_late(self, model: str, before: int) -> NoGroupAvailable:
+        """`before`: requests that came before and wait too."""
         status = self._catalog.status(model)
         expected = status.expected_seconds
         why = f" ({status.reason.rstrip('.')})" if status.reason else ""
         soon = f"; it is expected in {expected:.0f} s" if expected else ""
+        ahead = f"; {before} requests wait that came before it" if before else ""
         return NoGroupAvailable(
-            f"The model '{model[:128]}' is {status.state}{why} and could not take the request in time{soon}.",
+            f"The model '{model[:128]}' is {status.state}{why} and could not take the request in time{soon}{ahead}.",
             retry_after=expected or 5,
         )
 
@@ -179,11 +186,13 @@ class ColdStarts:
         held = self._entry(model)
         held.requests += 1
         held.bytes += size
+        self._shown.labels(model).set(held.requests)
         try:
             yield held
         finally:
             held.requests -= 1
             held.bytes -= size
+            self._shown.labels(model).set(held.requests)
             self._forget(model, held)
 
     def _entry(self, model: str) -> _Model:
@@ -196,6 +205,8 @@ class ColdStarts:
     def _forget(self, model: str, held: _Model) -> None:
         if not held.requests and not held.wanted:
             self._models.pop(model, None)
+            with contextlib.suppress(KeyError):  # of batches alone it was never shown
+                self._shown.remove(model)
 
     def _check_room(self, model: str, size: int) -> None:
         """Raises `QueueFull` that names the bound."""

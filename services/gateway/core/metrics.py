@@ -111,6 +111,11 @@ class GatewayMetrics:
         for port, reasons in REFUSALS.items():
             for reason in reasons:
                 self.connections_refused.labels(port, reason)
+        self.held = gauge(
+            "held_requests",
+            "Requests that wait in the gateway until a model that was never loaded is; in no queue yet.",
+            ["model"],
+        )
         self._by_model: dict[str, ModelMetrics] = {}
 
     def connection_refused(self, port: str, reason: str) -> None:

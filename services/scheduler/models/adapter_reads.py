@@ -43,6 +43,7 @@ class AdapterReads:
         self._bus = bus
         self._bucket = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
         self._wanted = WantedAdapters(cluster)
+        self._registered: set[str] = set()
         self._reading = TaskSet("adapter_read_failed")
 
     async def start(self, spawn: Callable[..., object]) -> None:
@@ -53,16 +54,22 @@ class AdapterReads:
     async def stop(self) -> None:
         await self._reading.cancel()
 
-    def step(self, specs: Mapping[str, ModelSpec]) -> int:
-        """Begins what is due; returns how many adapters are wanted."""
+    def step(self, specs: Mapping[str, ModelSpec]) -> tuple[int, int]:
+        """Begins what is due; returns how many adapters are registered, and how many are wanted."""
         for reading in self._wanted.due(specs, time.time()):
             self._reading.spawn(self._read(reading), reading.name)
-        return len(self._wanted)
+        return len(self._registered), len(self._wanted)
 
     async def _follow(self) -> None:
         async for update in self._bucket.watch():
-            if update is not None:
-                self._wanted.note(*update)
+            if update is None:
+                continue
+            name, record = update
+            self._wanted.note(name, record)
+            if record is not None and record.digest:
+                self._registered.add(name)
+            else:
+                self._registered.discard(name)
 
     async def _read(self, reading: Reading) -> None:
         failed = False

@@ -258,7 +258,7 @@ class ModelController:
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
-                self._metrics.adapters_wanted.set(0)
+                self._metrics.adapters_are(0, 0)
             rest = (1 / LOOP_SHARE - 1) * took
             await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
@@ -277,7 +277,7 @@ class ModelController:
         for command in decisions.commands:
             self._sending.spawn(self._send(command), f"{command.host} {command.model}")
         self._metrics.unplaced.set(len(decisions.unplaced))
-        self._metrics.adapters_wanted.set(self._adapters.step(self._specs))
+        self._metrics.adapters_are(*self._adapters.step(self._specs))
         await self._say(decisions)
         return took
 

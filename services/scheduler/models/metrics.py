@@ -31,6 +31,9 @@ class ModelMetrics:
             "unplaced",
             "Models that are asked for and that no host can take; told by the scheduler that decides.",
         )
+        self.adapters = gauge(
+            "adapters", "LoRA adapters that are registered; told by the scheduler that decides."
+        )
         self.adapters_wanted = gauge(
             "adapters_wanted",
             "LoRA adapters that are declared and that no host has read yet; told by the scheduler that decides.",
@@ -38,6 +41,10 @@ class ModelMetrics:
         begin_at_zero(self.loads, [reason for reason in REASONS if reason in LOADS])
         begin_at_zero(self.unloads, [reason for reason in REASONS if reason not in LOADS])
         begin_at_zero(self.requests, ("hit", "cold"))
+
+    def adapters_are(self, registered: int, wanted: int) -> None:
+        self.adapters.set(registered)
+        self.adapters_wanted.set(wanted)
 
     def told(self, command: Command) -> None:
         """A host has taken the command."""

@@ -413,14 +413,15 @@ class ModelPlacer:
         hosts.update(self.cluster.loading(spec.name))
         moving = self._plans.any_victims(spec.name) or spec.action == "unload"
         cordoned = [one.group for one in replicas if moving and not one.idle and self._goes(spec, one)]
-        expected, refused = 0.0, None
+        expected, refused, waiting = 0.0, None, 0
         ready = any(replica.ready for replica in replicas)
         if not ready:
             expected = self._expected_at(spec.name, replicas, plans)
             refused = self._refused.get(spec.name) if not hosts else None
+            waiting = rounded(self._demand.get(spec.name, NO_DEMAND).waiting)
         code, reason = refused if refused is not None else ("", "")
         said = ModelPlacement(
-            spec.name, heapq.nsmallest(HOSTS_NAMED, hosts), expected, code, reason, sorted(cordoned)
+            spec.name, heapq.nsmallest(HOSTS_NAMED, hosts), expected, code, reason, sorted(cordoned), waiting
         )
         if ready and not moving:
             self._settled[spec.name] = spec, said
@@ -442,6 +443,12 @@ class ModelPlacer:
             if name not in known and (host := self.cluster.hosts.get(name)) is not None:
                 times.append(_later(self._now + self.cluster.load_seconds(model, host)))
         return max(_later(self._now), round(min(times))) if times else 0.0
+
+
+def rounded(count: int) -> int:
+    """The next of 0, 1, 2, 3, 4, 6, 8, 12, 16, ...: what grows fast is told seldom."""
+    step = 1 << max(0, count.bit_length() - 2) if count & (count - 1) else 1
+    return -(-count // step) * step
 
 
 def _later(moment: float) -> float:

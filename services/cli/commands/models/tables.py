@@ -46,6 +46,8 @@ def print_models(found: Snapshot, *, as_json: bool) -> None:
         source = spec.source if spec else "an executor's own"
         aliases = f" (also {', '.join(spec.aliases)})" if spec and spec.aliases else ""
         state = words(msgspec.structs.replace(status, reason=""))
+        if (placement := found.placements.get(name)) and placement.waiting and not status.ready:
+            state += f", {placement.waiting} waiting"
         rows.append(
             (name + aliases, state + pin, replicas_of(spec, status), memory, str(adapters[name]), source)
         )

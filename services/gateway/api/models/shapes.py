@@ -33,6 +33,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Why it has failed, or is not loaded."""
     expected_at: float | None
     """Unix seconds at which it is expected to take requests."""
+    expected_seconds: float | None
+    """Until then."""
+    waiting: int
+    """Requests that wait until it is loaded, of everybody; rounded up where they are many. A new one is behind them."""
 
     @classmethod
     def of(cls, status: ModelStatus, spec: ModelSpec | None, now: float) -> "Status":
@@ -45,6 +49,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             replicas=status.replicas,
             reason=status.reason or None,
             expected_at=round(now + status.expected_seconds, 1) if coming else None,
+            expected_seconds=round(status.expected_seconds, 1) if coming else None,
+            waiting=status.waiting,
             progress=progress_of(status, spec),
             **failed,
         )

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ import pytest
 from openai.types import Batch
 
 from shared.config import CommonSettings
+from shared.errors import NoGroupAvailable
 from shared.messages import HostModel
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
@@ -110,6 +112,21 @@ async def test_a_model_that_is_removed_is_waited_for_no_longer(
     assert answer.status_code == 503
     assert "removed" in answer.json()["error"]["message"]
     assert (await http.post(CHAT, json=chat())).status_code == 404
+
+
+async def test_who_waited_in_vain_is_told_how_many_came_before(
+    cold: FakeHosts, gateway: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    waiting = [asyncio.create_task(http.post(CHAT, json=chat())) for _ in range(2)]
+    await until(lambda: held(gateway) == 2)
+    figure = partial(gateway.service.registry.get_sample_value, "ryzanstein_gateway_held_requests")
+    assert figure({"model": "cold"}) == 2
+    with pytest.raises(NoGroupAvailable, match=r"in time; 2 requests wait that came before it\."):
+        await gateway.service.work._cold_starts.card("cold", size=lambda: 1, deadline=time.time())
+    for one in waiting:
+        one.cancel()
+    await until(lambda: held(gateway) == 0)
+    assert figure({"model": "cold"}) is None
 
 
 @pytest.fixture

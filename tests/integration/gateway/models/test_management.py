@@ -67,6 +67,8 @@ async def test_the_list_has_registered_and_served_models_with_their_status(
         "replicas": 1,
         "reason": None,
         "expected_at": None,
+        "expected_seconds": None,
+        "waiting": 0,
     }
     assert [model["id"] for model in (await http.get("/models?reload=1")).json()["data"]] == ["cold", MODEL]
     assert (await client.models.retrieve("gpt-4")).id == "gpt-4"
@@ -85,6 +87,10 @@ async def test_the_list_has_registered_and_served_models_with_their_status(
     shown = await status(HostModel("cold", "loading", done=3, total=4, load_seconds=40))
     assert shown["progress"] == {"stages": ["text_model"], "current": "text_model", "value": 0.75}
     assert 8 < shown["expected_at"] - time.time() <= 10.1
+    assert shown["expected_seconds"] == 10.0
+    await hosts.place("cold", waiting=6)
+    await until(lambda: gateway.service.work.catalog.status("cold").waiting == 6)
+    assert (await http.get("/v1/models/cold")).json()["status"]["waiting"] == 6
     shown = await status(HostModel("cold", "failed", error="No weights.", failed_at=time.time()))
     assert (shown["value"], shown["failed"], shown["exit_code"]) == ("unloaded", True, 1)
     assert (shown["state"], shown["reason"]) == ("failed", "No weights.")
