@@ -8,7 +8,8 @@ lost. `dimensions` cuts a vector and brings it to length 1 again, as models are 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -37,7 +38,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     truncate_prompt_tokens: LastTokens | None = None
     """vLLM's, of each input."""
     truncation_side: Literal["left", "right"] | None = None
-    """Of an input that is truncated: which end of it goes; left out: the left one."""
+    """Of an input that is truncated: which end of it goes; left out: the left one, of an encoder the right one."""
+    prompt_name: str | None = None
+    """Which of the model's own prompts texts are put behind (`ModelCard.prompts`); left out: the default one."""
 
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
@@ -90,7 +93,8 @@ async def prompts_of(
 
     Raises `InvalidParameter`, `ContextLengthExceeded`, both with the input's index."""
     several = not isinstance(request.input, str)
-    texts = [one for one in given if isinstance(one, str)]
+    prefix = _prompt(request, card)
+    texts = [prefix + one for one in given if isinstance(one, str)]
     most = min(card.context_length, prompt_limit or card.context_length)
     for index, text in enumerate(() if request.truncate_prompt_tokens else texts):
         if len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
@@ -104,6 +108,7 @@ async def prompts_of(
                 f"{limit}, and '{name}' has {fewest} or more; shorten it.", param=name
             )
     encoded = iter(await tokenizer.encode_all(texts) if texts else ())
+    cut = await _cutting(request, tokenizer, card, most)
     prompts = []
     for index, one in enumerate(given):
         name = f"input[{index}]" if several else "input"
@@ -112,10 +117,7 @@ async def prompts_of(
         else:
             check_token_ids(name, one, card.vocab_size)
             tokens = one
-        if request.truncate_prompt_tokens:
-            count = request.truncate_prompt_tokens
-            count = count if count > 0 else card.context_length
-            tokens = tokens[:count] if request.truncation_side == "right" else tokens[-count:]
+        tokens = cut(tokens)
         if not tokens:
             raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
         if prompt_limit and len(tokens) > prompt_limit:
@@ -132,6 +134,47 @@ async def prompts_of(
             )
         prompts.append(tokens)
     return prompts
+
+
+def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
+    """What texts are put behind. Raises `InvalidParameter`."""
+    name = card.default_prompt if request.prompt_name is None else request.prompt_name
+    if not name and request.prompt_name is None:
+        return ""
+    if name not in card.prompts:
+        known = f"it has {', '.join(card.prompts)}" if card.prompts else "it has none"
+        raise _wrong(
+            "prompt_name", f"{card.model} has no prompt of that name, {known}; leave it out", "invalid_value"
+        )
+    return card.prompts[name]
+
+
+async def _cutting(
+    request: EmbeddingRequest, tokenizer: Tokenizer, card: ModelCard, most: int
+) -> Callable[[list[int]], list[int]]:
+    """What makes of an input's tokens those that are read; `most`: of the longest input."""
+    count = request.truncate_prompt_tokens
+    if not count:
+        return lambda tokens: tokens
+    around = await tokenizer.encode("") if card.bidirectional else []
+    side = request.truncation_side or ("right" if card.bidirectional else "left")
+    return partial(_cut, count=count if count > 0 else most, side=side, around=around)
+
+
+def _cut(tokens: list[int], *, count: int, side: str, around: list[int]) -> list[int]:
+    """`count` tokens at most, without the rest at `side`. `around`: the special tokens of an encoder's empty text,
+    which stay where they are."""
+    if len(tokens) <= count:
+        return tokens
+    alike = zip(around, tokens, strict=False)
+    before = next((at for at, (special, token) in enumerate(alike) if special != token), len(around))
+    behind = around[before:]
+    whole = bool(around) and count > len(around) and tokens[len(tokens) - len(behind) :] == behind
+    if not whole:
+        return tokens[:count] if side == "right" else tokens[-count:]
+    inner = tokens[before : len(tokens) - len(behind)]
+    left = count - len(around)
+    return [*tokens[:before], *(inner[:left] if side == "right" else inner[-left:]), *behind]
 
 
 def _wrong(param: str, what: str, reason: str) -> InvalidParameter:

@@ -48,6 +48,14 @@ class Rendered(NamedTuple):
         return "".join(self.pieces)
 
 
+class Pair(NamedTuple):
+    """Two texts as one prompt."""
+
+    tokens: list[int]
+    second_segment: int
+    """`GenerationRequest.second_segment`"""
+
+
 class ModelTokenizer:
     """A tokenizer of the `tokenizers` library with a chat template."""
 
@@ -134,6 +142,19 @@ class ModelTokenizer:
         """As `encode`, each of them."""
         size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
         return await self._encoding.run(size, lambda: self._encode(texts, special))
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Two texts as one prompt each, as the model's tokenizer joins them. Raises `QueueFull`."""
+        size = sum(len(first) + len(second) for first, second in pairs) + _EACH * len(pairs)
+        return await self._encoding.run(size, lambda: self._encode_pairs(pairs))
+
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        found = self._tokenizer.encode_batch_fast(list(pairs), add_special_tokens=True)
+        segments = [encoding.type_ids for encoding in found]
+        return [
+            Pair(encoding.ids, kinds.index(1) if 1 in kinds else 0)
+            for encoding, kinds in zip(found, segments, strict=True)
+        ]
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         """In a batch even alone: so the library lets go of the interpreter meanwhile, and leaves out offsets."""
@@ -227,6 +248,13 @@ class StubTokenizer:
 
     async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         return [await self.encode(text) for text in texts]
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Line by line."""
+        return [
+            Pair(await self.encode(f"{first}\n{second}"), len(await self.encode(first)) + 1)
+            for first, second in pairs
+        ]
 
     def fewest_tokens(self, text: str) -> int:
         return len(text)

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from services.gateway.intake.embeddings import _cut
 from services.gateway.streams import run
 from services.gateway.streams.embeddings import VectorFormat
 from shared.config import CommonSettings
@@ -198,3 +199,51 @@ async def test_each_model_does_its_own(http: httpx.AsyncClient, embedder: FakeRi
     for dimensions in (2, 4):
         answer = await http.post(PATH, json={"model": "encoder", "input": "a", "dimensions": dimensions})
         assert len(answer.json()["data"][0]["embedding"]) == dimensions
+
+
+async def test_texts_are_put_behind_the_models_prompts(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    prompts = {"query": "q:", "document": ""}
+    card = stub_card("asked", embedding_size=4, prompts=prompts, default_prompt="query")
+    await embedder.add_model(card)
+    await until_listed(http, "asked")
+    for name, sent in ((None, b"q:a"), ("query", b"q:a"), ("document", b"a")):
+        body = {"model": "asked", "input": ["a", "b"], "prompt_name": name}
+        assert (await http.post(PATH, json=body)).status_code == 200
+        assert sent in [bytes(request.prompt) for request in embedder.requests]
+        embedder.requests.clear()
+    await http.post(PATH, json={"model": "asked", "input": [[97]]})
+    assert embedder.requests[0].prompt == [97]
+    for model, message in (("asked", "it has query, document"), (MODEL, "it has none")):
+        refused = await http.post(PATH, json={"model": model, "input": "a", "prompt_name": "passage"})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"]) == (400, "prompt_name")
+        assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("count", "side", "kept"),
+    [
+        (5, "right", [101, 1, 2, 3, 102]),
+        (5, "left", [101, 4, 5, 6, 102]),
+        (2, "right", [101, 1]),
+        (2, "left", [6, 102]),
+        (9, "right", [101, 1, 2, 3, 4, 5, 6, 102]),
+    ],
+)
+def test_an_encoders_special_tokens_stay(count: int, side: str, kept: list[int]) -> None:
+    tokens = [101, 1, 2, 3, 4, 5, 6, 102]
+    assert _cut(tokens, count=count, side=side, around=[101, 102]) == kept
+    plain = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert _cut(plain, count=count, side=side, around=[101, 102]) == (
+        plain[:count] if side == "right" else plain[-count:]
+    )
+
+
+async def test_an_encoder_reads_the_beginning(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    card = stub_card("encoder", embedding_size=4, context_length=8, tasks=["embed"], bidirectional=True)
+    await embedder.add_model(card)
+    await until_listed(http, "encoder")
+    for fields, sent in (({}, b"much too"), ({"truncation_side": "left"}, b"too long")):
+        body = {"model": "encoder", "input": "much too long", "truncate_prompt_tokens": -1}
+        assert (await http.post(PATH, json=body | fields)).status_code == 200
+        assert bytes(embedder.requests[-1].prompt) == sent

@@ -129,6 +129,27 @@ def test_broken_files(change: dict[str, bytes]) -> None:
         ModelTokenizer({})
 
 
+async def test_pairs_are_joined_as_the_model_wants_them() -> None:
+    """BERT's second text is of another segment; a model that tells none apart has one."""
+    files = tiny_files()
+    described = json.loads(files["tokenizer.json"])
+    for second, segment in ((1, 4), (0, 0)):
+        described["post_processor"]["pair"] = [
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": second}},
+            {"SpecialToken": {"id": "<|end|>", "type_id": second}},
+        ]
+        tokenizer = ModelTokenizer(files | {"tokenizer.json": json.dumps(described).encode()})
+        (pair, other) = await tokenizer.encode_pairs([("ab", "c"), ("ab", "")])
+        first = await tokenizer.encode("ab")
+        assert pair.tokens[:4] == [*first, 1]
+        assert (len(pair.tokens), pair.second_segment) == (6, segment)
+        assert other.tokens == [*first, 1, 1]
+    assert await StubTokenizer().encode_pairs([("ab", "c")]) == [(list(b"ab\nc"), 3)]
+
+
 async def test_the_stub_is_bytes() -> None:
     stub = StubTokenizer()
     assert await stub.encode_rendered(await stub.render_chat(CHAT)) == list(b"Be kind.\nHi\n")
