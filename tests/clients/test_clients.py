@@ -2,9 +2,9 @@
 
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
-    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, litellm, instructor or lm-eval (the extra
-                               `clients`), with colons between them
-    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai` was run
+    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor or
+                               lm-eval (the extra `clients`), with colons between them
+    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama` was run
 
 A test whose client is nowhere is skipped, and says so.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ollama
 import pytest
 
 from services.cli.target import LocalSettings
@@ -79,14 +80,53 @@ def test_instructor(stack: Stack) -> None:
     assert {name: type(value) for name, value in seen["user"].items()} == {"name": str, "age": int}
 
 
-def test_openai_npm(stack: Stack) -> None:
+def run_node(package: str, program: str, stack: Stack) -> dict[str, Any]:
+    """Skips the test where nothing has the npm `package`."""
     modules = os.environ.get("RYZANSTEIN_CLIENTS_NODE", "")
     node = shutil.which("node")
-    if node is None or not (Path(modules) / "node_modules" / "openai").is_dir() or not modules:
+    if node is None or not (Path(modules) / "node_modules" / package).is_dir() or not modules:
         pytest.skip(
-            "NOT JUDGED BY the openai npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it"
+            f"NOT JUDGED BY the {package} npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it"
         )
-    seen = run(node, str(HERE / "use_openai_npm.mjs"), stack.url, MODEL, modules)
+    return run(node, str(HERE / program), stack.url, MODEL, modules)
+
+
+def test_ollama(stack: Stack) -> None:
+    client = ollama.Client(host=stack.url, timeout=30)
+    options = {"num_predict": 8, "seed": 7}
+    messages = [{"role": "user", "content": "Hi"}]
+    whole = client.chat(MODEL, messages, options=options)
+    parts = list(client.chat(MODEL, messages, options=options, stream=True))
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 8)
+    assert [one.model for one in client.list().models] == [f"{MODEL}:latest"]
+    assert [len(one) for one in client.embed(MODEL, ["Hi", "there"]).embeddings] == EMBEDDINGS
+
+
+def test_ollama_npm(stack: Stack) -> None:
+    seen = run_node("ollama", "use_ollama_npm.mjs", stack)
+    text, finish, tokens = seen["whole"]
+    assert (len(text), finish, tokens) == (8, "length", 8)
+    assert seen["streamed"] == [text, "length"]
+    assert seen["completion"] == 8
+    assert isinstance(seen["formatted"]["age"], int)
+    assert seen["embeddings"] == EMBEDDINGS
+    assert seen["models"] == seen["loaded"] == [f"{MODEL}:latest"]
+    assert seen["capabilities"] == ["completion", "tools", "embedding"]
+    assert seen["refused"] == [404, "model 'nobody' not found"]
+
+
+def test_langchain_ollama(stack: Stack) -> None:
+    seen = run(python_with("langchain_ollama"), str(HERE / "use_langchain_ollama.py"), stack.url, MODEL)
+    text, tokens = seen["whole"]
+    assert tokens == len(text) == 8
+    assert seen["streamed"] == text
+    assert len(seen["completion"]) == 4
+    assert seen["embeddings"] == EMBEDDINGS
+
+
+def test_openai_npm(stack: Stack) -> None:
+    seen = run_node("openai", "use_openai_npm.mjs", stack)
     text, finish, tokens = seen["whole"]
     assert (len(text), finish, tokens) == (8, "length", 8)
     assert seen["streamed"] == [text, 8]
