@@ -184,13 +184,16 @@ def test_the_scaler_asks_for_consumers_that_there_are() -> None:
 def test_the_scaler_asks_for_metrics_that_there_are() -> None:
     build = manifests.build("overlays/cpu+autoscaling")
     (scaled,) = build.of_kind("ScaledObject")
-    (query,) = [one["metadata"]["query"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"]
+    asked = {one["name"]: one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"}
+    assert sorted(asked) == ["demand", "unplaced"]
+    query = " ".join(one["query"] for one in asked.values())
+    assert "ryzanstein_models_unplaced{" in query
     sources = "".join(
         (manifests.ROOT / path).read_text()
         for path in ("services/scheduler/metrics.py", "services/executor/supervisor/metrics.py")
     )
     metrics = re.findall(r"ryzanstein_(?:scheduler|executor)_(\w+)", query)
-    assert len(metrics) == 3
+    assert len(metrics) == 4
     for metric in metrics:
         assert re.search(rf'["_]{metric}"', sources), metric
 
