@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from services.executor.model.catalogue import REFUSED, SERVED, WITHOUT_ATTENTION, Architecture
+from services.executor.model.catalogue import ENCODERS, REFUSED, SERVED, WITHOUT_ATTENTION, Architecture
 
 _STATES = (
     ("sliding", r"sliding"),
@@ -50,7 +50,9 @@ class Catalogue(msgspec.Struct, frozen=True):
 
 
 def state_of(model_type: str, row: Architecture) -> list[str]:
-    """The kinds of state that the layers of an architecture keep."""
+    """The kinds of state that the layers of an architecture keep; an encoder's keep none."""
+    if model_type in ENCODERS:
+        return []
     found = [kind for kind, words in _STATES if re.search(words, row.shown)]
     instead = {"latent", "compressed"} & set(found)
     return found if instead or model_type in WITHOUT_ATTENTION else ["full", *found]
@@ -61,7 +63,7 @@ def catalogue() -> Catalogue:
     return Catalogue(
         [
             Supported(name, row.title, row.examples, row.shown, state_of(name, row))
-            for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
+            for name, row in sorted({**SERVED, **ENCODERS}.items(), key=lambda item: item[1].title.lower())
         ],
         [Refused(row.because, row.model_types) for row in REFUSED],
     )

@@ -11,6 +11,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
+from services.executor.model.catalogue import ENCODERS
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
 from services.executor.model.conversion.calibration import Calibration
 from services.executor.model.conversion.models import (
@@ -40,6 +41,7 @@ from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.text_models import whole_of
 from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.pooling import is_classifier
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.models import linked_gguf
 
@@ -89,6 +91,11 @@ def open_model(source: Path) -> Iterator[SourceModel]:
                 yield gguf_model(directory, weights)
             return
         config = load_config(directory)
+        if config.model_type in ENCODERS or is_classifier(config.to_dict()):
+            raise ModelLoadError(
+                f"The model in {directory} embeds or classifies ({config.model_type!r}) and is not converted; "
+                "it is served as it is."
+            )
         if whole := whole_of(config):
             raise ModelLoadError(
                 f"The model in {directory} takes more than text ({whole!r}) and is not converted; "

@@ -8,7 +8,7 @@ A checkpoint may hold other heads (of masked words, a pooler that embeddings do 
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,10 +52,9 @@ def load_encoder(
     progress: Progress,
     *,
     classifies: bool,
-    before_reading: Callable[[int], None] = lambda least: None,
 ) -> Encoder:
-    """The encoder in `directory`, of this configuration. `before_reading` is told how many bytes its weights take.
-    Raises `ModelLoadError` and `ConfigurationError`: one sentence with the remedy."""
+    """The encoder in `directory`, of this configuration, with its head where it `classifies`. Raises `ModelLoadError`
+    and `ConfigurationError`: one sentence with the remedy."""
     if getattr(config, "quantization_config", None):
         raise ModelLoadError(
             f"The encoder in {directory} is quantized, which is not served; choose the model's unquantized weights."
@@ -69,7 +68,6 @@ def load_encoder(
         plan = plan_reads(parameters_of(model, ties), sources)
         _check_unused(sources.unused, directory)
         reads = [read for _, read in plan]
-        before_reading(sum(read.nbytes for read in reads))
         for (parameter, _), tensor in zip(plan, read_all(reads, files, device, progress), strict=True):
             place(parameter, tensor)
     for module in model.modules():

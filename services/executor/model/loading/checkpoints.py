@@ -34,6 +34,21 @@ log = structlog.get_logger(__name__)
 ConversionProgress = Callable[[str, int, int], None]
 """Called with (stage, stages done, stages in all)."""
 
+_ENCODERS = frozenset(
+    {
+        "bert",
+        "eurobert",
+        "gemma-embedding",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "modern-bert",
+        "neo-bert",
+        "nomic-bert",
+        "nomic-bert-moe",
+        "t5encoder",
+    }
+)
+"""What GGUF calls models that read a text in both directions."""
 _STAGES = ("header", "weights", "tokenizer", "write", "done")
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
@@ -109,6 +124,11 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
     files = open_parts(file)
     check_sizes(files[0].header.metadata)
     architecture = files[0].header.metadata.get("general.architecture")
+    if architecture in _ENCODERS:
+        raise ModelLoadError(
+            f"The model of {file} is an encoder ({architecture!r}), and encoders are not served from GGUF; use its "
+            "safetensors directory, or its name on the hub."
+        )
     unpack = architecture not in ARCHITECTURES
     if unpack and len(files) > 1:
         raise ModelLoadError(

@@ -4,7 +4,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from services.executor.core.sharding import ShardLayout
-from services.executor.model.catalogue import SERVED, Architecture, check_supported, nearest
+from services.executor.model.catalogue import ENCODERS, SERVED, Architecture, check_supported, nearest
 from services.executor.model.layer_states import _RULES, layer_states
 from services.executor.model.supported import catalogue, state_of
 from shared.errors import ModelLoadError
@@ -31,7 +31,7 @@ def test_words_of_state() -> None:
     assert state_of("x", row) == ["full", "chunked", "indexed", "recurrent"]
     assert state_of("x", Architecture("", "", "latent attention, delta rule")) == ["latent", "recurrent"]
     assert state_of("mamba2", Architecture("", "", "Mamba 2")) == ["recurrent"]
-    assert len(catalogue().served) == len(SERVED)
+    assert len(catalogue().served) == len(SERVED) + len(ENCODERS)
 
 
 @pytest.mark.parametrize(

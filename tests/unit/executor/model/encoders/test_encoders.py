@@ -1,11 +1,14 @@
 """Served encoders against transformers' own models: same weights, same tokens, one text at a time."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from services.executor.collectives.base import Collectives
@@ -13,10 +16,15 @@ from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
 from services.executor.model.card import encoder_config
 from services.executor.model.catalogue import ENCODERS
+from services.executor.model.conversion.convert import open_model
+from services.executor.model.encoders import attention
 from services.executor.model.encoders.families import family_of
+from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.supervisor.model_files import size_of
 from services.executor.worker.encoder import EncoderRunner, load_encoder_rank
+from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import GenerationRequest
 from tests.unit.executor.model.encoders.tiny import config_of, make_encoder, takes_segments
 from tests.unit.executor.model.ring import CPU, on_ring
@@ -131,3 +139,134 @@ def test_logits_of_classes_are_those_of_transformers(tmp_path: Path, model_type:
     truth = logits_of(directory)
     for world_size in ranks_of(model_type):
         assert_close(on_ring(world_size, lambda ring: served(directory, ring))[0], truth)
+
+
+def write_modules(directory: Path, *kinds: str, **pooling: bool) -> None:
+    modules = [
+        {"path": f"{at}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for at, kind in enumerate(kinds)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def test_a_directory_of_sentence_transformers(tmp_path: Path) -> None:
+    """Its pooling, a layer behind it, and vectors that nobody brings to length 1."""
+    directory = make_encoder(tmp_path, "roberta")
+    write_modules(directory, "Transformer", "Pooling", "Dense", pooling_mode_cls_token=True)
+    (directory / "2_Dense").mkdir()
+    dense = {"in_features": 48, "out_features": 6, "activation_function": "torch.nn.modules.activation.Tanh"}
+    (directory / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    weight, bias = torch.randn(6, 48), torch.randn(6)
+    save_file({"linear.weight": weight, "linear.bias": bias}, directory / "2_Dense" / "model.safetensors")
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 48}')
+    truth = {
+        name: torch.tanh(weight @ state[0] + bias).tolist() for name, state in states_of(directory).items()
+    }
+    assert_close(on_ring(1, lambda ring: served(directory, ring))[0], truth)
+    _, spec = on_ring(1, lambda ring: load(directory, ring))[0]
+    assert (spec.context_length, spec.embedding_size, spec.pooling) == (48, 6, "cls")
+    assert (spec.tasks, spec.normalized, spec.labels) == (["embed"], False, [])
+    _, longer = on_ring(1, lambda ring: load(directory, ring, context_length=68))[0]
+    assert longer.context_length == 68  # two places before the first token's are the padding's
+    save_file({"linear.weight": weight}, directory / "2_Dense" / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"no linear.bias of the shape \[6\]"):
+        on_ring(1, lambda ring: load(directory, ring))
+
+
+def test_the_last_token(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "eurobert")
+    write_modules(directory, "Transformer", "Pooling", "Normalize", pooling_mode_lasttoken=True)
+    truth = {name: (state[-1] / state[-1].norm()).tolist() for name, state in states_of(directory).items()}
+    assert_close(on_ring(1, lambda ring: served(directory, ring))[0], truth)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_long_texts_attend_in_pieces(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the pieces, and with progress between them."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
+    monkeypatch.setattr(attention, "_ROWS", 7)
+    ticks: list[int] = []
+    texts = attention.Texts([19, 1, 10], lambda: ticks.append(1))
+    found, _ = attention.text_attention(
+        torch.nn.Identity(), query, key, value, None, texts=texts, scaling=0.3, sliding_window=window
+    )
+    assert len(ticks) == 3 + 1 + 2
+    text = torch.repeat_interleave(torch.arange(3), torch.tensor([19, 1, 10]))
+    at = torch.arange(30)
+    seen = text[:, None] == text
+    if window is not None:
+        seen &= (at[:, None] - at).abs() < window
+    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = (query @ keys.transpose(-1, -2) * 0.3).masked_fill(~seen, float("-inf"))
+    truth = (scores.softmax(-1) @ values).transpose(1, 2)
+    assert torch.allclose(found, truth, atol=1e-5)
+    for wrong in ({"softcap": 30.0}, {"s_aux": torch.ones(4)}):
+        with pytest.raises(ModelLoadError, match=f"asks for {next(iter(wrong))}"):
+            attention.text_attention(torch.nn.Identity(), query, key, value, None, texts=texts, **wrong)
+
+
+def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    for model_type, ranks, message in (
+        ("mpnet", 2, "computed by one rank, and --tp is 2"),
+        ("bert", 5, "4 attention heads"),
+    ):
+        directory = make_encoder(tmp_path / model_type, model_type)
+        with pytest.raises(ConfigurationError, match=message):
+            on_ring(ranks, lambda ring, directory=directory: load(directory, ring))  # type: ignore[misc]
+
+
+def test_files_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert")
+    config = json.loads((directory / "config.json").read_text())
+
+    def refused(**changes: Any) -> str:
+        (directory / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises((ModelLoadError, ConfigurationError)) as error:
+            on_ring(1, lambda ring: load(directory, ring))
+        return str(error.value)
+
+    assert "hold a tensor encoder.layer.1" in refused(num_hidden_layers=1)
+    assert "no tensor encoder.layer.2" in refused(num_hidden_layers=3)
+    assert "has the shape" in refused(intermediate_size=80)
+    assert "is_decoder" in refused(is_decoder=True)
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    assert "is quantized" in refused(**quantized)
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="--weight-dtype is int8"):
+        on_ring(1, lambda ring: load(directory, ring, weight_dtype="int8"))
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path, "bert", "classes", num_labels=2)
+    weights = load_file(directory / "model.safetensors")
+    weights["classifier.bias"] = torch.full((2,), float("nan"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="NaN or infinite"):
+        on_ring(1, lambda ring: load(directory, ring))
+
+
+def test_encoders_are_not_converted_and_not_read_from_gguf(tmp_path: Path) -> None:
+    directory = make_encoder(tmp_path / "bert", "bert")
+    with pytest.raises(ModelLoadError, match="is not converted"), open_model(directory):
+        pass
+    writer = GGUFWriter(tmp_path / "bert.gguf", "nomic-bert")
+    writer.add_context_length(512)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"an encoder \('nomic-bert'\)"):
+        convert_gguf(tmp_path / "bert.gguf", tmp_path / "made", lambda *stage: None)
+
+
+def test_an_encoder_takes_no_memory_for_sequences(tmp_path: Path) -> None:
+    settings = ExecutorSettings()
+    assert size_of(settings, make_encoder(tmp_path / "bert", "bert")).sequence == 0
+    runner, spec = on_ring(1, lambda ring: load(tmp_path / "bert", ring))[0]
+    assert spec.capacity >= spec.context_length
+    assert not runner.can_launch(1)
+    assert runner.packed is None
+    runner.close()

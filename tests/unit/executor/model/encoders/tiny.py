@@ -39,7 +39,6 @@ _OWN: dict[str, dict[str, Any]] = {
     "eurobert": {"num_key_value_heads": 2},
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4, "classifier_pooling": "mean"},
 }
-_CAMEMBERT = "camembert"
 
 
 def config_of(model_type: str, **settings: Any) -> Any:
