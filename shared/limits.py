@@ -131,6 +131,11 @@ RESPONSE_HISTORY = Limit(
     "items behind `previous_response_id`, for each token of the model's context (64 KiB at least); with "
     "`truncation` auto the newest so many",
 )
+CONVERSATION_ITEMS = Limit("conversation_items", 4096, "entries", "items of a conversation")
+ADDED_ITEMS = Limit("added_items", 20, "entries", "items that a request adds to a conversation")
+CONVERSATION_RESPONSES = Limit(
+    "conversation_responses", 64, "entries", "responses of a conversation that have not ended"
+)
 RESPONSE_BYTES = Limit("response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed")
 UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form")
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")

@@ -29,13 +29,14 @@ from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Parts as IntakeParts
-from services.gateway.intake.responses.intake import History
+from services.gateway.intake.responses.history import History
 from services.gateway.intake.structured_output import Grammars
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.failover import Heirs
 from services.gateway.lifecycle.generations import Generations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.persistence.chats import ChatIndex, ChatShelf, StoredChats
+from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.keeper import Keeper, ResponseShelf
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.persistence.store import ResponseStore
@@ -85,7 +86,8 @@ class Work:
         quota = Quota(settings.tenant_response_bytes, settings.tenant_responses)
         store = self._store = ResponseStore(bus, settings.response_ttl, settings.response_max_bytes, quota)
         chats = self._chat_index = ChatIndex(bus, settings.response_ttl, quota)
-        keeper = Keeper(ResponseShelf(store, runs), ChatShelf(chats, store, runs))
+        conversations = self._conversations = Conversations(bus, settings.response_ttl, quota)
+        keeper = Keeper(ResponseShelf(store, runs, conversations), ChatShelf(chats, store, runs))
         self.generations = Generations(bus, instance, settings, metrics, catalog)
         answers = self.answers = Answers(
             bus, instance, settings, metrics, self.generations, keys, keeper, runs
@@ -107,7 +109,7 @@ class Work:
             self._grammars,
             backend.authenticator,
             self.limiter,
-            History(lookup),
+            History(lookup, conversations),
             files,
         )
         jobs = self._jobs = Jobs(bus, settings.tenant_batches)
@@ -135,6 +137,7 @@ class Work:
             catalog,
             lookup,
             StoredChats(chats, store, keeper, answers),
+            conversations,
             files,
             batches,
             Cluster(bus, catalog, answers),
@@ -173,7 +176,7 @@ class Work:
     async def _open(self) -> None:
         """Everything that needs to know the models and the groups; then requests are taken."""
         large = self.answers.large_records
-        for one in (self._idempotency, self._store, self._chat_index, large, self._jobs):
+        for one in (self._idempotency, self._store, self._chat_index, self._conversations, large, self._jobs):
             await one.bucket.ensure()
         for bucket in self.heirs.buckets:
             await bucket.ensure()

@@ -103,6 +103,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     second_segment: int = 0
     """Index of the first prompt token that belongs to the second text of a pair, for models that tell segments apart
     (BERT's token_type_ids); 0: there is one segment."""
+    cache_ttl: float = 0.0
+    """Seconds after its end for which its session's KV blocks stay pinned at least, while pins have room; 0: as long as
+    those of any session."""
 
     @property
     def pools(self) -> bool:

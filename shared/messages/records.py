@@ -23,6 +23,8 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether it is kept when its tokens have left the journal."""
     background: bool = False
     """Whether the request is answered before the response has ended."""
+    conversation: str = ""
+    """The id of the conversation that it is added to; empty: none."""
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -190,6 +192,31 @@ class Idempotency(msgspec.Struct, frozen=True):
     """Of the request's body: another body under the same key is a mistake of the client."""
     created: float
     """Unix seconds."""
+
+
+class ConversationTurn(msgspec.Struct, frozen=True):
+    """Items that came into a conversation together."""
+
+    name: str
+    """The response that has brought them, or any other."""
+    ids: list[str]
+    """Of those that have not been deleted."""
+    size: int
+    """Bytes of all, as JSON."""
+
+
+class ConversationEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A conversation, or the items of one of its turns, in the KV bucket `conversations`."""
+
+    created_at: float
+    """Unix seconds."""
+    metadata: dict[str, str] = {}
+    turns: list[ConversationTurn] = []
+    """In order; of the conversation itself."""
+    begun: dict[str, float] = {}
+    """Responses that may add a turn, and the Unix seconds at which they began."""
+    items: bytes = b""
+    """Of a turn: a JSON array, deflated."""
 
 
 class ResponsePart(msgspec.Struct, frozen=True):

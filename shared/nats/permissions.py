@@ -26,6 +26,7 @@ _STREAMS = (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM)
 _OF_TENANTS = (
     subjects.BATCHES_BUCKET,
     subjects.CHATS_BUCKET,
+    subjects.CONVERSATIONS_BUCKET,
     subjects.FILES_BUCKET,
     subjects.RECORDS_BUCKET,
     subjects.RESPONSES_BUCKET,
@@ -210,6 +211,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             _change(f"KV_{subjects.RECORDS_BUCKET}"),  # their bytes and age are settings
             _change(f"KV_{subjects.RESPONSES_BUCKET}"),
             *_own_bucket(subjects.CHATS_BUCKET),
+            *_own_bucket(subjects.CONVERSATIONS_BUCKET),
             *_objects(subjects.TOKENIZERS_STORE),
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),

@@ -27,6 +27,15 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.chat import completion_list_params as chat_list_params
 from openai.types.chat import completion_update_params as chat_update_params
 from openai.types.chat.completions import message_list_params
+from openai.types.conversations import (
+    Conversation,
+    ConversationDeletedResource,
+    conversation_create_params,
+    conversation_update_params,
+    item_create_params,
+    item_list_params,
+    item_retrieve_params,
+)
 from openai.types.responses import (
     Response,
     ResponseStreamEvent,
@@ -149,6 +158,51 @@ OPERATIONS = (
         reasoning=({"stream": True, "input": "<think>", "reasoning": {"summary": "auto"}},),
     ),
     Operation(
+        "conversations.create",
+        "POST",
+        "/conversations",
+        (conversation_create_params.ConversationCreateParams,),
+        {"metadata": {"key": "value"}},
+        answers=Conversation,
+    ),
+    Operation("conversations.retrieve", "GET", "/conversations/{conversation}", answers=Conversation),
+    Operation(
+        "conversations.update",
+        "POST",
+        "/conversations/{conversation}",
+        (conversation_update_params.ConversationUpdateParams,),
+        {"metadata": {"key": "value"}},
+        answers=Conversation,
+    ),
+    Operation(
+        "conversations.items.create",
+        "POST",
+        "/conversations/{conversation}/items",
+        (item_create_params.ItemCreateParams,),
+        {"items": HELLO},
+    ),
+    Operation(
+        "conversations.items.list",
+        "GET",
+        "/conversations/{conversation}/items",
+        (item_list_params.ItemListParams,),
+    ),
+    Operation(
+        "conversations.items.retrieve",
+        "GET",
+        "/conversations/{conversation}/items/{conversation_item}",
+        (item_retrieve_params.ItemRetrieveParams,),
+    ),
+    Operation(
+        "conversations.items.delete", "DELETE", "/conversations/{conversation}/items/{conversation_item}"
+    ),
+    Operation(
+        "conversations.delete",
+        "DELETE",
+        "/conversations/{conversation}",
+        answers=ConversationDeletedResource,
+    ),
+    Operation(
         "responses.retrieve",
         "GET",
         "/responses/{response}",
@@ -216,6 +270,7 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "/responses",
         {"model": "stub", "input": "Hi", "max_output_tokens": 16, "background": True},
     ),
+    ("conversation", "POST", "/conversations", {"items": HELLO}),
     ("file", "POST", "/files", {"purpose": "batch"}),
     ("batch", "POST", "/batches", BATCH),
     ("long_file", "POST", "/files", {"purpose": "batch"}),
@@ -223,6 +278,8 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 )
 """(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
 
+IN_PATH = ("conversation_id",)
+"""Parameters that stand in a path, which some types list too."""
 REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"
 """Parameters of models whose chat template knows them."""
 _BUILT_IN = (

@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     r"^modalities$": ["text"],
     r"(^|\.)(image_url|url|file_url|server_url)$": "https://example.invalid/x.png",
     r"^previous_response_id$": "{response}",
+    r"^conversation(\.id)?$": "{conversation}",
     r"item_reference\]\.id$": "{item}",
     r"(^|\.)call_id$": "x",
     r"^include$": ["message.output_text.logprobs"],
@@ -112,6 +113,7 @@ QUERIES: dict[tuple[str, str], Any] = {
     ("chat.completions.messages.list", "after"): "{chat}-0",
     ("files.list", "purpose"): "batch",
     ("responses.input_items.list", "after"): "{input_item}",
+    ("conversations.items.list", "after"): "{conversation_item}",
     ("responses.retrieve", "starting_after"): 0,
 }
 """By operation and field of its query: what makes sense there."""

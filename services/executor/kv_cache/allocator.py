@@ -257,12 +257,18 @@ class BlockAllocator:
         return block
 
     def release(
-        self, blocks: Sequence[int], session: str = "", now: float = 0.0, wanted: bool = False
+        self,
+        blocks: Sequence[int],
+        session: str = "",
+        now: float = 0.0,
+        wanted: bool = False,
+        keep: float = 0.0,
     ) -> None:
         """Gives back one reference to each block of a table.
 
         From the end, so that the longest prefixes are evicted first and their beginnings last. What is
-        then unused stays pinned for `session`; `wanted` blocks are worth saving without one.
+        then unused stays pinned for `session`, for `keep` seconds at least; `wanted` blocks are worth saving without
+        one.
         """
         self.room_version += 1
         pinned = bool(session) and self._pins.ttl > 0
@@ -278,7 +284,7 @@ class BlockAllocator:
                 if session or wanted:
                     self._wanted.add(block)
                 if pinned:
-                    self._pin(block, session, now)
+                    self._pin(block, session, now, keep)
                 else:
                     self._pool(block).put_cached(block)
 
@@ -360,8 +366,8 @@ class BlockAllocator:
         self._pool(block).put_empty(block)
         self.room_version += 1
 
-    def _pin(self, block: int, session: str, now: float) -> None:
-        self._pins.add(block, session, now)
+    def _pin(self, block: int, session: str, now: float, keep: float) -> None:
+        self._pins.add(block, session, now, keep)
         unpinned = self._pool(block).pin(block)
         if unpinned is not None:
             self._pins.remove(unpinned)

@@ -31,7 +31,7 @@ from shared.messages.debugging import PoolDump
 
 class _Session:
     def __init__(self) -> None:
-        self.last_used = 0.0
+        self.last_used = self.keep_until = 0.0
         self.blocks: dict[int, None] = {}
 
 
@@ -47,9 +47,10 @@ class SessionPins:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._owners: dict[int, str] = {}
 
-    def add(self, block: int, session: str, now: float) -> None:
-        """`block` is kept for `session`, which is used `now`."""
-        self._add(block, session).last_used = now
+    def add(self, block: int, session: str, now: float, keep: float = 0.0) -> None:
+        """`block` is kept for `session`, which is used `now`; for `keep` seconds at least."""
+        entry = self._add(block, session)
+        entry.last_used, entry.keep_until = now, max(entry.keep_until, now + keep)
         self._sessions.move_to_end(session)
 
     def add_older(self, block: int, session: str, last_used: float) -> None:
@@ -85,17 +86,20 @@ class SessionPins:
             del self._sessions[session]
 
     def expire(self, now: float) -> list[int]:
-        """The blocks of sessions that have not been used for `ttl` seconds, in the order in which they came;
-        the sessions are forgotten."""
+        """The blocks of sessions that have not been used for `ttl` seconds, nor are to be kept for longer, in the order
+        in which they came; the sessions are forgotten."""
         blocks: list[int] = []
-        while self._sessions:
-            session, entry = next(iter(self._sessions.items()))
+        over: list[str] = []
+        for session, entry in self._sessions.items():
             if entry.last_used + self.ttl > now:
                 break
+            if entry.keep_until <= now:
+                over.append(session)
+        for session in over:
+            entry = self._sessions.pop(session)
             blocks += entry.blocks
             for block in entry.blocks:
                 del self._owners[block]
-            del self._sessions[session]
         return blocks
 
     def blocks_by_session(self) -> dict[str, int]:

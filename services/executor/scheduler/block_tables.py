@@ -320,7 +320,10 @@ class BlockTables:
         if sequence.snapshots:
             older, table = self.states.with_snapshots(sequence)
             allocator.release(older, now=self._now, wanted=wanted)
-        allocator.release([*table, *sequence.snapshot], sequence.request.session, self._now, wanted)
+        request = sequence.request
+        allocator.release(
+            [*table, *sequence.snapshot], request.session, self._now, wanted, keep=request.cache_ttl
+        )
         del sequence.table[:], sequence.snapshot[:]
         sequence.num_computed = sequence.num_sealed = 0
         self.states.free(sequence)

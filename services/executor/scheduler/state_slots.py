@@ -244,7 +244,7 @@ class StateSlots:
         sequence, blocks, _ = save.snapshot
         keys = state_keys(sequence.chain.digest(blocks - 1), self._parts)
         sealed = [self._allocator.seal(block, key) for block, key in zip(save.table, keys, strict=True)]
-        self._allocator.release(sealed, sequence.request.session, now)
+        self._allocator.release(sealed, sequence.request.session, now, keep=sequence.request.cache_ttl)
         if sequence.state is SequenceState.RUNNING:
             sequence.snapshots.append(blocks)
 

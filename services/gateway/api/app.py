@@ -23,12 +23,13 @@ from services.gateway.api.ollama.models import ollama_model_routes
 from services.gateway.api.openai import completions, operations, vllm
 from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.completions import CompletionsRoute
+from services.gateway.api.openai.conversations import conversation_routes
 from services.gateway.api.openai.files import file_routes
 from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openapi.document import DocumentRoute, document
 from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
-from services.gateway.api.websocket import StreamSocket
+from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
 from services.gateway.core.asgi import header, send_json
@@ -103,6 +104,7 @@ class GatewayApp:
                 ),
                 one((operations.GENERATION_STREAM, completions.stream_generation)),
                 *response_routes(backend, settings),
+                *conversation_routes(backend, settings),
                 *file_routes(backend, settings),
                 *batch_routes(backend, settings),
                 *message_routes(backend, settings, messages),
@@ -110,6 +112,7 @@ class GatewayApp:
                 *ollama_model_routes(backend, settings),
                 *message_batch_routes(backend, settings),
                 WebSocketRoute(STREAM, self._socket),
+                WebSocketRoute(RESPONSES_ROUTE, StreamSocket(backend, settings, metrics, responses=True)),
                 *(ApiRoute(ops, item) for item in operations.OPS),
                 one((operations.SERVER_VERSION, vllm.version)),
                 one(*((item, vllm.ping) for item in operations.PINGS)),
@@ -259,7 +262,9 @@ def _route_error(scope: Scope, error: HTTPException) -> RouteError:
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
-        raise RouteError(f"The WebSocket is at {STREAM}.", status=404, reason="unknown_url")
+        raise RouteError(
+            f"WebSockets are at {STREAM} and {RESPONSES_ROUTE}.", status=404, reason="unknown_url"
+        )
     hint = "see /openapi.json, or /docs in a browser, for what is here"
     if scope["path"] == STREAM:
         hint = "it is a WebSocket"

@@ -26,6 +26,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
 from services.gateway.persistence.chats import StoredChats
+from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.streams.reading import Reading
 from shared.errors import Unavailable
@@ -50,6 +51,7 @@ class Parts(msgspec.Struct, frozen=True):
     catalog: Catalog
     responses: ResponseLookup
     stored_chats: StoredChats
+    conversations: Conversations
     files: Files
     batches: Batches
     cluster: Cluster

@@ -194,10 +194,10 @@ class Session(Generic[MessageT]):
             run.close()
 
 
-def check_name(name: str) -> str:
+def check_name(name: str, param: str = "id") -> str:
     """Raises `InvalidParameter`."""
     if not 1 <= len(name) <= 64:
         raise InvalidParameter(
-            "Invalid 'id': expected 1 to 64 characters.", param="id", reason="invalid_value"
+            f"Invalid '{param}': expected 1 to 64 characters.", param=param, reason="invalid_value"
         )
     return name

@@ -44,7 +44,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from services.gateway.api.backend import Backend
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.asgi import header
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of, unsupported
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
@@ -84,9 +84,12 @@ _encode = msgspec.json.encode
 
 
 class StreamSocket:
-    """The route; each connection is a `_Connection`."""
+    """A route; each connection is a `_Connection`, or where it is the route of responses a `_ResponseConnection`."""
 
-    def __init__(self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, backend: Backend, settings: GatewaySettings, metrics: GatewayMetrics, *, responses: bool = False
+    ) -> None:
+        self._kind = _ResponseConnection if responses else _Connection
         self._backend = backend
         self._settings = settings
         self._metrics = metrics
@@ -100,11 +103,13 @@ class StreamSocket:
             principal=scope["state"]["principal"],
         )
         await socket.accept()
-        connection = _Connection(socket, self._backend, context, self._settings, self._metrics)
+        connection = self._kind(socket, self._backend, context, self._settings, self._metrics)
         await connection.serve()
 
 
 class _Connection(Session[ClientMessage]):
+    route = ROUTE
+
     def __init__(
         self,
         socket: WebSocket,
@@ -196,8 +201,8 @@ class _Connection(Session[ClientMessage]):
         if turn.message.type != "generate":
             return
         status = 200 if error is None else status_of(ClientGone() if isinstance(error, Cancelled) else error)
-        self._metrics.requests.labels(ROUTE, turn.run.model if turn.run else "", status).inc()
-        self._metrics.duration.labels(ROUTE).observe(time.perf_counter() - turn.began)
+        self._metrics.requests.labels(self.route, turn.run.model if turn.run else "", status).inc()
+        self._metrics.duration.labels(self.route).observe(time.perf_counter() - turn.began)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         message: dict[str, Any] = {"type": "done", "id": name}
@@ -217,6 +222,79 @@ class _Connection(Session[ClientMessage]):
             await self._socket.send({"type": "websocket.send", "text": message.decode()})
         except WebSocketDisconnect:
             raise ClientGone from None
+
+
+RESPONSES_ROUTE = "/v1/responses"
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.json.Decoder(str)
+STEER, CREATE = "response.steer", "response.create"
+
+
+class _ResponseConnection(_Connection):
+    """OpenAI's WebSocket of responses: `client.responses.connect()`.
+
+        {"type": "response.create", "model": ..., "input": ..., "stream_id": "a"}     ──▶
+                                     ◀── the events of the response, with `stream_id` where one was given
+                                     ◀── {"type": "error", "status": 400, "error": {...}}
+
+    One response at a time, and one more for each `stream_id`. An error ends its response, and not the connection.
+    """
+
+    route = RESPONSES_ROUTE
+
+    async def _handle(self, text: str | bytes) -> None:
+        lane: str | None = None
+        try:
+            fields = decode(text.encode() if isinstance(text, str) else text, _object)
+            lane = _lane(fields)
+            self.begin(lane, _creation(lane, fields))
+        except (InvalidParameter, QueueFull) as error:
+            await self.send_end(lane, error)
+
+    async def show(self, turn: Turn[ClientMessage], run: Run) -> None:
+        end = b',"stream_id":' + _encode(turn.name) + b"}" if turn.name else b"}"
+        async with contextlib.aclosing(run.chunks()) as chunks:
+            async for batch in chunks:
+                for chunk in batch:
+                    await self.send(chunk.data[:-1] + end)
+
+    async def send_end(self, name: str | None, error: Exception | None) -> None:
+        """Its last event is the end of a response; any other error is told."""
+        if error is None:
+            return
+        detail = describe(error, self._context.request_id).error
+        told: dict[str, Any] = {"type": "error", "status": status_of(error), "error": detail}
+        await self.send(_encode(told | {"stream_id": name} if name else told))
+
+
+def _lane(fields: dict[str, msgspec.Raw]) -> str:
+    """The `stream_id`, taken out of a message; empty: it has none. Raises `InvalidParameter`."""
+    given = fields.pop("stream_id", None)
+    return "" if given is None else check_name(_string(given, "stream_id"), "stream_id")
+
+
+def _creation(lane: str, fields: dict[str, msgspec.Raw]) -> ClientMessage:
+    """Raises `InvalidParameter`."""
+    kind = _string(fields.pop("type", msgspec.Raw(b"null")), "type")
+    if kind != CREATE:
+        detail = "send a new response with the input" if kind == STEER else f"supported is: '{CREATE}'"
+        raise InvalidParameter(
+            f"Invalid value: '{kind[:64]}'. This server takes no such event; {detail}.",
+            param="type",
+            reason="invalid_value",
+        )
+    if (generate := fields.pop("generate", None)) is not None and bytes(generate) not in (b"true", b"null"):
+        raise unsupported("generate", "every response is generated; leave it out")
+    return ClientMessage("generate", lane, "responses", msgspec.Raw(_encode(fields)))
+
+
+def _string(given: msgspec.Raw, name: str) -> str:
+    try:
+        return _text.decode(given)
+    except msgspec.DecodeError:
+        raise InvalidParameter(
+            f"Invalid type for '{name}': expected a string.", param=name, reason="invalid_type"
+        ) from None
 
 
 def _check(message: ClientMessage) -> None:

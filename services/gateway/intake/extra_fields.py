@@ -6,6 +6,7 @@
 | echo, include_stop_str_in_output, stream_options | what the record says of how the text is shown |
 | service_tier | the lane |
 | prediction | drafts in the ring |
+| prompt_cache_options, prompt_cache_retention, a part's prompt_cache_breakpoint | the ring's pins of KV blocks |
 | priority, cache_salt | the scheduler's queue, the ring's prefix cache |
 | min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
 | verbosity, add_generation_prompt, continue_final_message | the chat template |
@@ -184,8 +185,32 @@ def applied(
         changes["logprobs"] = max(0, wire.sampling.logprobs)
     sampling = msgspec.structs.replace(wire.sampling, **changes) if changes else wire.sampling
     return msgspec.structs.replace(
-        wire, sampling=sampling, lane=lane_of(request, wire.lane), prediction=extras.prediction
+        wire,
+        sampling=sampling,
+        lane=lane_of(request, wire.lane),
+        prediction=extras.prediction,
+        cache_ttl=cache_ttl(request),
     )
+
+
+CACHE_SECONDS = {"30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
+
+
+def cache_ttl(request: GenerationFields) -> float:
+    """Seconds for which `request` wants its session's blocks kept; the longest that it names. 0: it names none."""
+    if not isinstance(request, ChatCompletionRequest):
+        return 0.0
+    given: list[str | None] = [request.prompt_cache_retention]
+    if request.prompt_cache_options is not None:
+        given.append(request.prompt_cache_options.ttl)
+    for message in request.messages:
+        if isinstance(message.content, list):
+            given += [
+                part.prompt_cache_breakpoint.ttl
+                for part in message.content
+                if part.prompt_cache_breakpoint is not None
+            ]
+    return max(CACHE_SECONDS.get(ttl or "", 0.0) for ttl in given)
 
 
 def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, above, missing, unsupported
-from services.gateway.intake.schemas import ChatCompletionRequest, ContentPart, InputFile, Message
+from services.gateway.intake.schemas import ChatCompletionRequest, InputFile, Message
 from shared import limits
 from shared.errors import PayloadTooLarge
 
@@ -63,7 +63,9 @@ def _replaced(messages: Sequence[Message], texts: dict[int, str]) -> list[Messag
     for message in messages:
         if isinstance(message.content, list):
             content = [
-                part if part.file is None else ContentPart("text", text=texts[id(part.file)])
+                part
+                if part.file is None
+                else msgspec.structs.replace(part, type="text", text=texts[id(part.file)], file=None)
                 for part in message.content
             ]
             message = msgspec.structs.replace(message, content=content)

@@ -20,7 +20,8 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
-from services.gateway.intake.responses.intake import History, ResponseIntake
+from services.gateway.intake.responses.history import History
+from services.gateway.intake.responses.intake import ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields

@@ -20,7 +20,6 @@ from services.gateway.intake import tools
 from services.gateway.intake.schemas import (
     MAX_SEED,
     PART_TYPES,
-    CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -69,6 +68,8 @@ def _check_fields(request: GenerationFields) -> None:
     check_neutral(request)
     if request.seed is not None:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
+    if isinstance(request, ChatCompletionRequest) and request.prompt_cache_options is not None:
+        check_neutral(request.prompt_cache_options, "prompt_cache_options.")
     check_truncation(request.truncate_prompt_tokens)
     check_stream_options(request)
     options = request.stream_options
@@ -228,13 +229,6 @@ def _check_part(path: str, part: ContentPart) -> None:
     for other in PART_TYPES:
         if other != part.type and getattr(part, other) is not None:
             raise unsupported(path + other)
-    check_breakpoint(path, part.prompt_cache_breakpoint)
-
-
-def check_breakpoint(path: str, given: CacheBreakpoint | None) -> None:
-    """Of a part at `path`. Raises `InvalidParameter`."""
-    if given is not None:
-        check_neutral(given, f"{path}prompt_cache_breakpoint.")
 
 
 def text_of(message: Message) -> str:

@@ -152,12 +152,27 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's: usage so far in every chunk."""
 
 
+CacheTtl = Literal["30m", "12h"]
+Retention = Literal["in_memory", "in-memory", "24h"]
+
+
 class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway."""
+    """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway; but
+    for how long."""
 
     mode: Literal["explicit"]
-    ttl: Annotated[Any, neutral()] = None
-    """What is evicted, and when, is a matter of room."""
+    ttl: CacheTtl | None = None
+
+
+class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a prompt is cached: every prefix always, and its session's blocks for `ttl` at least, while there is room."""
+
+    mode: Annotated[Literal["implicit"], Meta(extra={"reason": "unsupported_parameter"})] | None = None
+    ttl: CacheTtl | None = None
+
+    # refused unless neutral
+    comparison_response_id: Annotated[Any, neutral()] = None
+    prewarm: Annotated[Any, neutral(False)] = None
 
 
 class InputFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -295,10 +310,8 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     prediction: Prediction | None = None
-    prompt_cache_retention: (
-        Annotated[Literal["in_memory", "in-memory"], Meta(extra={"reason": "unsupported_parameter"})] | None
-    ) = None
-    """Not 24h: nothing here keeps a prompt's blocks for longer because it is asked to, or lets them go after a day."""
+    prompt_cache_retention: Retention | None = None
+    prompt_cache_options: CacheOptions | None = None
     verbosity: Verbosity | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -320,7 +333,6 @@ class ChatCompletionRequest(GenerationFields, frozen=True, forbid_unknown_fields
     include_reasoning: Annotated[Any, neutral(True)] = None
     modalities: Annotated[Any, neutral(["text"])] = None
     moderation: Annotated[Any, neutral()] = None
-    prompt_cache_options: Annotated[Any, neutral({}, {"mode": "implicit"})] = None
     web_search_options: Annotated[Any, neutral()] = None
 
 

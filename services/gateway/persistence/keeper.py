@@ -12,6 +12,7 @@ import structlog
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.token_stream import Limits
+from services.gateway.persistence.conversations import Conversations, turn_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
 from shared.errors import RyzansteinError, Unavailable, error_from_code
@@ -121,12 +122,19 @@ def answer_of(stored: StoredResponse) -> Answer:
 
 
 class ResponseShelf:
-    def __init__(self, store: ResponseStore, runs: Runs) -> None:
+    def __init__(self, store: ResponseStore, runs: Runs, conversations: Conversations) -> None:
         self._store = store
         self._runs = runs
+        self._conversations = conversations
 
     async def put(self, answer: Answer) -> None:
+        """Its turn of a conversation first: what is kept is not looked at again."""
         response, _ = await self._runs.shown(answer, None)
+        record = answer.record
+        if record.response is not None and (conversation := record.response.conversation):
+            shown = msgspec.json.decode(response)
+            turn = turn_of(msgspec.json.decode(record.response.items), shown)
+            await self._conversations.end(conversation, record.tenant, answer.identity, turn)
         await self._store.keep(stored_of(answer, response))
 
     async def has(self, record: GenerationRecord) -> bool:

@@ -1,8 +1,4 @@
-"""From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion.
-
-resp_3 ──previous──▶ resp_2 ──previous──▶ resp_1
-items of 1, output of 1, items of 2, output of 2, items of 3, output of 3, and the new request's items
-"""
+"""From the body of /v1/responses to a `Run`: its conversation put together, then the way of a chat completion."""
 
 import asyncio
 import time
@@ -12,129 +8,31 @@ from typing import Protocol
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError, unsupported
+from services.gateway.core.errors import unsupported
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.record import Context
-from services.gateway.intake.responses.items import Reference, droppable, identity_in, read_input
+from services.gateway.intake.responses.history import History, room_of
+from services.gateway.intake.responses.items import Reference, droppable, read_input
 from services.gateway.intake.responses.schemas import (
     InputFields,
     InputTokensRequest,
     ResponseRequest,
     check_input_fields,
     check_request,
+    conversation_of,
 )
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, renamed
 from services.gateway.intake.rules import check_streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.lifecycle.answer import PREFIXES, new_identity
-from services.gateway.persistence.responses import Found, ResponseLookup
+from services.gateway.lifecycle.answer import new_identity
 from services.gateway.streams.response_items import Item
 from services.gateway.streams.run import Run
 from shared import limits
 from shared.errors import ContextLengthExceeded
 from shared.messages import ModelCard
-
-_LEAST_ROOM = 64 << 10
-
-
-def room_of(context_length: int) -> int:
-    """Bytes of items, as JSON, beyond which nothing of a conversation can be in the context."""
-    return max(_LEAST_ROOM, limits.RESPONSE_HISTORY.value * context_length)
-
-
-class History:
-    def __init__(self, lookup: ResponseLookup) -> None:
-        self._lookup = lookup
-
-    async def conversation(
-        self, previous: str, tenant: str, context_length: int, *, newest: bool = False
-    ) -> list[Item]:
-        """All items up to the end of the response `previous`; with `newest` no more responses than a context of
-        `context_length` tokens can hold. Raises `InvalidParameter` where one is missing or has not ended,
-        `ContextLengthExceeded` where there are more without `newest`, `BrokerUnavailable`."""
-        turns: list[list[Item]] = []
-        identity: str | None = previous
-        room = room_of(context_length)
-        while identity:
-            if len(turns) >= limits.RESPONSE_CHAIN.value:
-                raise InvalidParameter(
-                    "Invalid 'previous_response_id': the conversation has too many responses; begin a new one with "
-                    f"its items as 'input' ({limits.RESPONSE_CHAIN.cited()}).",
-                    param="previous_response_id",
-                    reason="invalid_value",
-                )
-            found = await self._find(identity, tenant)
-            room -= len(found.record.response.items) if found.record.response else 0
-            if room < 0:
-                if newest:
-                    break
-                raise ContextLengthExceeded(
-                    f"This model's maximum context length is {context_length} tokens, and the items behind "
-                    f"'previous_response_id' are too long for it; use 'truncation': 'auto', or begin a new "
-                    f"conversation ({limits.RESPONSE_HISTORY.cited()}).",
-                    param="previous_response_id",
-                )
-            items, shown = await self._lookup.items(found)
-            room -= len(msgspec.json.encode(shown["output"]))
-            if shown["status"] in ("queued", "in_progress"):
-                raise InvalidParameter(
-                    f"Invalid 'previous_response_id': the response '{shown['id']}' is {shown['status']}; wait until "
-                    "it has ended, or cancel it.",
-                    param="previous_response_id",
-                    reason="response_not_ended",
-                )
-            turns.append([*items, *shown["output"]])
-            await self._lookup.refresh(found)
-            response = found.record.response
-            identity = PREFIXES["responses"] + response.previous if response and response.previous else None
-        return [item for turn in reversed(turns) for item in turn]
-
-    async def _find(self, public_id: str, tenant: str) -> Found:
-        try:
-            return await self._lookup.find(public_id, tenant)
-        except RouteError:
-            raise InvalidParameter(
-                f"Previous response with id '{public_id[:64]}' not found.",
-                param="previous_response_id",
-                reason="previous_response_not_found",
-            ) from None
-
-    async def resolve(self, items: Sequence[Item | Reference], tenant: str) -> list[Item]:
-        """`items` with what they refer to in its place. Raises `InvalidParameter`, `BrokerUnavailable`."""
-        wanted = {
-            identity for item in items if isinstance(item, Reference) and (identity := identity_in(item.id))
-        }
-        named = {item.id for item in items if isinstance(item, Reference)}
-        known: dict[str, Item] = {}
-        for identity in wanted:  # one at a time: each may be as large as a body
-            found = await self._items_of(identity, tenant)
-            known |= {item["id"]: item for item in found if item["id"] in named}
-        return [_resolved(item, known) for item in items]
-
-    async def _items_of(self, identity: str, tenant: str) -> list[Item]:
-        try:
-            items, shown = await self._lookup.items(
-                await self._lookup.find(PREFIXES["responses"] + identity, tenant)
-            )
-        except RouteError:
-            return []
-        return [*items, *shown["output"]]
-
-
-def _resolved(item: Item | Reference, known: dict[str, Item]) -> Item:
-    if not isinstance(item, Reference):
-        return item
-    if item.id not in known:
-        raise InvalidParameter(
-            f"Item with id '{item.id[:64]}' not found; send the item itself.",
-            param=item.path,
-            reason="item_not_found",
-        )
-    return known[item.id]
-
 
 MANY_ITEMS = 64
 """So many items, or more, are read beside the event loop."""
@@ -166,7 +64,7 @@ class ResponseIntake:
     def __init__(self, chat: Chat, history: History, settings: GatewaySettings, writer: str) -> None:
         """`writer`: the gateway's short name, see `lifecycle/answer.py`."""
         self._chat = chat
-        self._history = history
+        self.history = history
         self._settings = settings
         self._writer = writer
         self._request = msgspec.json.Decoder(ResponseRequest)
@@ -207,10 +105,18 @@ class ResponseIntake:
         past: list[Item] = []
         if request.previous_response_id:
             context, newest = self._chat.context_length(request.model), request.truncation == "auto"
-            past = await self._history.conversation(
-                request.previous_response_id, tenant, context, newest=newest
+            past = await self.history.chain(request.previous_response_id, tenant, context, newest=newest)
+        own = await self.history.resolve(given, tenant)
+        if conversation := conversation_of(request):
+            context, newest = self._chat.context_length(request.model), request.truncation == "auto"
+            past = await self.history.of_conversation(
+                conversation,
+                tenant,
+                context,
+                newest=newest,
+                response=identity if isinstance(request, ResponseRequest) else "",
             )
-        return past, await self._history.resolve(given, tenant)
+        return past, own
 
     async def _read(self, given: str | list[msgspec.Raw], identity: str) -> list[Item | Reference]:
         if isinstance(given, str) or len(given) < MANY_ITEMS:

@@ -25,7 +25,6 @@ from services.gateway.intake.responses.schemas import (
     Part,
     ReasoningItem,
 )
-from services.gateway.intake.rules import check_breakpoint
 from services.gateway.streams.response_items import ABBREVIATIONS, Item
 
 T = TypeVar("T")
@@ -59,11 +58,13 @@ def identity_in(item_id: str) -> str | None:
 # --- from the client -----------------------------------------------------------------------------
 
 
-def read_input(given: str | Sequence[msgspec.Raw], identity: str) -> list[Item | Reference]:
-    """The items of a request, checked. Raises `InvalidParameter`."""
+def read_input(
+    given: str | Sequence[msgspec.Raw], identity: str, param: str = "input"
+) -> list[Item | Reference]:
+    """The items of a request, which stand in its field `param`, checked. Raises `InvalidParameter`."""
     if isinstance(given, str):
         return [_message(input_id("message", identity, 0), "user", given)]
-    return [_read_item(raw, f"input[{index}]", identity, index) for index, raw in enumerate(given)]
+    return [_read_item(raw, f"{param}[{index}]", identity, index) for index, raw in enumerate(given)]
 
 
 def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item | Reference:
@@ -201,7 +202,18 @@ def _parts(content: str | list[Part], path: str, role: str) -> list[Item]:
 
 def _part(part: Part, path: str, role: str) -> Item:
     _check_given(part, path, _REFUSED)
-    check_breakpoint(f"{path}.", part.prompt_cache_breakpoint)
+    return _read_part(part, path, role) | _breakpoint(part)
+
+
+def _breakpoint(part: Part) -> Item:
+    given = part.prompt_cache_breakpoint
+    if given is None:
+        return {}
+    shown = {"mode": given.mode} | ({"ttl": given.ttl} if given.ttl else {})
+    return {"prompt_cache_breakpoint": shown}
+
+
+def _read_part(part: Part, path: str, role: str) -> Item:
     if part.type == "input_file":
         return _file_part(part, path)
     name = "refusal" if part.type == "refusal" else "text"
@@ -264,14 +276,19 @@ _CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("cust
 
 def _content_of(content: str | Sequence[Item]) -> str | list[dict[str, Any]]:
     """A message's content for a chat: one text, unless there are files among its parts."""
-    if isinstance(content, str) or all("text" in part for part in content):
+    if isinstance(content, str) or all("text" in part and _BREAKPOINT not in part for part in content):
         return text_of(content)
-    return [
-        {"type": "text", "text": part["text"]}
-        if "text" in part
-        else {"type": "file", "file": {name: part[name] for name in _OF_FILES[1:] if name in part}}
-        for part in content
-    ]
+    return [_chat_part(part) for part in content]
+
+
+_BREAKPOINT = "prompt_cache_breakpoint"
+
+
+def _chat_part(part: Item) -> dict[str, Any]:
+    shown: dict[str, Any] = {"type": "text", "text": part.get("text")}
+    if "text" not in part:
+        shown = {"type": "file", "file": {name: part[name] for name in _OF_FILES[1:] if name in part}}
+    return shown | {name: part[name] for name in (_BREAKPOINT,) if name in part}
 
 
 def _add_message(messages: list[dict[str, Any]], item: Item) -> None:

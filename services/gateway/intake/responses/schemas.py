@@ -14,6 +14,7 @@ from services.gateway.core.errors import InvalidParameter, asks_for_nothing, emp
 from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (
     CacheBreakpoint,
+    CacheOptions,
     CacheSalt,
     LogprobCount,
     Metadata,
@@ -22,6 +23,7 @@ from services.gateway.intake.schemas import (
     Priority,
     ReasoningEffort,
     RequestId,
+    Retention,
     ServiceTier,
     StreamOptions,
     Temperature,
@@ -34,8 +36,18 @@ from services.gateway.intake.schemas import (
 from shared import limits
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may name; no reasoning is ever encrypted here, so the second adds nothing."""
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What `include` may name. There is nothing here of all but the first, so they add nothing: no reasoning is encrypted,
+and no response has a call of OpenAI's tools, or an image."""
 
 
 No = Annotated[bool, Meta(extra_json_schema={"enum": [False]})]
@@ -65,6 +77,10 @@ class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Annotated[Any, neutral("standard")] = None
 
 
+class ConversationName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+
+
 class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a request and the counting of its tokens have in common."""
 
@@ -83,9 +99,16 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, as a chat's: variables for the chat template."""
 
+    conversation: str | ConversationName | None = None
+
     # refused unless neutral
     chat_template: Annotated[Any, neutral()] = None
-    conversation: Annotated[Any, neutral()] = None
+
+
+def conversation_of(request: InputFields) -> str:
+    """The id of the conversation that it belongs to; empty: none."""
+    given = request.conversation
+    return given.id if isinstance(given, ConversationName) else given or ""
 
 
 class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,6 +126,8 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     max_tool_calls: PositiveCount | None = None
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
     safety_identifier: User | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
@@ -132,8 +157,6 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
     moderation: Annotated[Any, neutral()] = None
     prompt: Annotated[Any, neutral()] = None
-    prompt_cache_options: Annotated[Any, neutral({}, {"mode": "implicit"})] = None
-    prompt_cache_retention: Annotated[Any, neutral("in_memory", "in-memory")] = None
 
 
 TOOL_TYPES = ("function", "custom")
@@ -150,10 +173,17 @@ def check_input_fields(request: InputFields) -> None:
     check_neutral(request)
     if request.reasoning is not None:
         check_neutral(request.reasoning, "reasoning.")
-    if request.input is None and request.previous_response_id is None:
+    past = request.previous_response_id is not None or request.conversation is not None
+    if request.input is None and not past:
         raise missing("input", "a text or an array of items")
-    if request.input == [] and request.previous_response_id is None:
+    if request.input == [] and not past:
         raise empty_array("input")
+    if request.previous_response_id is not None and request.conversation is not None:
+        raise InvalidParameter(
+            "Invalid 'conversation': 'previous_response_id' says already what comes before; send one of the two.",
+            param="conversation",
+            reason="invalid_value",
+        )
     for index, tool in enumerate(request.tools or []):
         if tool.get("type") not in TOOL_TYPES:
             raise InvalidParameter(
@@ -176,6 +206,13 @@ def check_request(request: ResponseRequest) -> None:
         raise InvalidParameter(
             "Invalid value for 'store': a background response is asked for by its id, so it is kept; leave "
             "out 'store', or 'background'.",
+            param="store",
+            reason="invalid_value",
+        )
+    if request.conversation is not None and request.store is False:
+        raise InvalidParameter(
+            "Invalid value for 'store': a response that is added to a conversation is kept; leave out 'store', or "
+            "'conversation'.",
             param="store",
             reason="invalid_value",
         )

@@ -23,6 +23,7 @@ from services.gateway.intake.responses.schemas import (
     InputFields,
     ReasoningOptions,
     ResponseRequest,
+    conversation_of,
     wants_logprobs,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest, marked
@@ -68,6 +69,8 @@ def chat_request(
             "logprobs": wants_logprobs(request) or None,
             "max_completion_tokens": request.max_output_tokens,
             "prompt_cache_key": request.prompt_cache_key,
+            "prompt_cache_options": _cache_options(request),
+            "prompt_cache_retention": request.prompt_cache_retention,
             "safety_identifier": request.safety_identifier,
             "service_tier": request.service_tier,
             "stream": stream,
@@ -103,6 +106,11 @@ def _response_format(request: InputFields) -> dict[str, Any] | None:
 def _stream_options(request: ResponseRequest) -> dict[str, Any] | None:
     options = request.stream_options
     return {"include_obfuscation": True} if options and options.include_obfuscation else None
+
+
+def _cache_options(request: ResponseRequest) -> dict[str, Any] | None:
+    options = request.prompt_cache_options
+    return None if options is None else msgspec.structs.asdict(options)
 
 
 def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -177,6 +185,7 @@ def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> 
     """The request's part of the response object. What was not given shows what took its place."""
     return {
         "background": bool(request.background),
+        "conversation": {"id": conversation} if (conversation := conversation_of(request)) else None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
@@ -229,4 +238,5 @@ class MakeResponse(msgspec.Struct, frozen=True):
             previous=(request.previous_response_id or "")[-32:],
             store=request.store is not False,
             background=bool(request.background),
+            conversation=conversation_of(request),
         )

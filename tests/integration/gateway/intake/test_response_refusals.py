@@ -9,11 +9,14 @@ from tests.integration.gateway.fake_ring import MODEL
 from tests.integration.gateway.responding import RESPONSES
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+    ({"conversation": "conv_1"}, "conversation", "conversation_not_found"),
+    ({"conversation": {"id": "conv_" + "0" * 32}}, "conversation", "conversation_not_found"),
+    ({"conversation": "conv_1", "store": False}, "store", "invalid_value"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "invalid_value"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
     ({"context_management": [{"type": "compaction"}]}, "context_management", "unsupported_parameter"),
     ({"moderation": {"model": "m"}}, "moderation", "unsupported_parameter"),
-    ({"include": ["file_search_call.results"]}, "include", "unsupported_parameter"),
+    ({"include": ["anything"]}, "include", "unsupported_parameter"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
     ({"reasoning": {"context": "none"}}, "reasoning.context", "invalid_value"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
@@ -155,7 +158,7 @@ STRANGE: list[tuple[str, int, str]] = [
     ("/resp_1", 404, "response_not_found"),
     ("/chatcmpl-" + "0" * 32, 404, "response_not_found"),
     ("/resp_" + "0" * 32, 404, "response_not_found"),
-    ("/{id}?include[]=web_search_call.results", 400, "unsupported_parameter"),
+    ("/{id}?include[]=nonsense", 400, "unsupported_parameter"),
     ("/{id}?stream=perhaps", 400, "invalid_type"),
     ("/{id}?stream=true&starting_after=x", 400, "invalid_type"),
     ("/{id}?stream=true&starting_after=99", 400, "invalid_position"),

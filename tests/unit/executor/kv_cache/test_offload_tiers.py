@@ -89,6 +89,18 @@ def test_no_slot_is_leaked(actions: list[tuple[str, int]], size: int) -> None:
         tier.check()
 
 
+def test_a_session_that_is_to_be_kept_outlasts_newer_ones() -> None:
+    pins = SessionPins(ttl=10)
+    pins.add(1, "a", 0.0, keep=30.0)
+    pins.add(2, "b", 5.0)
+    pins.add(3, "a", 6.0)
+    pins.add(4, "c", 7.0, keep=1.0)
+    assert pins.expire(16.0) == [2]
+    assert pins.expire(29.9) == [4]
+    assert pins.expire(30.0) == [1, 3]
+    pins.check(set())
+
+
 def test_a_session_expires_as_a_whole_after_its_last_use() -> None:
     pins = SessionPins(ttl=10)
     pins.add(1, "a", 0.0)

@@ -15,10 +15,9 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_create_params
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake import rules
-from services.gateway.intake.decoding import convert
+from services.gateway.intake import extra_fields, rules
+from services.gateway.intake.decoding import convert, decode
 from services.gateway.intake.schemas import (
-    CacheBreakpoint,
     ChatCompletionRequest,
     CompletionRequest,
     ContentPart,
@@ -107,13 +106,30 @@ def test_what_a_text_part_brings_besides_its_text_is_refused(name: str) -> None:
     assert fields_of(ContentPart) - taken == marked(ContentPart, "neutral").keys()
 
 
-def test_a_breakpoint_of_the_cache_asks_for_what_is_done_anyway_but_not_for_how_long() -> None:
-    rules.check_chat(
-        with_message(content=[ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit"))])
-    )
-    part = ContentPart("text", "Hi", prompt_cache_breakpoint=CacheBreakpoint("explicit", "12h"))
-    field = "messages[0].content[0].prompt_cache_breakpoint.ttl"
-    assert refused(with_message(content=[part])) == ("unsupported_parameter", field)
+def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
+    def of(**fields: object) -> float:
+        body = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | fields)
+        request = decode(body, msgspec.json.Decoder(ChatCompletionRequest))
+        rules.check_chat(request)
+        return extra_fields.cache_ttl(request)
+
+    def parts(*ttls: str) -> list[dict[str, object]]:
+        marks = [{"mode": "explicit"} | ({"ttl": ttl} if ttl else {}) for ttl in ttls]
+        content = [{"type": "text", "text": "x", "prompt_cache_breakpoint": mark} for mark in marks]
+        return [{"role": "user", "content": content}]
+
+    assert of() == of(prompt_cache_retention="in_memory") == of(messages=parts("")) == 0
+    assert of(prompt_cache_options={"mode": "implicit", "ttl": "30m"}) == 1800
+    assert of(prompt_cache_options={"ttl": "30m"}, messages=parts("", "12h", "30m")) == 43200
+    assert of(prompt_cache_retention="24h", messages=parts("12h")) == 86400
+    for wrong, param in (
+        ({"mode": "explicit"}, "prompt_cache_options.mode"),
+        ({"prewarm": True}, "prompt_cache_options.prewarm"),
+        ({"comparison_response_id": "resp_1"}, "prompt_cache_options.comparison_response_id"),
+    ):
+        with pytest.raises(InvalidParameter) as caught:
+            of(prompt_cache_options=wrong)
+        assert (caught.value.reason, caught.value.param) == ("unsupported_parameter", param)
 
 
 @pytest.mark.parametrize(

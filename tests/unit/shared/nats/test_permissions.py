@@ -21,6 +21,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.RECORDS_BUCKET: {"gateway"},
     subjects.RESPONSES_BUCKET: {"gateway"},
     subjects.CHATS_BUCKET: {"gateway"},
+    subjects.CONVERSATIONS_BUCKET: {"gateway"},
     subjects.BATCHES_BUCKET: {"gateway"},
     subjects.FILES_BUCKET: {"gateway"},
     subjects.REGISTRY_BUCKET: {"gateway", "operator"},

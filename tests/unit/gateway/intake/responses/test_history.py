@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.intake.responses.intake import History, _hopeless, room_of
+from services.gateway.intake.responses.history import History, room_of
+from services.gateway.intake.responses.intake import _hopeless
 from services.gateway.intake.responses.items import droppable
 from services.gateway.lifecycle.answer import PREFIXES
 from services.gateway.persistence.store import inflated
@@ -45,9 +46,9 @@ class Lookup:
 
 
 async def read(lookup: Lookup, *, newest: bool) -> list[str]:
-    history = History(lookup)  # type: ignore[arg-type]
+    history = History(lookup, None)  # type: ignore[arg-type]
     previous = PREFIXES["responses"] + str(lookup.count)
-    return [item["id"] for item in await history.conversation(previous, "t", CONTEXT, newest=newest)]
+    return [item["id"] for item in await history.chain(previous, "t", CONTEXT, newest=newest)]
 
 
 async def test_a_short_conversation_is_read_whole() -> None:

@@ -1,0 +1,140 @@
+"""Conversations, as the official client has them: responses read them and add to them, once."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from shared import limits
+from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
+from tests.integration.gateway.responding import prompts, status, until_known
+
+
+async def texts(client: openai.AsyncOpenAI, conversation: str) -> list[str]:
+    found = [item async for item in client.conversations.items.list(conversation, order="asc", limit=2)]
+    return [str(item.model_dump()["content"][0]["text"]) for item in found]
+
+
+async def test_a_conversation_is_made_described_and_forgotten(
+    client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI
+) -> None:
+    items: Any = [{"role": "user", "content": "I am Ada."}, {"role": "assistant", "content": "Hello."}]
+    made = await client.conversations.create(items=items, metadata={"topic": "names"})
+    shown = await elsewhere.conversations.retrieve(made.id)
+    assert (shown, shown.metadata) == (made, {"topic": "names"})
+    changed = await elsewhere.conversations.update(made.id, metadata={"topic": "towns"})
+    assert changed.metadata == {"topic": "towns"}
+    more: Any = [{"role": "user", "content": "I live in Rome."}]
+    added = await elsewhere.conversations.items.create(made.id, items=more)
+    assert await texts(client, made.id) == ["I am Ada.", "Hello.", "I live in Rome."]
+    (item,) = added.data
+    assert item.id is not None
+    found = await client.conversations.items.retrieve(item.id, conversation_id=made.id)
+    assert found == item
+    assert (await client.conversations.items.delete(item.id, conversation_id=made.id)).id == made.id
+    assert await texts(client, made.id) == ["I am Ada.", "Hello."]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.get(f"/conversations/{made.id}/items/{item.id}?include=nonsense", cast_to=object)
+    assert refused.value.param == "include"
+    for wrong in (item.id, "msg_1"):
+        with pytest.raises(openai.NotFoundError, match="not found in the conversation"):
+            await client.conversations.items.delete(wrong, conversation_id=made.id)
+        with pytest.raises(openai.NotFoundError, match="not found in the conversation"):
+            await client.conversations.items.retrieve(wrong, conversation_id=made.id)
+    assert (await client.conversations.delete(made.id)).deleted
+    for ask in (client.conversations.retrieve, client.conversations.delete):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await ask(made.id)
+        assert caught.value.code == "conversation_not_found"
+
+
+async def test_responses_read_it_and_add_to_it_at_any_gateway(
+    client: openai.AsyncOpenAI, elsewhere: openai.AsyncOpenAI, ring: FakeRing
+) -> None:
+    made = await client.conversations.create()
+    ring.behave = saying("Hello.")
+    first = await client.responses.create(model=MODEL, input="I am Ada.", conversation=made.id)
+    assert first.conversation is not None
+    assert first.conversation.id == made.id
+    ring.behave = saying("Ada.")
+    stream = await elsewhere.responses.create(
+        model=MODEL, input="Who am I?", conversation={"id": made.id}, stream=True
+    )
+    async for _ in stream:
+        pass
+    assert prompts(ring)[-1] == "I am Ada.\nHello.\nWho am I?\n"
+    counted = await elsewhere.responses.input_tokens.count(model=MODEL, conversation=made.id, input="So?")
+    assert counted.input_tokens == len("I am Ada.\nHello.\nWho am I?\nAda.\nSo?\n")
+    assert await texts(client, made.id) == ["I am Ada.", "Hello.", "Who am I?", "Ada."]
+    await client.responses.delete(first.id)
+    assert len(await texts(client, made.id)) == 4
+
+
+async def test_what_fails_or_is_cancelled_adds_nothing(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+    made = await client.conversations.create()
+    ring.behave = silence
+    job = await client.responses.create(model=MODEL, input="a", conversation=made.id, background=True)
+    assert await texts(client, made.id) == []
+    await client.responses.cancel(job.id)
+    await status(client, job.id, "cancelled")
+
+    async def fail(ring: FakeRing, request: Any) -> None:
+        await ring.emit(request, 0, [], finish="error", error=("internal_error", "broken", False))
+
+    ring.behave = fail
+    with pytest.raises(openai.InternalServerError):
+        await client.responses.create(model=MODEL, input="b", conversation=made.id)
+    ring.behave = saying("Hello.")
+    await client.responses.create(model=MODEL, input="c", conversation=made.id)
+    assert await texts(client, made.id) == ["c", "Hello."]
+    assert prompts(ring)[-1] == "c\n"
+
+
+async def test_many_at_once_are_all_added_each_as_a_whole(
+    client: openai.AsyncOpenAI, gateway: RunningGateway, ring: FakeRing
+) -> None:
+    made = await client.conversations.create()
+    ring.behave = saying("Yes.")
+    asked = [f"Q{number}" for number in range(8)]
+    await asyncio.gather(
+        *(client.responses.create(model=MODEL, input=one, conversation=made.id) for one in asked)
+    )
+    found = await texts(client, made.id)
+    assert sorted(found[::2]) == asked
+    assert found[1::2] == ["Yes."] * 8
+
+    async def settled() -> bool | None:
+        head = await gateway.service._backend.parts.conversations.get(made.id, "")
+        return None if head.begun else True
+
+    await until_known(settled)
+
+
+async def test_its_bounds_are_told(client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    many: Any = [{"role": "user", "content": "x"}] * 21
+    with pytest.raises(openai.BadRequestError, match="items"):
+        await client.conversations.create(items=many)
+    made = await client.conversations.create(items=many[:20])
+    with pytest.raises(openai.BadRequestError, match="items"):
+        await client.conversations.items.create(made.id, items=[])
+    monkeypatch.setattr(
+        limits, "CONVERSATION_ITEMS", limits.Limit("conversation_items", 21, "entries", "items")
+    )
+    await client.conversations.items.create(made.id, items=many[:1])
+    with pytest.raises(openai.APIStatusError, match="conversation_items"):
+        await client.conversations.items.create(made.id, items=many[:1])
+    with pytest.raises(openai.APIStatusError, match="conversation_items"):
+        await client.responses.create(model=MODEL, input="x", conversation=made.id)
+
+
+async def test_one_that_is_longer_than_the_context_is_refused_or_cut(
+    client: openai.AsyncOpenAI, ring: FakeRing
+) -> None:
+    made = await client.conversations.create(items=[{"role": "user", "content": "x" * 140_000}])
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model=MODEL, input="Hi", conversation=made.id)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "conversation")
+    await client.responses.create(model=MODEL, input="Hi", conversation=made.id, truncation="auto")
+    assert prompts(ring)[-1] == "Hi\n"
