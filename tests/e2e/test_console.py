@@ -160,7 +160,7 @@ async def assert_whole(tab: Tab, stack: Stack, identity: str, tokens: int) -> No
 
 async def test_errors_are_shown_in_words(tab: Tab) -> None:
     await ask(tab, "Too much", 100_000)
-    shown = await tab.until("document.getElementById('error').textContent")
+    shown = await tab.until(f"{ANSWER}?.querySelector('.failure:not([hidden])')?.textContent")
     assert "maximum context length" in shown
     assert await tab.run(IDLE)
     # Chromium itself writes each refused request to its console

@@ -35,13 +35,18 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @contextlib.asynccontextmanager
-async def console(browser: Browser, url: str) -> AsyncIterator[Tab]:
-    """The page below `url`, which has found its gateway; nothing that it does may go wrong or outside."""
+async def console(browser: Browser, url: str, base: str = "") -> AsyncIterator[Tab]:
+    """The page at `url`, all of it below `base` (left out: below `url`), which has found its gateway.
+
+    Nothing that it does may go wrong or outside.
+    """
     async with browser.tab(url) as opened:
         await opened.until(f"document.getElementById('model').value === '{MODEL}'")
         yield opened
         assert opened.errors == []
-        outside = [asked for asked in opened.requests if not asked.startswith((url, "blob:", "about:"))]
+        outside = [
+            asked for asked in opened.requests if not asked.startswith((base or url, "blob:", "about:"))
+        ]
         assert outside == []
 
 

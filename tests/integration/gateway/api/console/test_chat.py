@@ -11,6 +11,7 @@ import pytest
 from shared.messages import GenerationRequest
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import PREFIX, Proxy, console
+from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, say, saying, until
 
 pytestmark = pytest.mark.slow
@@ -103,6 +104,8 @@ async def test_markdown_at_three_sizes(tab: Tab, ring: FakeRing, tmp_path: Path)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         await tab.call("Emulation.setDeviceMetricsOverride", **size)
         await tab.until(f"innerWidth === {width}")
+        drawer = "getComputedStyle(document.getElementById('side')).visibility"
+        await tab.until(f"{drawer} === '{'hidden' if mobile else 'visible'}'")
         for part in ("cluster", "models", "batches", "keys", "chat"):
             await tab.run(f"location.hash = '{part}'")
             await tab.until(f"!document.getElementById('{part}').hidden")
@@ -297,3 +300,51 @@ async def test_files_go_along_and_tools_are_called(tab: Tab, ring: FakeRing) -> 
     await finished(tab, 4)
     assert "twelve" in bytes(ring.requests[1].prompt).decode()
     assert await tab.run(f"{LAST}.querySelector('.body').textContent.trim()") == "It is noon"
+
+
+async def test_two_tabs_show_the_same_answer_and_keep_what_both_add(
+    tab: Tab, browser: Browser, gateway: RunningGateway, ring: FakeRing
+) -> None:
+    held = ring.behave = Held("Half of it, ", "and the rest")
+    await ask(tab, "In two tabs")
+    body = f"({LAST}?.querySelector('.body').textContent ?? '').trim()"
+    await tab.until(f"{body} === 'Half of it,'")
+    address = await tab.run("location.href")
+    async with console(browser, address, f"{gateway.url}/") as second:
+        await second.until(f"{body} === 'Half of it,' && !{IDLE}")
+        held.go.set()
+        for each in (tab, second):
+            await finished(each, 2)
+            assert await each.run(body) == "Half of it, and the rest"
+        assert len(ring.requests) == 1
+        ring.behave = saying("More")
+        await ask(second, "From the second")
+        await finished(second, 4)
+    await ask(tab, "From the first")
+    await tab.until(f"{IDLE} && {body} === 'More'")
+    counts = """new Promise((resolve) => {
+      const opening = indexedDB.open('ryzanstein');
+      opening.onsuccess = () => {
+        const asked = opening.result.transaction('conversations').objectStore('conversations').getAll();
+        asked.onsuccess = () => {
+          opening.result.close();
+          resolve(asked.result.map(one => Object.keys(one.nodes).length + 10 * Object.values(one.nodes).filter(
+            node => node.pending).length));
+        };
+      };
+    })"""
+    await tab.until(f"{counts}.then(all => JSON.stringify(all) === '[6]')")
+
+
+async def test_dark_where_the_reader_wants_it(tab: Tab, ring: FakeRing, tmp_path: Path) -> None:
+    ring.behave = saying(ANSWER)
+    await ask(tab, "In the dark")
+    await finished(tab, 2)
+    await tab.run("document.getElementById('options').open = true")
+    light = await tab.run("getComputedStyle(document.body).backgroundColor")
+    await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    await tab.until(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
+    await picture(tab, Path(os.environ.get("RYZANSTEIN_TEST_SCREENSHOTS", tmp_path)) / "chat-dark.png")
+    await tab.run("document.getElementById('manage').open = true")
+    await tab.press("Escape", 27)
+    assert not await tab.run("document.getElementById('manage').open")

@@ -80,6 +80,7 @@ export class Answer {
     const { node } = this;
     node.pace = pace(node, Date.now());
     node.error = error;
+    if (error) node.finish ??= node.pending.finish; // of the part that was there before
     node.pending = null;
     node.revision += 1;
     this.resuming = false;

@@ -1,6 +1,6 @@
 // The chat: which conversation is shown, what is sent, and the answers that are being read, also of others.
 
-import { pause, random, told } from "../app/api.js";
+import { random, told } from "../app/api.js";
 import { $, download, say, soon } from "../app/dom.js";
 import { Answer } from "./answer.js";
 import { Attachments } from "./attachments.js";
@@ -44,8 +44,15 @@ export class Chat {
     $("export-markdown").addEventListener("click", () => this.#export("md", "text/markdown", toMarkdown));
     $("export-json").addEventListener("click", () => this.#export("json", "application/json", (one) => toJson([one])));
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.stop();
+      if (event.key === "Escape" && !closeMenus()) this.stop();
     });
+    document.addEventListener("click", (event) => {
+      if (!$("manage").contains(event.target)) $("manage").open = false;
+    });
+    if (!CSS.supports("field-sizing", "content")) {
+      const lines = (field) => Math.min(10, field.value.split("\n").length);
+      $("prompt").addEventListener("input", ({ target }) => Object.assign(target, { rows: lines(target) }));
+    }
     addEventListener("pagehide", () => this.#open.forEach((entry) => entry.save.now()));
   }
 
@@ -100,7 +107,7 @@ export class Chat {
 
   async #save(entry) {
     const { conversation } = entry;
-    if (!Object.keys(conversation.nodes).length) return;
+    if (entry.deleted || !Object.keys(conversation.nodes).length) return;
     try {
       await this.#store.put(conversation);
     } catch (error) {
@@ -209,7 +216,8 @@ export class Chat {
   #proceed(node) {
     const { conversation } = this.#shown;
     const body = this.#request(conversation, messages(conversation, node.id), { continued: true });
-    Object.assign(node, { pending: this.#pending(conversation, body), finish: null, error: "", revision: node.revision + 1 });
+    const pending = { ...this.#pending(conversation, body), finish: node.finish };
+    Object.assign(node, { pending, finish: null, error: "", revision: node.revision + 1 });
     return this.#begin(node);
   }
 
@@ -243,7 +251,6 @@ export class Chat {
     if (ended) {
       this.#show();
       $("spoken").textContent = answer.node.error ? "" : `Answer finished: ${figures(answer.node)}`;
-      fail(answer.node.error);
     }
   }
 
@@ -291,7 +298,7 @@ export class Chat {
     const { conversation } = this.#shown;
     if (!confirm(`Delete "${conversation.title}"? It is kept in this browser alone.`)) return;
     await this.stop();
-    await pause(0); // what its end writes is begun before
+    this.#shown.deleted = true; // nothing writes it again
     this.#open.delete(conversation.id);
     this.#shown = this.#empty();
     await this.#store.remove(conversation.id);
@@ -304,6 +311,13 @@ export class Chat {
     $("manage").open = false;
     if (path(conversation).length) download(fileName(conversation.title, ending), type, write(conversation));
   }
+}
+
+/** Closes what lies over the chat; whether there was anything. */
+function closeMenus() {
+  const open = $("manage").open || document.body.classList.contains("side-open");
+  $("manage").open = false;
+  return open;
 }
 
 function fail(words) {

@@ -2,6 +2,7 @@
 
 import { age, button, bytes, copy, element } from "../app/dom.js";
 import { contentOf } from "./conversation.js";
+import { pace } from "../app/stream.js";
 import { GrowingText } from "./render.js";
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool results" };
@@ -40,10 +41,10 @@ export function figures(node) {
 }
 
 export class Message {
-  /** `acts`: edit(node, text), regenerate(node), proceed(node), results(node, texts), choose(node); `place`: before()
-   * and after() a change of its height. */
-  constructor(node, versions, acts, place) {
-    Object.assign(this, { node, versions, acts, place });
+  /** `acts`: edit(node, text), regenerate(node), proceed(node), results(node, texts), choose(node) and
+   * awaitsResults(node); `onChange()` is called when its height may have changed. */
+  constructor(node, versions, acts, onChange) {
+    Object.assign(this, { node, versions, acts });
     this.item = element("li", { "data-role": node.role, "data-id": node.id });
     this.body = element("div", { className: "body" });
     this.thoughts = element("div", { className: "thoughts" });
@@ -54,8 +55,8 @@ export class Message {
     const name = NAMES[node.role] + (node.model && node.role === "assistant" ? ` · ${node.model}` : "");
     this.who = element("div", { className: "who" }, name);
     this.item.append(this.who, this.reasoning, this.body, this.extras, this.failure, this.foot);
-    this.text = new GrowingText(this.body, place.before, place.after);
-    this.thinking = new GrowingText(this.thoughts, place.before, place.after);
+    this.text = new GrowingText(this.body, onChange);
+    this.thinking = new GrowingText(this.thoughts, onChange);
     this.update();
   }
 
@@ -71,11 +72,11 @@ export class Message {
         if (growing) part.set(text);
         else part.end(text);
       }
-    } else this.body.textContent = node.text;
+    } else if (!this.body.querySelector("textarea")) this.body.textContent = node.text;
     this.#showExtras();
     this.failure.textContent = node.error ?? "";
     this.failure.hidden = !node.error;
-    this.foot.replaceChildren(...(growing ? [] : this.#actions()));
+    this.foot.replaceChildren(...(growing ? [this.#live()] : this.#actions()));
   }
 
   #showExtras() {
@@ -132,6 +133,13 @@ export class Message {
     return made;
   }
 
+  /** How fast it is, while it grows. */
+  #live() {
+    const { node } = this;
+    const soFar = node.usage ? figures({ ...node, pace: pace(node, Date.now()) }) : "";
+    return element("span", { className: "figures", "aria-hidden": "true" }, soFar);
+  }
+
   async #copied(place) {
     await copy(this.node.role === "user" ? contentOf(this.node) : this.node.text);
     place.textContent = "Copied";
@@ -159,7 +167,10 @@ export class Message {
     const { node } = this;
     const field = element("textarea", { value: node.text, rows: Math.min(12, node.text.split("\n").length + 1) });
     field.setAttribute("aria-label", "Edit the message");
-    const close = () => this.update();
+    const close = () => {
+      this.body.replaceChildren();
+      this.update();
+    };
     const send = () => {
       if (field.value.trim() || node.files?.length) this.acts.edit(node, field.value.trim());
     };

@@ -79,29 +79,29 @@ function wrapCode(block, whole) {
 /** Renders a text that grows, seldom enough that the page stays quick however long the text is. */
 export class GrowingText {
   #timer = 0;
+  #rest = 0; // milliseconds until the next time: several times what the last one took
   #text = "";
   #shown = null;
+  #whole = false; // whether what is shown is the end of it
 
-  /** `onShown()` is called when the place has changed, `before()` just before it does. */
-  constructor(place, before, onShown) {
-    Object.assign(this, { place, before, onShown });
+  /** `onShown()` is called when the place has changed. */
+  constructor(place, onShown) {
+    Object.assign(this, { place, onShown });
   }
 
   set(text) {
     this.#text = text;
-    this.#timer ||= setTimeout(() => this.#show(false), this.#rest ?? 0);
+    this.#timer ||= setTimeout(() => this.#show(false), this.#rest);
   }
-
-  #rest = 0; // milliseconds until the next time: several times what the last one took
 
   #show(whole) {
     clearTimeout(this.#timer);
     this.#timer = 0;
-    if (this.#shown === this.#text && !whole) return;
+    if (this.#shown === this.#text && this.#whole === whole) return;
     const began = performance.now();
-    this.before();
     render(this.place, this.#text, whole);
     this.#shown = this.#text;
+    this.#whole = whole;
     this.onShown();
     this.#rest = Math.max(40, 4 * (performance.now() - began));
   }

@@ -15,7 +15,6 @@ export class Transcript {
   /** `acts`: see message.js. */
   constructor(acts) {
     this.acts = acts;
-    this.place = { before: () => {}, after: () => this.#stay() };
     this.#box.addEventListener("scroll", () => this.#look(), { passive: true });
     $("to-end").addEventListener("click", () => this.toEnd());
     new ResizeObserver(() => this.#stay()).observe(this.#box);
@@ -48,7 +47,7 @@ export class Transcript {
         const versions = siblings(conversation, node);
         const old = before.get(node.id);
         const same = old && old.node === node && old.versions.length === versions.length;
-        return [node.id, same ? old : new Message(node, versions, this.acts, this.place)];
+        return [node.id, same ? old : new Message(node, versions, this.acts, () => this.#stay())];
       }),
     );
     for (const message of this.#messages.values()) if (before.get(message.node.id) === message) message.update();

@@ -1,7 +1,7 @@
-// Batch jobs: how far they are, and the button that ends one.
+// Batch jobs: how far they are, what has come of them, and the button that ends one.
 
-import { pause, read, send, told } from "../app/api.js";
-import { $, age, button, element, fill, say, state } from "../app/dom.js";
+import { call, pause, read, send, told } from "../app/api.js";
+import { $, age, button, download, element, fill, say, state } from "../app/dom.js";
 
 const LOOK = 3000; // milliseconds
 const OVER = ["completed", "failed", "expired", "cancelled", "cancelling"];
@@ -23,9 +23,27 @@ async function cancel(job) {
   }
 }
 
+/** Has the browser keep the answers, or the errors, of a job. */
+async function fetchFile(file) {
+  try {
+    const content = await (await call(`v1/files/${file}/content`)).text();
+    download(`${file}.jsonl`, "application/jsonl", content);
+  } catch (error) {
+    say("batches-note", told(error), "alert");
+  }
+}
+
+function actions(job) {
+  const place = element("span", { className: "buttons" });
+  const act = (label, does) => place.append(button(label, does, { "aria-label": `${label} ${job.id}` }));
+  if (!OVER.includes(job.status)) act("Cancel", () => cancel(job));
+  if (job.output_file_id) act("Output", () => fetchFile(job.output_file_id));
+  if (job.error_file_id) act("Errors", () => fetchFile(job.error_file_id));
+  return place.childElementCount ? place : "–";
+}
+
 function row(job) {
   const count = job.request_counts ?? { completed: 0, failed: 0, total: 0 };
-  const act = OVER.includes(job.status) ? "–" : button("Cancel", () => cancel(job), { "aria-label": `Cancel ${job.id}` });
   return [
     job.id,
     state(job.status),
@@ -34,7 +52,7 @@ function row(job) {
     String(count.failed),
     String(count.total),
     job.created_at ? age(Date.now() / 1000 - job.created_at) : "–",
-    act,
+    actions(job),
   ];
 }
 

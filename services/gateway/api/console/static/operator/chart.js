@@ -6,6 +6,7 @@ import { SPAN, Series, ceiling, polyline } from "./series.js";
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [320, 96];
 
+/** An element of the picture. */
 function drawn(name, attributes) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -48,6 +49,11 @@ export class Chart {
     this.picture.setAttribute("aria-label", `${this.title}: ${this.format(total)} now, at most ${this.format(highest)}`);
     this.top.textContent = this.format(most);
     this.value.textContent = this.format(total);
+    this.#name(lines);
+  }
+
+  /** Says whose lines these are, where there are several. */
+  #name(lines) {
     this.legend.replaceChildren(
       ...(lines.length > 1 ? lines : []).map((line, index) =>
         element("li", { className: `line-${index}` }, `${line.name} ${this.format(line.points.at(-1).value)}`),
