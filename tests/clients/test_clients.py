@@ -2,9 +2,9 @@
 
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
-    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor or
-                               lm-eval (the extra `clients`), with colons between them
-    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama` was run
+    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor,
+                               lm-eval or pydantic-ai (the extra `clients`), with colons between them
+    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk` was run
 
 A test whose client is nowhere is skipped, and says so.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import ollama
 import pytest
 
@@ -80,6 +81,28 @@ def test_instructor(stack: Stack) -> None:
     assert {name: type(value) for name, value in seen["user"].items()} == {"name": str, "age": int}
 
 
+def test_pydantic_ai(stack: Stack) -> None:
+    """An agent over Anthropic's API: it is made to call the tool of its output, and says what the schema asks for."""
+    seen = run(python_with("pydantic_ai"), str(HERE / "use_pydantic_ai.py"), stack.url, MODEL)
+    assert {name: type(value) for name, value in seen["person"].items()} == {"name": str, "age": int}
+    assert seen["tokens"] > 0
+    assert len(seen["streamed"]) == 8
+
+
+def test_anthropic(stack: Stack) -> None:
+    """The official Python client, as the npm package below."""
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+    with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0) as client:
+        made = client.messages.create(**asked)
+        assert (made.stop_reason, made.usage.output_tokens) == ("max_tokens", 8)
+        with client.messages.stream(**asked) as stream:
+            said = "".join(stream.text_stream)
+            assert len(said) == 8
+            assert stream.get_final_message().stop_reason == "max_tokens"
+        assert client.messages.count_tokens(model=MODEL, messages=asked["messages"]).input_tokens > 0
+        assert [model.id for model in client.models.list()] == [MODEL]
+
+
 def run_node(package: str, program: str, stack: Stack) -> dict[str, Any]:
     """Skips the test where nothing has the npm `package`."""
     modules = os.environ.get("RYZANSTEIN_CLIENTS_NODE", "")
@@ -89,6 +112,21 @@ def run_node(package: str, program: str, stack: Stack) -> dict[str, Any]:
             f"NOT JUDGED BY the {package} npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it"
         )
     return run(node, str(HERE / program), stack.url, MODEL, modules)
+
+
+def test_anthropic_npm(stack: Stack) -> None:
+    seen = run_node("@anthropic-ai/sdk", "use_anthropic_npm.mjs", stack)
+    assert seen["whole"] == ["text", 8, "max_tokens", 8]
+    length, reason, tokens, kinds = seen["streamed"]
+    assert (length, reason, tokens) == (8, "max_tokens", 8)
+    assert {"message_start", "content_block_start", "message_delta", "message_stop"} <= set(kinds)
+    assert seen["called"] == ["tool_use", "tool_use", "weather", {"city": "Rome"}]
+    assert seen["answered"] == "message"
+    assert seen["counted"] > 0
+    assert seen["models"] == [MODEL]
+    assert seen["batch"] == [2, "a succeeded", "b succeeded"]
+    assert seen["deleted"] == "message_batch_deleted"
+    assert seen["refused"] == [True, "invalid_request_error", True]
 
 
 def test_ollama(stack: Stack) -> None:

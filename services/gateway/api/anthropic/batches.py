@@ -36,6 +36,7 @@ from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.lifecycle.idempotency import fingerprint
+from shared.errors import UnknownModel
 from shared.messages.batches import BatchJob
 
 PATH = f"{MESSAGES}/batches"
@@ -183,7 +184,7 @@ async def create(ask: Ask) -> dict[str, Any]:
 
 
 async def _checked(ask: Ask, given: _RawCreate) -> bytes:
-    """The requests as lines. Raises `InvalidParameter` for the first that is wrong."""
+    """The requests as lines. Raises `InvalidParameter` or `UnknownModel` for the first that is wrong."""
     check = LineEndpoint("messages", ask.parts.intake, ask.parts.catalog).check
     checker = Checker(MESSAGES, check, ask.settings.batch_requests)
     lines: list[bytes] = []
@@ -193,6 +194,8 @@ async def _checked(ask: Ask, given: _RawCreate) -> bytes:
         if checker.errors:
             error = checker.errors[0]
             place = f"requests[{index}].{(error.param or 'params').replace('body', 'params', 1)}"
+            if error.code == UnknownModel.code:
+                raise UnknownModel(f"Invalid '{place}': {error.message}", param=place)
             raise InvalidParameter(f"Invalid '{place}': {error.message}", param=place, reason=error.code)
         lines.append(line)
         if len(lines) % AT_ONCE == 0:

@@ -132,7 +132,7 @@ async def test_what_is_wrong_is_told_before_the_batch_is_taken(
         await create(requests=[request("a"), request("a")])
     with pytest.raises(anthropic.BadRequestError, match=r"requests\[0\]\.params.*stream"):
         await create(requests=[request("a", stream=True)])
-    with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\]\.params\.model"):
+    with pytest.raises(anthropic.NotFoundError, match=r"requests\[1\]\.params\.model"):
         await create(requests=[request("a"), request("b", model="nobody")])
     with pytest.raises(anthropic.BadRequestError, match="'requests'"):
         await create(requests=[])
