@@ -77,10 +77,13 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     origin: Literal["", "up", "file"] = ""
     """Who has declared it: somebody by hand, the `ryzanstein up` of this NATS, or a models file. Each takes back what
     it no longer declares, and nothing else."""
+    defaults: dict[str, dict[str, float]] = {}
+    """Sampling defaults, named as in a model's generation_config.json, by the name that a client gives: an alias, the
+    model's own, or that of an adapter of it."""
 
     def declared(self) -> "ModelSpec":
         """Without what those who write the registry keep for themselves."""
-        return msgspec.structs.replace(self, action="", action_at=0.0, force=False, created=0, origin="")
+        return msgspec.structs.replace(self, action="", action_at=0.0, force=False, created=0, origin="", defaults={})
 
 
 class WantedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):

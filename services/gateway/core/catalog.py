@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -47,6 +47,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Digest of a LoRA adapter on it; empty: none."""
     name: str = ""
     """Of that adapter."""
+    defaults: Mapping[str, float] = {}
+    """Sampling defaults of that name, which go before the model's own."""
 
 
 class ModelNotLoaded(Unavailable):
@@ -113,13 +115,17 @@ class Catalog:
         `UnknownModel`, and `Unavailable` of an adapter that is declared and was not read yet."""
         model = self.registry.model_of(name)
         if self._accepts(model):
-            return Resolved(model)
+            return Resolved(model, defaults=self._defaults(model, name))
         record = self.adapters.records.get(name)
         if record is None and name in self.adapters.wanted:
             raise not_read(self.adapters.wanted[name])
         if record is None or not self._accepts(record.model):
             raise self._unknown(name)
-        return Resolved(record.model, record.digest, record.name)
+        return Resolved(record.model, record.digest, name, self._defaults(record.model, name))
+
+    def _defaults(self, model: str, name: str) -> Mapping[str, float]:
+        spec = self.registry.specs.get(model)
+        return spec.defaults.get(name, {}) if spec is not None else {}
 
     def is_model(self, name: str) -> bool:
         """Whether it names a model, or is an alias of one."""

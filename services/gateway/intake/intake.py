@@ -252,7 +252,7 @@ class Intake:
         rules.check_chat(request)
         context = self._named(request, context)
         card = await self.loaded(request, context)
-        context = self._with_adapter(request.model, card, context)
+        card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
         answer = wanted_by(request)
         request = await with_files_read(request, context.tenant, self._files)
@@ -309,15 +309,18 @@ class Intake:
             gone=context.gone,
         )
 
-    def _with_adapter(self, name: str, card: ModelCard, context: Context) -> Context:
-        """`context` with the LoRA adapter that the client's `name` stands for now: the request keeps it to its end.
-        Raises `UnknownModel`."""
+    def _as_named(self, name: str, card: ModelCard, context: Context) -> tuple[ModelCard, Context]:
+        """The card with the sampling defaults of the client's `name`, and `context` with the LoRA adapter that it
+        stands for now: the request keeps it to its end. Raises `UnknownModel`."""
         resolved = self._catalog.resolve(name)
         if resolved.model != card.model:  # while the model was waited for
             raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
+        if resolved.defaults:
+            card = msgspec.structs.replace(card, defaults={**card.defaults, **resolved.defaults})
         if not resolved.adapter:
-            return context
-        return msgspec.structs.replace(context, adapter=resolved.adapter, adapter_name=resolved.name)
+            return card, context
+        named = msgspec.structs.replace(context, adapter=resolved.adapter, adapter_name=resolved.name)
+        return card, named
 
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
@@ -361,7 +364,7 @@ class Intake:
     async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
         given = embeddings.inputs_of(request)
         card = await self.loaded(request, context)
-        context = self._with_adapter(request.model, card, context)
+        card, context = self._as_named(request.model, card, context)
         embeddings.check(request, card)
         tokenizer = await self._tokenizers.get(card)
         limit = self._parts.settings.prompt_limit
@@ -373,7 +376,7 @@ class Intake:
         rules.check_completion(request)
         context = self._named(request, context)
         card = await self.loaded(request, context)
-        context = self._with_adapter(request.model, card, context)
+        card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
         given = rules.prompts_of(request)
         grammar = await self._grammars.of(request, context.tenant)

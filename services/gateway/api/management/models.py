@@ -72,7 +72,7 @@ class Management:
             made = msgspec.structs.replace(declared, created=int(time.time()))
             if known is None:
                 return made
-            kept = {name: getattr(known, name) for name in ("action", "action_at", "force")}
+            kept = {name: getattr(known, name) for name in ("action", "action_at", "force", "defaults")}
             if not _other_files(known, declared):
                 kept["created"] = known.created
             return msgspec.structs.replace(made, **kept)

@@ -26,11 +26,17 @@ from services.gateway.core.errors import InvalidParameter, RouteError, missing, 
 from services.gateway.core.registry import not_registered
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.ollama.translation import LATEST, names_of
+from services.gateway.intake.headers import tell_ignored
+from services.gateway.intake.ollama.schemas import Options
+from services.gateway.intake.ollama.translation import LATEST, ignored_options, names_of
 from services.gateway.intake.rules import check_neutral
-from services.gateway.intake.schemas import ModelName, neutral
+from services.gateway.intake.schemas import ModelName, marked, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import ModelSpec
 from shared.process import VERSION
+
+MOST_DEFAULTS = 64
+"""Names of one model that have parameters of their own."""
 
 
 class OllamaShowRequest(ModelNamed, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +78,8 @@ class OllamaCreateRequest(
     template: Annotated[Any, neutral("")] = None
     license: Annotated[Any, neutral("", [])] = None
     system: Annotated[Any, neutral("")] = None
-    parameters: Annotated[Any, neutral({})] = None
+    parameters: Options | None = None
+    """Sampling defaults: temperature, top_k, top_p, min_p and repeat_penalty."""
     messages: Annotated[Any, neutral([])] = None
 
 
@@ -178,20 +185,25 @@ async def pull_model(ask: Ask) -> None:
 async def delete(ask: Ask) -> bytes:
     ask.check_manages_models()
     name = named(ask.parts.catalog, await _given(ask, _delete))
-    catalog = ask.parts.catalog
-    if catalog.resolve(name).adapter:
+    resolved = ask.parts.catalog.resolve(name)
+    if resolved.adapter:
         await ask.parts.adapters.unload(name)
-    elif (model := catalog.registry.model_of(name)) != name:
-        await _set_aliases(ask, model, without=name)
+    elif resolved.model != name:
+        await _set_aliases(ask, resolved.model, without=name)
     else:
         await ask.parts.management.delete(name, files=True)
+        return b""
+    await _set_defaults(ask, resolved.model, name, {})
     return b""
 
 
 async def copy(ask: Ask) -> bytes:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _copy)
-    await _name_it(ask, named(ask.parts.catalog, request.source), request.destination)
+    source, wanted = named(ask.parts.catalog, request.source), request.destination.removesuffix(LATEST)
+    await _name_it(ask, source, wanted)
+    resolved = ask.parts.catalog.resolve(source)
+    await _set_defaults(ask, resolved.model, wanted, dict(resolved.defaults))
     return b""
 
 
@@ -199,10 +211,11 @@ async def create(ask: Ask) -> Progress | None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _create)
     check_neutral(request)
+    given = _defaults(request.parameters, ask)
     if not request.base:
         raise missing("from", "the name of a model that is there")
     name, base = _name(request), named(ask.parts.catalog, request.base)
-    creation = _creation(ask, name, base, request.adapters or {})
+    creation = _creation(ask, name.removesuffix(LATEST), base, request.adapters or {}, given)
     if request.stream is not False:
         await send_lines(ask, creation)
         return None
@@ -212,11 +225,36 @@ async def create(ask: Ask) -> Progress | None:
     return Progress("success")
 
 
+_DEFAULTS = {"repeat_penalty": "repetition_penalty"} | {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p")
+}
+"""Parameters that a name may have, and what a model's generation_config.json calls them."""
+
+
+def _defaults(parameters: Options | None, ask: Ask) -> dict[str, float]:
+    """Raises `InvalidParameter` for one that a name cannot have."""
+    if parameters is None:
+        return {}
+    ignored = ignored_options(parameters, "parameters.")
+    tell_ignored(ignored, ask.answer_headers, strict=ask.settings.strict_fields)
+    changing = marked(Options, "ignored").keys() | marked(Options, "neutral").keys()
+    given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not None}
+    for name in given:
+        if name not in _DEFAULTS and name not in changing:
+            raise unsupported(f"parameters.{name}", "send it with each request, in its options")
+    return {_DEFAULTS[name]: value for name, value in given.items() if name in _DEFAULTS}
+
+
 async def _creation(
-    ask: Ask, name: str, base: str, adapters: dict[str, str]
+    ask: Ask, name: str, base: str, adapters: dict[str, str], defaults: dict[str, float]
 ) -> AsyncGenerator[Progress, None]:
+    resolved = ask.parts.catalog.resolve(base)
+    defaults = {**resolved.defaults, **defaults}
+    if defaults and resolved.model not in ask.parts.catalog.registry.specs:
+        raise not_registered(resolved.model)
     if not adapters:
         await _name_it(ask, base, name)
+        await _set_defaults(ask, resolved.model, name, defaults)
         yield Progress("writing manifest")
         return
     if len(adapters) > 1:
@@ -231,7 +269,8 @@ async def _creation(
             "adapters", "files are not uploaded here; name a hub repository or a path on the hosts"
         )
     yield Progress("reading adapter")
-    await ask.parts.adapters.load(name.removesuffix(LATEST), source, base, replace=True)
+    await ask.parts.adapters.load(name, source, base, replace=True)
+    await _set_defaults(ask, resolved.model, name, defaults)
     yield Progress("writing manifest")
 
 
@@ -247,9 +286,9 @@ def _refused(path: str, why: str) -> RouteError:
     return RouteError(f"{path} is not supported here: {why}.", status=404, reason="unsupported_endpoint")
 
 
-async def _name_it(ask: Ask, source: str, destination: str) -> None:
+async def _name_it(ask: Ask, source: str, wanted: str) -> None:
     """Gives what is called `source` here one more name."""
-    wanted, catalog = destination.removesuffix(LATEST), ask.parts.catalog
+    catalog = ask.parts.catalog
     if not wanted:
         raise missing("destination", "the new name")
     resolved = catalog.resolve(source)
@@ -266,6 +305,26 @@ async def _set_aliases(ask: Ask, model: str, *, also: str = "", without: str = "
         raise not_registered(model)
     aliases = [one for one in spec.aliases if one not in (also, without)]
     await ask.parts.management.patch(model, {"aliases": [*aliases, also] if also else aliases}, None)
+
+
+async def _set_defaults(ask: Ask, model: str, name: str, defaults: dict[str, float]) -> None:
+    """Of a name of `model`, in the place of those that it had."""
+    spec = ask.parts.catalog.registry.specs.get(model)
+    if spec is None or spec.defaults.get(name, {}) == defaults:
+        return
+
+    def change(known: ModelSpec) -> ModelSpec:
+        others = {one: given for one, given in known.defaults.items() if one != name}
+        if len(others) >= MOST_DEFAULTS and defaults:
+            raise InvalidParameter(
+                f"The model '{model}' has {len(others)} names with parameters of their own, and may have no more; "
+                "delete one.",
+                param="parameters",
+                reason="invalid_value",
+            )
+        return msgspec.structs.replace(known, defaults=others | ({name: defaults} if defaults else {}))
+
+    await ask.parts.catalog.registry.change(model, change)
 
 
 async def _given(ask: Ask, decoder: msgspec.json.Decoder[Any]) -> str:

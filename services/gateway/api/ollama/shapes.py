@@ -3,7 +3,7 @@
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -136,7 +136,7 @@ class Shown:
         lines = [f"FROM {model}", *([f"ADAPTER {adapter.source}"] if adapter else [])]
         return ShownModel(
             modelfile="\n".join(lines) + "\n",
-            parameters=_parameters(card),
+            parameters=_parameters({**(card.defaults if card else {}), **resolved.defaults}),
             template=_template(tokenizer),
             details=_details(model, spec, parent=model if adapter or name != model else ""),
             model_info=info,
@@ -213,9 +213,9 @@ def _details(model: str, spec: ModelSpec | None, parent: str = "") -> ModelDetai
     )
 
 
-def _parameters(card: ModelCard | None) -> str:
+def _parameters(defaults: Mapping[str, Any]) -> str:
     """As a Modelfile has them."""
-    return "\n".join(f"{name:<30} {value}" for name, value in (card.defaults if card else {}).items())
+    return "\n".join(f"{name:<30} {value}" for name, value in defaults.items())
 
 
 def _template(tokenizer: Tokenizer | None) -> str:

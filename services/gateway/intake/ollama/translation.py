@@ -80,12 +80,12 @@ def checked(request: Asked) -> list[str]:
     return [*ignored_fields(request), *ignored_options(request.options)]
 
 
-def ignored_options(options: Options | None) -> list[str]:
+def ignored_options(options: Options | None, path: str = "options.") -> list[str]:
     """Those that change nothing. Raises `InvalidParameter` for the first that is not supported."""
     if options is None:
         return []
-    check_neutral(options, "options.")
-    return [f"options.{name}" for name in ignored_fields(options)]
+    check_neutral(options, path)
+    return [path + name for name in ignored_fields(options)]
 
 
 # --- generating ----------------------------------------------------------------------------------

@@ -230,6 +230,34 @@ async def test_names_come_and_go(gateway: RunningGateway, client: ollama.AsyncCl
     assert "base" not in specs
 
 
+async def test_a_name_has_parameters_of_its_own(
+    gateway: RunningGateway,
+    client: ollama.AsyncClient,
+    http: httpx.AsyncClient,
+    hosts: FakeHosts,
+    ring: FakeRing,
+) -> None:
+    await ready(gateway, ring, hosts)
+    specs = gateway.service.work.catalog.registry.specs
+    parameters = {"temperature": 0.25, "repeat_penalty": 1.5, "num_ctx": 9}
+    await client.create("calm", from_=MODEL, parameters=parameters)
+    await client.create("calmer", from_="calm", parameters={"temperature": 0})
+    await client.copy("calm", "copied")
+    assert specs[MODEL].defaults["calmer"] == {"temperature": 0, "repetition_penalty": 1.5}
+    assert specs[MODEL].defaults["copied"] == specs[MODEL].defaults["calm"]
+    assert "repetition_penalty" in str((await client.show("calm")).parameters)
+    await client.chat("calm", HI, options={"temperature": 0.5})
+    await http.post("/v1/chat/completions", json={"model": "calm", "messages": HI})
+    await client.chat(MODEL, HI)
+    sampled = [(one.sampling.temperature, one.sampling.repetition_penalty) for one in ring.requests]
+    assert sampled == [(0.5, 1.5), (0.25, 1.5), (1.0, 1.0)]
+    await client.create("calm", from_=MODEL)
+    await client.delete("calmer")
+    assert list(specs[MODEL].defaults) == ["copied"]
+    with pytest.raises(ollama.ResponseError, match="num_predict"):
+        await client.create("short", from_=MODEL, parameters={"num_predict": 3})
+
+
 async def test_an_adapter_is_created_copied_and_deleted(
     gateway: RunningGateway,
     client: ollama.AsyncClient,
@@ -255,6 +283,8 @@ async def test_an_adapter_is_created_copied_and_deleted(
     assert "ADAPTER org/sql-lora" in str((await client.show("sql")).modelfile)
     await client.delete("sql")
     assert sorted(records) == ["sql2"]
+    with pytest.raises(ollama.ResponseError, match="not in the registry"):
+        await client.create("x", from_=MODEL, adapters={"a": "org/a"}, parameters={"top_k": 3})
     with pytest.raises(ollama.ResponseError, match="has one adapter"):
         await client.create("x", from_=MODEL, adapters={"a": "org/a", "b": "org/b"})
     with pytest.raises(ollama.ResponseError, match="'adapters' is not supported"):
