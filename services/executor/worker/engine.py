@@ -205,6 +205,7 @@ class RingEngine:
     def close(self) -> None:
         self._sender.close()
         if self._member is not None:
+            self._member.share.settle()
             self._member.runner.close()
             self._member.collectives.close()
             self._member = None
@@ -225,6 +226,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
         mine.begin(plan.step)
         mine.run(plan, partial(member.runner.forward, plan, mine.progress))
         mine.launched(plan.step)
+    member.share.settle()
 
 
 def _next_plan(receiver: PlanReceiver) -> StepPlan | None:

@@ -3,6 +3,7 @@
 A share that is read needs neither transformers nor the checkpoint: what builds is imported when something is built.
 """
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from shared.service.logs import adopt_loggers
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.steps import StepLimits
 
+KEEP_TIMEOUT = 4.0
+"""Seconds that a rank which ends waits for its weights to be kept; its supervisor waits for `LEAVE_TIMEOUT`."""
 Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
@@ -62,6 +65,9 @@ class Share:
     def keep(self, packed: PackedModel | None) -> None:
         """Has the next start of this rank find `packed`, what it computes with, where that can be kept and is not
         yet."""
+
+    def settle(self) -> None:
+        """Before the rank ends: waits for what it keeps, or the next start would have to make it once more."""
 
     @property
     def imports(self) -> list[str]:
@@ -220,6 +226,7 @@ class _BuiltShare(Share):
             adapter_targets=targets_of(self._model),
         )
         self._cache = cache
+        self._keeping: threading.Thread | None = None
         self._module = type(self._model).__module__
 
     def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
@@ -231,7 +238,11 @@ class _BuiltShare(Share):
 
     def keep(self, packed: PackedModel | None) -> None:
         if self._cache is not None and packed is not None:
-            self._cache.keep_later(self.facts, packed)
+            self._keeping = self._cache.keep_later(self.facts, packed)
+
+    def settle(self) -> None:
+        if self._keeping is not None:
+            self._keeping.join(KEEP_TIMEOUT)
 
     @property
     def imports(self) -> list[str]:

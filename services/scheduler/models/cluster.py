@@ -125,8 +125,9 @@ class Host:
             taken += replica.memory
             if replica.idle and replica.ready:
                 idle += replica.memory
-        self.idle = idle
-        self.free = self.memory - max(self.used_by_beat, taken) - sum(self.promised.values())
+        free = self.memory - max(self.used_by_beat, taken) - sum(self.promised.values())
+        self.index.grown = self.index.grown or free > self.free or idle > self.idle
+        self.idle, self.free = idle, free
         self.index.moved(self)
 
     @property
@@ -156,6 +157,8 @@ class FreeMemory:
     def __init__(self) -> None:
         self._order: list[tuple[float, int, Host]] = []
         self._keys: dict[int, float] = {}
+        self.grown = False
+        """Whether some host has more memory to give than it had, until somebody has set it back."""
 
     def __iter__(self) -> Iterator[Host]:
         for _, _, host in self._order:

@@ -13,6 +13,10 @@ from shared.messages.registry import MAX_MODELS
 
 MAX_REPORTERS = 1024
 """Schedulers and gateways that are told apart; those beyond are not heard."""
+GROWTH_TIME = 4.0
+"""Seconds over which the growth of a model's requests is measured."""
+LONGEST_FORECAST = 120.0
+"""Seconds."""
 KEPT = 5.0
 """Seconds for which what a scheduler or gateway has said counts: one that died holds nothing up."""
 RATE_TIME = 60.0
@@ -163,3 +167,25 @@ class DemandTracker:
         if asked is None and len(self._asked) < MAX_MODELS:
             asked = self._asked[name] = _Asked()
         return asked
+
+
+class Growth:
+    """How many requests, waiting or running, each model will have once a replica that is ordered now is there: those
+    that it has, and as many more as it gets until then if they go on growing as they have in the last seconds. What may
+    be chance is no growth. Bounded by the models of the registry, as `keep` is told."""
+
+    def __init__(self) -> None:
+        self._levels: dict[str, tuple[float, float]] = {}
+        """By model: requests, averaged over `GROWTH_TIME`, and when."""
+
+    def expect(self, model: str, requests: int, seconds: float, now: float) -> float:
+        """Requests of the model `seconds` from now; it has `requests` now."""
+        level, at = self._levels.get(model, (float(requests), now))
+        level += (requests - level) * (1.0 - math.exp(-max(0.0, now - at) / GROWTH_TIME))
+        self._levels[model] = level, now
+        grown = requests - level - 2.0 * math.sqrt(requests)
+        return requests + max(0.0, grown) / GROWTH_TIME * min(seconds, LONGEST_FORECAST)
+
+    def keep(self, models: Collection[str]) -> None:
+        for name in [name for name in self._levels if name not in models]:
+            del self._levels[name]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
-from services.scheduler.models.demand import NO_DEMAND, Demand
+from services.scheduler.models.demand import NO_DEMAND, Demand, Growth
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.plans import Plan, Plans, Reason
 from services.scheduler.models.refusals import Refused, why_not
@@ -31,6 +31,8 @@ from shared.messages import HostModel, LoadModel, ModelPlacement, ModelSpec, Unl
 
 TARGET_SHARE = 0.75
 """Share of a model's places that may be taken before it gets another replica."""
+GROWS = 8
+"""A model gets at most so many times the replicas that it has, in one pass."""
 UNKNOWN_SLOTS = 64
 """Places of a group that has not said how many it has."""
 SWITCH_AFTER = 2.0
@@ -50,7 +52,7 @@ SEARCHES = 16
 COMPARISONS = 128
 """Hosts of which one pass compares the groups, at most: the next goes on."""
 SEARCH_AGAIN = 0.5
-"""Seconds before it looks again for one that none can take."""
+"""Seconds before it looks again for one that none can take, where no host has got more memory to give."""
 HOSTS_NAMED = 64
 """Hosts of a model that are written into its placement, at most."""
 OVERDUE = 5.0
@@ -94,6 +96,7 @@ class ModelPlacer:
         self.cluster = cluster
         self.failures = Failures()
         self._plans = Plans(cluster)
+        self._growth = Growth()
         self._refused: dict[str, Refused] = {}
         """Why models are not placed that are wanted, or were when they were last asked for."""
         self._fulfilled: dict[str, float] = {}
@@ -120,6 +123,9 @@ class ModelPlacer:
         self._worth = Worth(self.cluster, specs, demand, now)
         self._commands = []
         self._turn += 1
+        if self.cluster.free.grown:
+            self.cluster.free.grown = False
+            self._again.clear()
         self._look_at_failures()
         self._look_at_plans()
         self._forget()
@@ -216,6 +222,7 @@ class ModelPlacer:
         return host.free + host.promised.get(plan.group, 0) >= plan.size
 
     def _forget(self) -> None:
+        self._growth.keep(self._specs)
         for known in (self._refused, self._fulfilled, self._again, self._settled, self._idle_from):
             for name in [name for name in known if name not in self._specs]:
                 del known[name]
@@ -291,7 +298,7 @@ class ModelPlacer:
         for _ in range(spec.least - have):
             yield Want(0, spec.action_at or spec.created, spec.name, "least")
         if have or spec.least:
-            wanted = min(self._needed(spec.name, demand), spec.most, 2 * have)
+            wanted = min(self._needed(spec.name, demand), spec.most, GROWS * have)
             for _ in range(wanted - max(have, spec.least)):
                 yield Want(3, demand.since, spec.name, "replicas")
         elif demand.waiting:
@@ -305,9 +312,12 @@ class ModelPlacer:
         return any(replica.ready and not self._plans.goes(replica) for replica in self.cluster.of(model))
 
     def _needed(self, model: str, demand: Demand) -> int:
-        """Replicas that would have a quarter of their places free."""
+        """Replicas that would have a quarter of their places free once one more is loaded."""
         slots = self.cluster.replicas(model).slots or UNKNOWN_SLOTS
-        return math.ceil((self._plans.inside(model) + demand.waiting) / (TARGET_SHARE * slots))
+        _, seconds = self.cluster.elsewhere(model)
+        requests = self._plans.inside(model) + demand.waiting
+        expected = self._growth.expect(model, requests, seconds, self._now)
+        return math.ceil((expected if demand.waiting else requests) / (TARGET_SHARE * slots))
 
     def _wished(self, spec: ModelSpec) -> bool:
         """Whether somebody has asked to load it, and it was not there since."""

@@ -1,6 +1,6 @@
 """What is asked of each model: counted once, forgotten when its reporter is silent, bounded."""
 
-from services.scheduler.models.demand import KEPT, MAX_REPORTERS, DemandTracker
+from services.scheduler.models.demand import KEPT, LONGEST_FORECAST, MAX_REPORTERS, DemandTracker, Growth
 from services.scheduler.models.lease import LeaseWatch
 from shared.messages import ModelDemand, SchedulerDemand, WaitingModel
 from shared.messages.registry import MAX_MODELS
@@ -62,3 +62,16 @@ def test_a_lease_expires_by_standing_still_before_its_watcher() -> None:
     assert not watch.expired(8, 105.0)
     watch.forget()
     assert not watch.expired(8, 200.0)
+
+
+def test_growth_is_expected_to_go_on_and_chance_is_no_growth() -> None:
+    growth = Growth()
+    assert growth.expect("m", 100, 30.0, 0.0) == 100, "nothing is known of what was before"
+    for second in range(1, 60):  # as many as ever, more or less
+        assert growth.expect("m", 100 + second % 5, 30.0, float(second)) == 100 + second % 5
+    expected = [growth.expect("m", 100 + 50 * second, 30.0, 60.0 + second) for second in range(1, 31)]
+    requests = 100 + 50 * 30
+    assert requests + 30 * 20 < expected[-1] < requests + 30 * 51, "50 a second"
+    assert growth.expect("m", requests, 1e9, 90.0) < requests + 51 * LONGEST_FORECAST
+    growth.keep({"other"})
+    assert growth.expect("m", 7, 30.0, 100.0) == 7

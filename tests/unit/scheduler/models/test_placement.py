@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from services.scheduler.models.placement import REPEAT, REPEATS
+from services.scheduler.models.placement import REPEAT, REPEATS, SEARCHES
 from shared.messages import HostBeat, HostRecord, LoadModel, UnloadModel
 from tests.unit.scheduler.models.hosts import BEGIN, GB, FakeCluster, FakeGroup, spec
 
@@ -279,6 +279,33 @@ def test_what_another_scheduler_has_ordered_is_not_ordered_again() -> None:
     assert not said.commands
     assert said.placements["a"].hosts == ["h2"]
     assert said.placements["a"].expected_at > cluster.now
+
+
+def test_it_looks_again_as_soon_as_a_group_has_ended_its_work() -> None:
+    cluster = one_host()
+    cluster.register(spec("a"), spec("b"))
+    cluster.ask("a")
+    cluster.run(50)
+    cluster.groups("a")[0].running = 1
+    cluster.ask("b")
+    assert not cluster.step(0.01).commands
+    cluster.groups("a")[0].running = 0
+    assert [command.model for command in cluster.step(0.01).commands] == ["a"]
+
+
+def test_many_loads_are_planned_in_several_passes() -> None:
+    names = [f"m{at}" for at in range(SEARCHES + 4)]
+    cluster = FakeCluster(dict.fromkeys(names, GB))
+    cluster.add_host("h", 80 * GB).stored.update(dict.fromkeys(names, "stored"))
+    cluster.register(*map(spec, names))
+    for name in names:
+        cluster.ask(name)
+    first = cluster.step(0.01)
+    assert first.more
+    assert len(first.commands) == SEARCHES
+    second = cluster.step(0.01)
+    assert not second.more
+    assert len(second.commands) == 4
 
 
 def test_no_host_is_no_refusal() -> None:
