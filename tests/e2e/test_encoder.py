@@ -1,0 +1,55 @@
+"""An encoder through the whole house: `up` says what it does, its vectors are those of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.stack import Stack
+from tests.unit.executor.model.encoders.tiny import make_encoder
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_encoder(tmp_path_factory.mktemp("model") / "tiny-encoder", "bert", vocab_size=258)
+    for name, data in tiny_files(template=None).items():
+        (made / name).write_bytes(data)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stack(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("data"), "--model", str(directory), "--dtype", "fp32") as running:
+        yield running
+
+
+def test_up_says_what_it_does(stack: Stack) -> None:
+    assert "no answer to show" in stack.output
+    assert "it gives embeddings (/v1/embeddings)" in stack.output
+    assert "/v1/embeddings -H" in stack.output
+
+
+def test_vectors_over_http(stack: Stack, directory: Path) -> None:
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(str(directory)).eval()
+    prompts = [[5, 6, 7], [9] * 40, [200]]
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        answer = http.post("/v1/embeddings", json={"model": "tiny-encoder", "input": prompts})
+        assert answer.status_code == 200, answer.text
+        for prompt, item in zip(prompts, answer.json()["data"], strict=True):
+            with torch.inference_mode():
+                mean = model(torch.tensor([prompt])).last_hidden_state[0].mean(dim=0)
+            assert item["embedding"] == pytest.approx((mean / mean.norm()).tolist(), abs=1e-4)
+        chat = {"model": "tiny-encoder", "messages": [{"role": "user", "content": "Hi"}]}
+        refused = http.post("/v1/chat/completions", json=chat)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
+        long = {"model": "tiny-encoder", "input": "x" * 100}
+        assert http.post("/v1/embeddings", json=long).json()["error"]["code"] == "context_length_exceeded"
+        cut = http.post("/v1/embeddings", json=long | {"truncate_prompt_tokens": -1})
+        assert cut.json()["usage"]["prompt_tokens"] == 70
