@@ -25,7 +25,10 @@ _BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
         "weights quantized otherwise than docs/quantization.md lists",
         "what their codes stand for is not known here",
     ),
-    ("attention that looks ahead (`use_bidirectional_attention`)", "a token is computed once, when it comes"),
+    (
+        "attention that looks ahead (`use_bidirectional_attention`), but for embeddings by Gemma 3 (EmbeddingGemma)",
+        "a token is computed once, when it comes",
+    ),
     ("layer types that the architecture is not proven with", "what such a layer keeps is not known"),
     (
         "contexts beyond `keep_window_size` (Doge: 2048 tokens)",
@@ -214,6 +217,9 @@ def _encoders() -> list[str]:
         f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {'1' if name in ONE_RANK else '1, 2'} |"
         for name, row in ENCODERS.items()
     ]
+    lines.append(
+        "| Gemma 3 (text) | `gemma3_text` | EmbeddingGemma | looks ahead; windows to both sides | 1, 2 |"
+    )
     return [*lines, ""]
 
 

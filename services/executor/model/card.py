@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.executor.core.engine import EngineSpec, with_tasks
-from services.executor.model.catalogue import ENCODERS, check_supported
+from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
@@ -59,7 +59,7 @@ def read_card(
 def encoder_config(directory: Path) -> Any:
     """The transformers configuration of the encoder in `directory`; None: the model is none. Raises
     `ModelLoadError`."""
-    if read_json(directory / "config.json").get("model_type") not in ENCODERS:
+    if not is_encoder(read_json(directory / "config.json")):
         return None
     from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
 

@@ -287,6 +287,17 @@ ENCODERS: Mapping[str, Architecture] = MappingProxyType(
 tests/unit/executor/model/encoders proves them."""
 
 
+BOTH_WAYS = frozenset({"gemma3_text"})
+"""Decoders' types whose models embed where their configuration says that they look ahead
+(`use_bidirectional_attention`: EmbeddingGemma)."""
+
+
+def is_encoder(described: Mapping[str, Any]) -> bool:
+    """Whether what config.json, here read, describes reads texts in both directions, and is served so."""
+    kind = described.get("model_type")
+    return kind in ENCODERS or (kind in BOTH_WAYS and described.get("use_bidirectional_attention") is True)
+
+
 def served_as(model_type: str) -> str:
     """The type under which the text model of this configuration's type stands here."""
     return _SERVED_AS.get(model_type, model_type)
@@ -455,7 +466,10 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "attends to an encoder"
     if not keeps_latents(config.model_type) and getattr(config, "kv_lora_rank", None):
         yield "is none with latent attention, which its configuration has (kv_lora_rank)"
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
+    looks_ahead = getattr(config, "use_bidirectional_attention", None)
+    if (
+        looks_ahead not in (None, False, "vision") and config.model_type not in BOTH_WAYS
+    ):  # vision: of images alone
         yield "looks ahead in the text (use_bidirectional_attention)"
     for setting, reason in _SETTINGS.get(config.model_type, {}).items():
         if getattr(config, setting) not in _OFF:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from services.executor.core.settings import ExecutorSettings, packed_directory, packed_name, packed_share
-from services.executor.model.catalogue import ENCODERS
+from services.executor.model.catalogue import is_encoder
 from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
@@ -96,7 +96,7 @@ def _sequence_bytes(settings: ExecutorSettings, config: Mapping[str, Any]) -> in
     def number(*names: str) -> int:
         return next((value for name in names if isinstance(value := config.get(name), int)), 0)
 
-    if config.get("model_type") in ENCODERS:
+    if is_encoder(config):
         return 0  # it keeps nothing
     heads = number("num_attention_heads", "n_head")
     size = number("head_dim") or (number("hidden_size", "n_embd") // heads if heads else 0)

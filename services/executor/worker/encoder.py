@@ -68,6 +68,7 @@ class EncoderRunner:
         self._family: Family = family_of(config)
         names = inspect.signature(self._base.forward).parameters
         self._segments = int(getattr(config, "type_vocab_size", 0) or 0) if "token_type_ids" in names else 0
+        self._options: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
         self._tick: Callable[[], None] = Progress.unread().tick
         for module in self._base.modules():
             if not list(module.children()) and list(module.parameters()):
@@ -146,7 +147,8 @@ class EncoderRunner:
     def _run(self, tokens: Tensor, positions: Tensor, segments: Tensor | None, **options: Any) -> Tensor:
         if segments is not None:
             options["token_type_ids"] = segments
-        states: Tensor = self._base(input_ids=tokens, position_ids=positions, **options).last_hidden_state
+        given = {"input_ids": tokens, "position_ids": positions, **self._options, **options}
+        states: Tensor = self._base(**given).last_hidden_state
         return states
 
     def _segments_of(self, plan: StepPlan, lengths: list[int]) -> Tensor | None:

@@ -184,7 +184,9 @@ def test_the_scaler_asks_for_consumers_that_there_are() -> None:
 def test_the_scaler_asks_for_metrics_that_there_are() -> None:
     build = manifests.build("overlays/cpu+autoscaling")
     (scaled,) = build.of_kind("ScaledObject")
-    asked = {one["name"]: one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"}
+    asked = {
+        one["name"]: one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "prometheus"
+    }
     assert sorted(asked) == ["demand", "unplaced"]
     query = " ".join(one["query"] for one in asked.values())
     assert "ryzanstein_models_unplaced{" in query

@@ -11,7 +11,7 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
-from services.executor.model.catalogue import ENCODERS
+from services.executor.model.catalogue import is_encoder
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
 from services.executor.model.conversion.calibration import Calibration
 from services.executor.model.conversion.models import (
@@ -91,7 +91,7 @@ def open_model(source: Path) -> Iterator[SourceModel]:
                 yield gguf_model(directory, weights)
             return
         config = load_config(directory)
-        if config.model_type in ENCODERS or is_classifier(config.to_dict()):
+        if is_encoder(config.to_dict()) or is_classifier(config.to_dict()):
             raise ModelLoadError(
                 f"The model in {directory} embeds or classifies ({config.model_type!r}) and is not converted; "
                 "it is served as it is."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from services.executor.model.catalogue import ENCODERS
+from services.executor.model.catalogue import BOTH_WAYS, ENCODERS
 
 _BASE = {
     "hidden_size": 48,
@@ -37,6 +37,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 48, "n_heads": 4, "n_layers": 2, "hidden_dim": 64},
     "electra": {"embedding_size": 24},
     "eurobert": {"num_key_value_heads": 2},
+    "gemma3_text": {
+        "use_bidirectional_attention": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
     "modernbert": {"local_attention": 8, "num_hidden_layers": 4, "classifier_pooling": "mean"},
 }
 
@@ -49,7 +56,7 @@ def config_of(model_type: str, **settings: Any) -> Any:
 
 def make_encoder(directory: Path, model_type: str, head: str = "", **settings: Any) -> Path:
     """`head`: empty, `classes` or `words` (masked ones)."""
-    assert model_type in ENCODERS
+    assert model_type in ENCODERS or model_type in BOTH_WAYS
     torch.manual_seed(len(model_type))
     kinds: dict[str, Any] = {
         "": AutoModel,
