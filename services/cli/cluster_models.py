@@ -17,6 +17,7 @@ from shared.errors import (
     BrokerUnavailable,
     ConfigurationError,
     DeadlineExceeded,
+    ModelDoesNotFit,
     ModelLoadError,
     UnknownModel,
     error_from_code,
@@ -34,6 +35,7 @@ from shared.model_status import ModelStatus, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
+from shared.pins import pins_of, promises_more
 from shared.registry import check, nearest
 
 HOST_TIMEOUT = 10.0
@@ -125,6 +127,18 @@ class Snapshot(msgspec.Struct):
         why = f" ({status.reason.rstrip('.')})" if status.reason else ""
         return f"waits until a host has the files of its base {base}{why}"
 
+    def check_pins(self, written: Iterable[ModelSpec], removed: Iterable[str] = ()) -> str:
+        """A warning of what is not known about them, where these entries pin models; empty: all is well. Raises
+        `ModelDoesNotFit` where they pin more than the hosts have."""
+        new = {spec.name: spec for spec in written}
+        if not any(promises_more(spec, self.specs.get(name)) for name, spec in new.items()):
+            return ""
+        specs = {name: spec for name, spec in self.specs.items() if name not in set(removed)} | new
+        pins = pins_of(specs, self.specs, self.groups.values(), self.hosts.values())
+        if pins.refused:
+            raise ModelDoesNotFit(pins.refused)
+        return pins.warning
+
     def groups_of(self, model: str) -> list[GroupRecord]:
         """Those that are not gone."""
         return [record for record in self.groups.values() if record.model == model and record.state != "gone"]
@@ -198,6 +212,7 @@ class ClusterModels:
         known = now.specs.get(spec.name)
         if known is None:
             _raise(check(spec, now.specs.values(), now.adapters))
+            now.check_pins([spec])
             if await self.registry.create(spec.name, spec) is not None:
                 return True
             known = (await self.read()).specs.get(spec.name)
@@ -218,6 +233,7 @@ class ClusterModels:
                 raise now.unknown(name)
             changed = made(known.value)
             _raise(check(changed, now.specs.values(), now.adapters))
+            now.check_pins([changed])
             return changed
 
         change = await self.registry.change(now.spec(name).name, newest)

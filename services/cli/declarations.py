@@ -33,6 +33,8 @@ class Applied(Changes, frozen=True):
     """What becomes of the models, and of the adapters."""
 
     adapters: Changes = Changes()
+    warning: str = ""
+    """What is not known about models that it pins."""
 
 
 class Writes(NamedTuple):
@@ -58,7 +60,8 @@ def plan_apply(
     prune: bool = True,
 ) -> tuple[Applied, Writes]:
     """What is to be written so that the registry has these; what `origin` declared earlier and does not now is removed
-    where `prune`. Pure. Raises `ConfigurationError` with all that is wrong; nothing is to be written then."""
+    where `prune`. Pure. Raises `ConfigurationError` with all that is wrong, and `ModelDoesNotFit`; nothing is to be
+    written then."""
     names = {spec.name for spec in models}
     removed = sorted(
         name for name, spec in now.specs.items() if prune and spec.origin == origin and name not in names
@@ -68,6 +71,7 @@ def plan_apply(
     staying = now.adapters.keys() - set(changes.removed)
     if problems := _problems(models, adapters, beside, staying):
         raise ConfigurationError("\n  ".join(problems))
+    warning = now.check_pins(models, removed)
     writes, added, changed, unchanged = list[ModelSpec](), list[str](), list[str](), list[str]()
     for spec in models:
         known = now.specs.get(spec.name)
@@ -80,7 +84,7 @@ def plan_apply(
         if entry != known:
             writes.append(entry)
         (unchanged if known.declared() == spec.declared() else changed).append(spec.name)
-    return Applied(added, changed, unchanged, removed, changes), Writes(writes, asked, adopted)
+    return Applied(added, changed, unchanged, removed, changes, warning), Writes(writes, asked, adopted)
 
 
 def _plan_adapters(

@@ -273,7 +273,14 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
     file.write_text(FILE.replace("name: b", "name: c").replace("least: 1", "least: 2"))
     said = await command.json("apply", "-f", str(file))
     none: dict[str, list[str]] = {key: [] for key in ("added", "changed", "unchanged", "removed")}
-    assert said == {"added": ["c"], "changed": ["a"], "unchanged": [], "removed": ["b"], "adapters": none}
+    assert said == {
+        "added": ["c"],
+        "changed": ["a"],
+        "unchanged": [],
+        "removed": ["b"],
+        "adapters": none,
+        "warning": "",
+    }
     specs = await cluster.registry.items()
     assert sorted(specs) == ["a", "c", "mine"]
     assert (specs["a"].action, specs["a"].most, specs["a"].origin) == ("unload", 2, "file")
@@ -290,6 +297,30 @@ async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, 
     assert await command.run("apply", "-f", "-", text="models: []") == "The file declares no models.\n"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         await command.run("apply", "-f", str(tmp_path / "none"))
+
+
+async def test_what_is_pinned_has_to_fit_the_hosts(
+    command: Command, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.said = {name: HostModel(name, "stored", memory=2 << 39) for name in ("a", "b")}
+    await cluster.write_host()
+    assert "all that is pinned fits" not in await command.run("add", "a", "--source", "org/a", "--pin")
+    with pytest.raises(ModelDoesNotFit, match=r"a 1099\.5 GB would have to go"):
+        await command.run("add", "b", "--source", "org/b", "--pin")
+    await command.run("add", "b", "--source", "org/b")
+    with pytest.raises(ModelDoesNotFit, match=r"all hosts have 1099\.5 GB together"):
+        await command.run("set", "b", "--pin")
+    said = " ".join((await command.run("add", "c", "--source", "org/c", "--pin")).split())
+    assert "Nobody knows yet what c will take in memory" in said
+    file = tmp_path / "models.yaml"
+    file.write_text("models: [{name: d, source: org/d, pinned: true}, {name: b, source: org/b}]")
+    said = " ".join((await command.run("apply", "-f", str(file))).split())
+    assert "what c, d will take" in said
+    before = await cluster.registry.items()
+    file.write_text("models: [{name: d, source: org/d}, {name: b, source: org/b, pinned: true}]")
+    with pytest.raises(ModelDoesNotFit, match="would have to go"):
+        await command.run("apply", "-f", str(file))
+    assert await cluster.registry.items() == before
 
 
 ADAPTED = """\

@@ -319,12 +319,18 @@ def apply_(
     if json:
         print_json(msgspec.to_builtins(applied))
         return
+    _say_applied(applied)
+    if not wanted and not applied.removed:
+        say(console(), "The file declares no models.")
+
+
+def _say_applied(applied: Applied) -> None:
     for kind, changes in (("", applied), ("adapter, ", applied.adapters)):
         for what in ("added", "changed", "unchanged", "removed"):
             for name in getattr(changes, what):
                 say(console(), f"{name}: {kind}{what}")
-    if not wanted and not applied.removed:
-        say(console(), "The file declares no models.")
+    if applied.warning:
+        say(console(), applied.warning, "yellow")
 
 
 def read_file(path: str) -> "Declaration":

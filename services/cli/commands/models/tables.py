@@ -12,6 +12,7 @@ from services.cli.ui import ModelBars, console, megabytes, print_columns, say
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
 from shared.model_status import ModelStatus
+from shared.pins import pins_of
 from shared.registry import DECLARED
 
 
@@ -62,8 +63,12 @@ def print_models(found: Snapshot, *, as_json: bool) -> None:
 def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
     if as_json:
         print_json(told_of(found, model))
-    else:
-        say_status(found, model)
+        return
+    say_status(found, model)
+    spec = found.specs.get(model)
+    pins = pins_of(found.specs, found.specs, found.groups.values(), found.hosts.values())
+    if spec is not None and spec.pinned and pins.warning:
+        say(console(), pins.warning, "yellow")
 
 
 async def watch_adapters(

@@ -30,6 +30,7 @@ from shared.messages import HostCommand, HostReply, ModelSpec, PullModel, Remove
 from shared.model_store.catalog import BUILT_IN
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.pins import Pins, pins_of, promises_more
 from shared.registry import Problem, of_hub, problems_of, read_partly
 
 log = structlog.get_logger(__name__)
@@ -69,6 +70,7 @@ class Management:
         def entry(known: ModelSpec | None) -> ModelSpec:
             self._check(declared, found, known)
             assert declared is not None, "it has a name"
+            self._check_pins(declared, known)
             made = msgspec.structs.replace(declared, created=int(time.time()))
             if known is None:
                 return made
@@ -95,6 +97,7 @@ class Management:
             spec, found = read_partly(changes, base=known)
             self._check(spec, found, known)
             assert spec is not None, "there is a base"
+            self._check_pins(spec, known)
             if _other_files(known, spec):
                 spec = msgspec.structs.replace(spec, created=int(time.time()))
             return spec
@@ -193,6 +196,20 @@ class Management:
                 reason="invalid_model",
                 problems=[FieldProblem(one.field, one.text) for one in problems],
             )
+
+    def _check_pins(self, spec: ModelSpec, known: ModelSpec | None) -> None:
+        """Raises `ModelDoesNotFit` where it pins more than all hosts have."""
+        if promises_more(spec, known) and (refused := self._pins(spec).refused):
+            raise ModelDoesNotFit(refused, param="pinned")
+
+    def pin_warning(self, spec: ModelSpec) -> str:
+        """Why it is not known whether a pinned model fits beside the others; empty: it is, or it is not pinned."""
+        return self._pins(spec).warning if spec.pinned else ""
+
+    def _pins(self, spec: ModelSpec) -> Pins:
+        before = self._registry.specs
+        hosts = self._registry.hosts.values()
+        return pins_of({**before, spec.name: spec}, before, self._catalog.groups(), hosts)
 
     def wrong_source(self, source: str) -> str:
         """Why a model may not come from there over the API; empty: it may."""

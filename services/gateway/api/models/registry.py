@@ -60,6 +60,8 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     created: int
     object: str
     status: Status
+    warning: str | None = None
+    """Of a write: why it is not known whether a pinned model fits beside the others."""
 
 
 class RegisteredModels(msgspec.Struct, frozen=True):
@@ -93,7 +95,8 @@ PUT = Operation(
     "registerModel",
     "Adds a model, or replaces its entry.",
     TAG,
-    "All that is wrong with it is told at once, in `error.errors`." + MANAGING,
+    "All that is wrong with it is told at once, in `error.errors`. 409 `model_does_not_fit` where it is pinned and all "
+    "that is pinned takes more than the hosts have." + MANAGING,
     request=ModelEntry,
     example={"source": "HuggingFaceTB/SmolLM2-360M-Instruct", "least": 1},
     response=RegisteredModel,
@@ -164,13 +167,13 @@ async def put_entry(ask: Ask) -> RegisteredModel:
                 reason="invalid_header",
             )
         revision = revision or 0
-    return _answer(ask, *await ask.parts.management.put(ask.named("model"), fields, revision))
+    return _written(ask, *await ask.parts.management.put(ask.named("model"), fields, revision))
 
 
 async def patch_entry(ask: Ask) -> RegisteredModel:
     ask.check_manages_models()
     fields = decode(await ask.body(BODY), _fields)
-    return _answer(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
+    return _written(ask, *await ask.parts.management.patch(ask.named("model"), fields, _revision_of(ask)))
 
 
 async def delete_entry(ask: Ask) -> Deleted:
@@ -193,6 +196,11 @@ def _revision_of(ask: Ask) -> int | None:
             reason="invalid_header",
         )
     return int(match[1])
+
+
+def _written(ask: Ask, spec: ModelSpec, revision: int) -> RegisteredModel:
+    warning = ask.parts.management.pin_warning(spec)
+    return msgspec.structs.replace(_answer(ask, spec, revision), warning=warning or None)
 
 
 def _answer(ask: Ask, spec: ModelSpec, revision: int) -> RegisteredModel:

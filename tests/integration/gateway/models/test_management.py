@@ -353,3 +353,22 @@ async def test_a_stream_of_events_ends_with_its_key_and_with_the_gateway(
             await anext(lines)
             running.service.end()
             assert "shutting down" in "".join([line async for line in lines])
+
+
+async def test_pins_that_the_hosts_cannot_keep_are_refused(
+    http: httpx.AsyncClient, gateway: RunningGateway, hosts: FakeHosts
+) -> None:
+    answer = await http.put(f"{REGISTRY}/first", json={"source": "org/first", "pinned": True})
+    assert "No host that loads models is there" in answer.json()["warning"]
+    size = 1 << 50  # more than any host has
+    await hosts.say(HostModel("cold", "stored", memory=size))
+    known = gateway.service.work.catalog.registry.hosts
+    await until(lambda: "host-1" in known)
+    body = {"source": "org/cold", "pinned": True}
+    refused = await http.put(f"{REGISTRY}/cold", json=body)
+    assert code(refused) == (409, "model_does_not_fit")
+    assert "no host has more than" in refused.text
+    assert (await http.put(f"{REGISTRY}/cold", json=body | {"pinned": False})).json()["warning"] is None
+    assert code(await http.patch(f"{REGISTRY}/cold", json={"pinned": True})) == (409, "model_does_not_fit")
+    patched = await http.patch(f"{REGISTRY}/first", json={"aliases": ["one"]})
+    assert "what first will take" in patched.json()["warning"]
