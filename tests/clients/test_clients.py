@@ -3,7 +3,7 @@
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
     RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor,
-                               lm-eval or pydantic-ai (the extra `clients`), with colons between them
+                               lm-eval, pydantic-ai or claude-agent-sdk (the extra `clients`), with colons between them
     RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk` was run
 
 A test whose client is nowhere is skipped, and says so.
@@ -87,6 +87,20 @@ def test_pydantic_ai(stack: Stack) -> None:
     assert {name: type(value) for name, value in seen["person"].items()} == {"name": str, "age": int}
     assert seen["tokens"] > 0
     assert len(seen["streamed"]) == 8
+
+
+def test_claude_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub never ends by itself: the agent asks it to go on after each cut, and reads the cache every time."""
+    python = python_with("claude_agent_sdk")
+    monkeypatch.setenv("RYZANSTEIN_STUB_CONTEXT_LENGTH", "200000")
+    with Stack(tmp_path / "stack", "--engine", "stub", "--no-smoke-test") as stack:
+        (tmp_path / "home").mkdir()
+        seen = run(python, str(HERE / "use_claude_agent.py"), stack.url, MODEL, str(tmp_path / "home"))
+    usage = seen["modelUsage"][MODEL]
+    assert seen["api_error"] == "max_output_tokens"
+    assert usage["outputTokens"] % 16 == 0
+    assert usage["outputTokens"] > 16, "it has gone on at least once"
+    assert usage["cacheReadInputTokens"] > usage["inputTokens"] > 0
 
 
 def test_anthropic(stack: Stack) -> None:
