@@ -112,6 +112,8 @@ class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Id of the API key that it came under, whose limits its lines keep; empty: none."""
     traceparent: str = ""
     """Of the span that created it, where that was sampled: the traces of its lines link to it."""
+    own_input: bool = False
+    """Whether its input file was made with it, and goes with it."""
 
 
 class LineResult(msgspec.Struct, frozen=True, array_like=True):

@@ -16,8 +16,8 @@ Every message is one JSON object in a text frame (binary frames with the same co
                                      ◀── {"type": "error", "id": "a", "error": {...}}
 
 - `id` is the client's name for a generation, 1 to 64 characters, unique among those that have not ended.
-- `endpoint` is `chat.completions` (the default), `completions` or `responses`, and `request` is the body that the
-  REST endpoint of that name takes. It is always streamed: `stream` may be left out, and false is refused.
+- `endpoint` is `chat.completions` (the default), `completions`, `responses` or `messages`, and `request` is the body
+  that the REST endpoint of that name takes. It is always streamed: `stream` may be left out, and false is refused.
 - `chunk` is the endpoint's streaming chunk; the `id` in it names the generation to every gateway.
   `position` is where its reader stands, see `cursor.py`: a number, or an array with one for each choice. Of a
   response it is the number of the event.

@@ -74,7 +74,9 @@ class Batches:
             )
         used = ""
         try:
-            job = await self.submit(wanted(file.id), principal, key, print_, requests=requests)
+            job = await self.submit(
+                wanted(file.id), principal, key, print_, requests=requests, own_input=True
+            )
             used = job.input_file_id
         except InvalidRequest:
             await self._files.delete(file.id, principal.tenant)
@@ -92,9 +94,11 @@ class Batches:
         print_: str = "",
         *,
         requests: int = 0,
+        own_input: bool = False,
     ) -> BatchJob:
         """A new batch; under an idempotency key the one that there is. `print_`: the fingerprint of a request that
-        came in another form than JSON. `requests`: how many it has, where that is known; its input says it later."""
+        came in another form than JSON. `requests`: how many it has, where that is known; its input says it later.
+        `own_input`: its file goes with it."""
         seconds = self.check(wanted)
         kept = wanted.output_expires_after
         expires = float(kept.seconds) if kept else 0.0
@@ -125,6 +129,7 @@ class Batches:
             key=principal.key,
             traceparent=tracing.edge().traceparent,
             counts=Counts(total=requests),
+            own_input=own_input,
         )
         if await self._jobs.create(job):
             return job
@@ -158,7 +163,8 @@ class Batches:
         return job
 
     async def delete(self, batch: str, tenant: str) -> None:
-        """Forgets a batch that is over, with its files. Raises `RouteError` for one that is not."""
+        """Forgets a batch that is over, with its results, and its input where nobody has uploaded that for itself.
+        Raises `RouteError` for one that is not."""
         job = await self.get(batch, tenant)
         if states.needs_work(job):
             raise RouteError(
@@ -166,7 +172,8 @@ class Batches:
                 status=409,
                 reason="batch_is_not_over",
             )
-        for file in filter(None, (job.output_file_id, job.error_file_id, job.input_file_id)):
+        own = job.input_file_id if job.own_input else ""
+        for file in filter(None, (job.output_file_id, job.error_file_id, own)):
             with contextlib.suppress(RouteError):  # it is gone already
                 await self._files.delete(file, tenant)
         await self._jobs.forget(job)

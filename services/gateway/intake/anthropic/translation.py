@@ -56,6 +56,10 @@ _INSTEAD = {
 }
 """Fields of OpenAI's API, by their last name, and what this one has in their place."""
 _ROLE = re.compile(r"messages\[\d+\]\.role")
+_TYPES = (
+    (re.compile(r"content\[\d+\]\.type$"), "blocks of text, thinking, tools, search results and documents"),
+    (re.compile(r"\.source\.type$"), "documents of the types 'text' and 'content'"),
+)
 _NAMES = (
     ("max_completion_tokens", "max_tokens"),
     ("response_format", "output_config.format"),
@@ -175,6 +179,9 @@ def with_hint(error: InvalidParameter) -> InvalidParameter:
     """What of OpenAI's dialect is told apart from a typing error."""
     param = error.param or ""
     hint = _INSTEAD.get(param.rpartition(".")[2]) if error.reason == "unknown_parameter" else None
+    for pattern, supported in _TYPES:
+        if pattern.search(param):
+            hint = f"this server reads {supported}"
     if _ROLE.fullmatch(param):
         hint = "use 'system' at the top of the request for instructions, and tool_result blocks for results"
     if hint is None:

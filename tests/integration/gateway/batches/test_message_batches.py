@@ -11,7 +11,7 @@ import pytest
 from anthropic.types.messages import MessageBatch
 
 from shared.messages import GenerationRequest
-from tests.integration.gateway.batches.helpers import ready
+from tests.integration.gateway.batches.helpers import jsonl, ready, submit
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, silence
 
@@ -163,3 +163,16 @@ async def test_batches_are_listed_from_either_side(
     assert [item.id for item in between.data] == newest[1:3]
     with pytest.raises(anthropic.NotFoundError, match="after_id"):
         await claude.messages.batches.list(after_id="nobody")
+
+
+async def test_lines_of_a_file_are_a_message_batch_too(
+    claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/messages", "body": request("a")["params"]}
+    batch = await submit(client, jsonl([line]), endpoint="/v1/messages")
+    done = await ended(claude, "msgbatch_" + batch.id.removeprefix("batch_"))
+    assert {name: result.type for name, result in (await results_of(claude, done.id)).items()} == {
+        "a": "succeeded"
+    }
+    await claude.messages.batches.delete(done.id)
+    assert [file.id for file in (await client.files.list()).data] == [batch.input_file_id]

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from websockets.asyncio.client import connect
 
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
@@ -251,6 +252,18 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "send tool_use blocks"),
         ({"max_tokens": None}, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
+            "'server_tool_use'; this",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]},
+                ]
+            },
+            "'base64'; this server reads documents",
+        ),
         ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
         ({"tools": [TOOL, TOOL]}, "'tools[1].name'"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "'tool_choice.name'"),
@@ -392,3 +405,23 @@ async def test_a_stream_of_a_killed_gateway_goes_on_at_another(
     assert [int(identity) for _, identity in seen + rest] == list(range(len(seen + rest)))
     assert rest[-1][0] == {"type": "message_stop"}
     assert len(ring.requests) == 1
+
+
+async def test_a_message_over_the_websocket(gateway: RunningGateway) -> None:
+    request = {name: value for name, value in BODY.items() if name != "stream"}
+    async with connect(gateway.websocket_url) as socket:
+        asked = {"type": "generate", "id": "a", "endpoint": "messages", "request": request}
+        await socket.send(json.dumps(asked))
+        chunks: list[Event] = []
+        async for text in socket:
+            told = json.loads(text)
+            if told["type"] == "done":
+                break
+            if told["type"] == "chunk":
+                chunks.append(told["chunk"])
+        await socket.send(json.dumps(asked | {"id": "b", "request": request | {"stream": False}}))
+        refused = json.loads(await socket.recv())
+    assert chunks[0]["type"] == "message_start"
+    assert chunks[-1] == {"type": "message_stop"}
+    assert text_of([(chunk, "") for chunk in chunks]) == "Hello, world!"
+    assert (refused["type"], refused["error"]["param"]) == ("error", "stream")

@@ -1,0 +1,41 @@
+"""What Anthropic's clients are told beside OpenAI's headers."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from services.gateway.api import dialects
+from services.gateway.ratelimit.limiter import duration, limit_headers
+
+
+@pytest.mark.parametrize("seconds", [0.12, 0.999, 1.5, 59.9, 60, 61, 3600, 3661, 7322])
+def test_durations_are_read_as_they_are_written(seconds: float) -> None:
+    assert dialects._seconds(duration(seconds)) == pytest.approx(seconds)
+
+
+def scope(*headers: tuple[bytes, bytes], path: str = "/v1/messages") -> Any:
+    return {"type": "http", "path": path, "headers": list(headers)}
+
+
+def test_limits_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialects.time, "time", lambda: datetime(2026, 1, 1, tzinfo=UTC).timestamp())
+    told = dialects.anthropic_headers(scope(), "req-1", limit_headers("tokens", 100, 40, 90.0))
+    assert told == {
+        "request-id": "req-1",
+        "anthropic-ratelimit-tokens-limit": "100",
+        "anthropic-ratelimit-tokens-remaining": "40",
+        "anthropic-ratelimit-tokens-reset": "2026-01-01T00:01:30Z",
+    }
+    for version in dialects.KNOWN_VERSIONS:
+        known = scope((dialects.VERSION, version.encode()))
+        assert dialects.anthropic_headers(known, "r", {}) == {"request-id": "r"}
+    other = dialects.anthropic_headers(scope((dialects.VERSION, b"\xe9\r\n<")), "r", {})
+    assert other["x-ryzanstein-warning"].startswith("anthropic-version ???? is not known here")
+
+
+def test_a_list_of_models_is_whose_asks_for_it() -> None:
+    version = (dialects.VERSION, b"2023-06-01")
+    assert dialects.of_request(scope(path="/v1/models")) is dialects.OPENAI
+    assert dialects.of_request(scope(version, path="/v1/models/x")) is dialects.ANTHROPIC
+    assert dialects.of_request(scope(version, path="/v1/chat/completions")) is dialects.OPENAI
