@@ -5,12 +5,14 @@ declared + what stands there ──▶ plan_apply: errors, or what is to be writ
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+from rich.console import Console
 
 from services.cli.cluster_models import ClusterModels, Snapshot
+from services.cli.ui import ModelBars
 from shared.errors import ConfigurationError
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, ModelSpec, WantedAdapter
 from shared.nats.adapters import AdapterRefused, unregister, want
@@ -171,3 +173,25 @@ async def apply(
 
 def _adopted(known: Entry[AdapterRecord] | None, origin: Origin) -> AdapterRecord | None:
     return None if known is None else msgspec.structs.replace(known.value, origin=origin)
+
+
+async def watch_adapters(
+    models: ClusterModels, names: Sequence[str], timeout: float, screen: Console, *, quiet: bool = False
+) -> Snapshot:
+    """Until a host has read each of these, with what each waits for. Raises as `ClusterModels.wait_adapters`."""
+    with ModelBars(screen, quiet=quiet) as bars:
+
+        def report(now: Snapshot) -> None:
+            for name in names:
+                record = now.adapters[name]
+                if record.wanted is None:
+                    bars.update(name, f"{name}: read", 1.0, 0, 0)
+                else:
+                    base = now.status(record.wanted.model)
+                    bars.update(
+                        name, f"{name}: {now.adapter_waits(record)}", base.progress, base.done, base.total
+                    )
+
+        end = await models.wait_adapters(names, timeout, report)
+        report(end)
+    return end

@@ -8,21 +8,24 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.adapters import make_adapter
 from tests.e2e.stack import Stack, run_cli
 
 pytestmark = pytest.mark.e2e
 
 FILE = """\
 models:
-  - {name: declared, source: org/declared, least: 1, aliases: [gpt]}
-  - {name: idle, source: org/idle}
+  - {name: declared, source: org/declared, least: 1, aliases: [gpt], adapters: {sql: HERE/sql}}
+  - {name: idle, source: org/idle, adapters: {late: HERE/late}}
 """
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("models")
-    (directory / "models.yaml").write_text(FILE)
+    for number, name in enumerate(("sql", "late")):
+        make_adapter(directory / name, number)
+    (directory / "models.yaml").write_text(FILE.replace("HERE", str(directory)))
     with Stack(
         directory / "data", "--engine", "stub", "--models-file", str(directory / "models.yaml")
     ) as running:
@@ -49,10 +52,23 @@ def ask(stack: Stack, model: str) -> dict[str, Any]:
     return found
 
 
+def until_read(stack: Stack, adapter: str) -> None:
+    """Asks again and again: each call takes a second."""
+    for _ in range(60):
+        shown = run_cli("adapters", "show", adapter, "--json", "--data-dir", str(stack.data_dir))
+        if shown.returncode == 0 and json.loads(shown.stdout)["digest"]:
+            return
+    raise AssertionError(f"{adapter} was not read: {shown.stdout}{shown.stderr}")
+
+
 def test_models_come_and_go_while_the_stack_runs(stack: Stack, tmp_path: Path) -> None:
     assert "declared: loaded" in stack.output
     assert states(stack) == {"declared": "loaded", "idle": "unloaded", "stub": "loaded"}
     assert ask(stack, "gpt")["usage"]["completion_tokens"] == 4
+    assert ask(stack, "sql")["model"] == "sql", "it was read before the start was over"
+    until_read(stack, "late")
+    assert ask(stack, "late")["model"] == "late", "it was read though nobody had its base in memory"
+    models(stack, "unload", "idle", "--timeout", "60")
     assert "idle is loaded on executor-0." in models(stack, "load", "idle", "--timeout", "60")
     assert ask(stack, "idle")["usage"]["completion_tokens"] == 4
     assert "idle is unloaded" in models(stack, "unload", "idle", "--timeout", "60")
@@ -97,7 +113,7 @@ def test_the_next_start_keeps_what_was_added_and_no_more(stack: Stack) -> None:
         assert states(stack) == {"mine": "unloaded", "stub": "loaded"}
         with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
             listed = {model["id"] for model in http.get("/v1/models").json()["data"]}
-        assert listed == {"mine", "stub"}
+        assert listed == {"mine", "stub"}, "adapters of the last start are gone with their bases"
 
 
 def test_a_models_file_with_errors_starts_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from services.cli.cluster_models import ClusterModels, Snapshot
-from services.cli.commands.models.tables import watch_adapters
+from services.cli.declarations import watch_adapters
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.errors import ConfigurationError, ModelNotStored, NobodyThere, UnknownModel, error_from_code
@@ -123,7 +123,7 @@ def load(
             wanted = WantedAdapter(base, given, revision, time.time())
             await want(cluster.models.adapters, name, wanted, "")
         if wait:
-            now = await watch_adapters(cluster.models, [name], timeout, quiet=json)
+            now = await watch_adapters(cluster.models, [name], timeout, console(), quiet=json)
         else:
             now = await cluster.models.read()
         return now.adapters[name], now

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from services.cli.cluster_models import ClusterModels, Snapshot
-from services.cli.declarations import apply
+from services.cli.declarations import apply, watch_adapters
 from services.cli.supervision.stack import StackPlan
 from services.cli.ui import ModelBars
 from shared.errors import RyzansteinError
@@ -38,11 +38,13 @@ async def declare(models: ClusterModels, plan: StackPlan) -> float:
 async def wait_further(
     models: ClusterModels, plan: StackPlan, since: float, console: Console, tell: Callable[[str], None]
 ) -> str:
-    """Until each further model that is to be there at all times is loaded, or has failed, which is told: it keeps no
-    other from being served. Returns the first that takes requests; empty: none."""
+    """Until each further model that is to be there at all times is loaded and its adapters are read, or have failed,
+    which is told: it keeps no other from being served. Returns the first that takes requests; empty: none."""
     first = ""
     waited = [spec for spec in plan.further if spec.least]
-    if waited:
+    bases = {spec.name for spec in waited} | {plan.served_model_name}
+    adapters = [one.name for one in plan.adapters if one.model in bases]
+    if waited or adapters:
         await models.open()
     for spec in waited:
         try:
@@ -51,6 +53,11 @@ async def wait_further(
             tell(error.message)
         else:
             first = first or spec.name
+    for name in adapters:
+        try:
+            await watch_adapters(models, [name], 0, console)
+        except RyzansteinError as error:
+            tell(error.message)
     return first
 
 

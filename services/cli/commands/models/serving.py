@@ -18,10 +18,9 @@ from services.cli.commands.models.tables import (
     say_status,
     show_end,
     told_of,
-    watch_adapters,
     words,
 )
-from services.cli.declarations import Applied, apply, plan_apply
+from services.cli.declarations import Applied, apply, plan_apply, watch_adapters
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
 from services.cli.ui import ModelBars, console, megabytes, say
 from shared.config import load_settings
@@ -312,7 +311,7 @@ def apply_(
         if wait and (loaded := [spec.name for spec in wanted if spec.least]):
             await _watched(models.wait_loaded, loaded, since, timeout, quiet=json)
         if wait and adapters:
-            await watch_adapters(models, [one.name for one in adapters], timeout, quiet=json)
+            await watch_adapters(models, [one.name for one in adapters], timeout, console(), quiet=json)
         return applied
 
     applied = _run(data_dir, nats_url, run)

@@ -1,14 +1,13 @@
 """Models of a running stack, as `ryzanstein models` shows them: to people, and to programs (`--json`)."""
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from services.cli.cluster_models import ClusterModels, Snapshot
 from services.cli.declarations import declared_adapters
-from services.cli.ui import ModelBars, console, megabytes, print_columns, say
+from services.cli.ui import console, megabytes, print_columns, say
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
 from shared.model_status import ModelStatus
@@ -69,28 +68,6 @@ def show_end(found: Snapshot, model: str, *, as_json: bool) -> None:
     pins = pins_of(found.specs, found.specs, found.groups.values(), found.hosts.values())
     if spec is not None and spec.pinned and pins.warning:
         say(console(), pins.warning, "yellow")
-
-
-async def watch_adapters(
-    models: ClusterModels, names: Sequence[str], timeout: float, *, quiet: bool
-) -> Snapshot:
-    """Until a host has read each of these, with what each waits for."""
-    with ModelBars(console(), quiet=quiet) as bars:
-
-        def report(now: Snapshot) -> None:
-            for name in names:
-                record = now.adapters[name]
-                if record.wanted is None:
-                    bars.update(name, f"{name}: read", 1.0, 0, 0)
-                else:
-                    base = now.status(record.wanted.model)
-                    bars.update(
-                        name, f"{name}: {now.adapter_waits(record)}", base.progress, base.done, base.total
-                    )
-
-        end = await models.wait_adapters(names, timeout, report)
-        report(end)
-    return end
 
 
 def say_status(found: Snapshot, model: str) -> None:
