@@ -1,7 +1,7 @@
 """Placement of models in a large cluster, in virtual time: `python -m benchmarks.simulation.models --help`.
 
-The scheduler's own placement decides for a thousand hosts which of them loads which model; LRU and static placement get
-the very same requests.
+The scheduler's own placement decides for a thousand hosts which of them loads which model; LRU, static placement and
+one that knows the future get the very same requests.
 
 Hits: requests that have a place at once. Cold: requests that come while no group serves their model. First token: 0.2 s
 and the time until there is a place. Decision: CPU time of a pass over hosts and models.
@@ -12,6 +12,7 @@ import math
 import operator
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
@@ -63,7 +64,7 @@ PASSES = 10
 def planned(yard: Yard) -> list[int]:
     """Loads, before anything happens, what the first requests need; returns the replicas of each model."""
     memory = 0.9 * sum(host.memory for host in yard.hosts)
-    needed = [max(1, math.ceil(rate * SERVICE / (TARGET * SLOTS))) for rate in yard.rates()]
+    needed = [_replicas(rate) for rate in yard.rates()]
     while any(n > 1 for n in needed) and sum(map(operator.mul, needed, yard.sizes)) > memory:
         needed = [max(1, int(n * 0.95)) for n in needed]
     for model in sorted(range(len(needed)), key=lambda model: -yard.sizes[model]):
@@ -72,6 +73,10 @@ def planned(yard: Yard) -> list[int]:
             if host.free >= yard.sizes[model]:
                 yard.load(model, host, warm=True)
     return needed
+
+
+def _replicas(rate: float) -> int:
+    return max(1, math.ceil(rate * SERVICE / (TARGET * SLOTS)))
 
 
 class Ours:
@@ -237,7 +242,65 @@ class Static:
     def decide(self, yard: Yard) -> None: ...
 
 
-POLICIES: dict[str, type[Policy]] = {"ours": Ours, "lru": Lru, "static": Static}
+class Foresight:
+    """Knows the rates of all the time to come, loads before they rise, and unloads what is needed last, as Bélády has
+    it. What is left to wait for is chance, and memory that is full: about the best that any placement could reach."""
+
+    LEAD = 240
+    """Seconds before a change of rates at which it begins to load: longer than any load takes."""
+
+    def begin(self, yard: Yard) -> None:
+        planned(yard)
+        told = yard.foretell()
+        self._begins = [second for second, _ in told]
+        self._needed = [[_replicas(rate) for rate in rates] for _, rates in told]
+
+    def decide(self, yard: Yard) -> None:
+        now = bisect_right(self._begins, yard.now) - 1
+        soon = bisect_right(self._begins, yard.now + self.LEAD) - 1
+        wanted = [max(needed) for needed in zip(*self._needed[now : soon + 1], strict=True)]
+        have = [sum(not group.draining for group in groups.values()) for groups in yard.groups]
+        for model in sorted(range(len(wanted)), key=lambda model: have[model] / max(1, wanted[model])):
+            for _ in range(wanted[model] - have[model]):
+                if not self._load(yard, model):
+                    self._make_room(yard, model, wanted, have, now)
+                    break
+
+    def _load(self, yard: Yard, model: int) -> bool:
+        size = yard.sizes[model]
+        fitting = [host for host in yard.hosts if host.free >= size]
+        if fitting:
+            yard.load(
+                model, min(fitting, key=lambda host: (model not in host.asleep, model not in host.stored))
+            )
+        return bool(fitting)
+
+    def _make_room(self, yard: Yard, model: int, wanted: list[int], have: list[int], now: int) -> None:
+        """On the first host where groups suffice that are not needed soon, those first that are needed last."""
+        for host in yard.hosts:
+            going: list[Group] = []
+            freed = host.free + sum(
+                yard.sizes[group.model] for group in host.groups.values() if group.draining
+            )
+            spare = [g for g in host.groups.values() if not g.draining and have[g.model] > wanted[g.model]]
+            for group in sorted(spare, key=lambda group: -self._needed_at(group.model, have, now)):
+                if freed >= yard.sizes[model]:
+                    break
+                freed += yard.sizes[group.model]
+                going.append(group)
+            if freed >= yard.sizes[model] and host.memory >= yard.sizes[model]:
+                for group in going:
+                    have[group.model] -= 1
+                    yard.unload(group)
+                return
+
+    def _needed_at(self, model: int, have: list[int], now: int) -> float:
+        """The second at which all of its replicas are needed again."""
+        later = range(now, len(self._begins))
+        return next((self._begins[at] for at in later if self._needed[at][model] >= have[model]), math.inf)
+
+
+POLICIES: dict[str, type[Policy]] = {"ours": Ours, "lru": Lru, "static": Static, "foresight": Foresight}
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

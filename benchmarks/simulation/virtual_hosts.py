@@ -112,6 +112,7 @@ class Yard:
 
     def __init__(self, scale: Scale, seed: int) -> None:
         self.scale = scale
+        self.seed = seed
         self.now = 0.0
         self.measured = Measured()
         self._random = np.random.default_rng(seed)
@@ -135,6 +136,16 @@ class Yard:
         self._free_places = list(range(1023, -1, -1))
         self.arrivals = np.zeros(scale.models, dtype=np.int64)
         self.asked_at = [-math.inf] * scale.models
+
+    def foretell(self) -> list[tuple[int, np.ndarray]]:
+        """What `rates` will say, and from which second on; for whoever may know the future."""
+        copy = Yard(self.scale, self.seed)
+        told = [(0, copy.rates())]
+        for second in range(self.scale.warm_up + self.scale.seconds):
+            if copy._drift(second):
+                told.append((second, copy.rates()))
+            copy._random.poisson(copy.rates())  # as the arrivals are drawn
+        return told
 
     def rates(self) -> np.ndarray:
         """Requests per second of each model, now."""
@@ -238,11 +249,13 @@ class Yard:
             for group in [group for group in model.values() if group.draining]:
                 self._reap(group)
 
-    def _drift(self, second: int) -> None:
+    def _drift(self, second: int) -> bool:
+        """Whether popularity has changed."""
         if not self.scale.drift or not second or second % self.scale.drift:
-            return
+            return False
         moved = self._random.choice(self.scale.models, max(2, self.scale.models // 10), replace=False)
         self._ranks[moved] = self._ranks[self._random.permutation(moved)]
+        return True
 
     def _arrive(self) -> None:
         self.arrivals = self._random.poisson(self.rates())
