@@ -97,6 +97,8 @@ NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other"
 LOGPROB_TOKEN_IDS = Limit(
     "logprob_token_ids", 64, "entries", "tokens whose log probabilities behind a prompt are asked for"
 )
+MODEL_LABELS = Limit("model_labels", 4096, "entries", "classes of a model that classifies")
+MODEL_PROMPTS = Limit("model_prompts", 64 << 10, "characters", "a model's own prompts, with their names")
 EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings")
 
 # --- conversations and bodies ----------------------------------------------------------------------

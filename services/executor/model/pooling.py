@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import structlog
 
+from shared import limits
 from shared.errors import ModelLoadError
 
 log = structlog.get_logger(__name__)
@@ -31,6 +32,10 @@ _MODES: dict[str, Pooling] = {
 }
 _NAMES: dict[str, Pooling] = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _KNOWN = ("Transformer", "Pooling", "Normalize")
+_BEHIND_DENSE = frozenset({"GELU", "Identity", "ReLU", "SiLU", "Sigmoid", "Tanh"})
+_WIDEST = 1 << 20
+_LABEL = 128
+"""Characters of a class's name that are told."""
 _ACTIVATIONS = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity"}
 _OF_PROBLEM = {
     "regression": "identity",
@@ -47,7 +52,7 @@ class Dense(NamedTuple):
     outputs: int
     bias: bool
     activation: str
-    """Name of a class in `torch.nn`."""
+    """Name of a class in `torch.nn`: one of `_BEHIND_DENSE`."""
 
 
 class VectorFacts(NamedTuple):
@@ -114,15 +119,12 @@ def _dense(directory: Path) -> Dense:
     config = _json(directory / "config.json")
     activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     module, _, name = activation.rpartition(".")
-    if not module.startswith("torch.nn.modules"):
-        raise ValueError(f"{activation} is not of torch.nn")
-    return Dense(
-        directory,
-        int(config["in_features"]),
-        int(config["out_features"]),
-        bool(config.get("bias", True)),
-        name,
-    )
+    if not module.startswith("torch.nn.modules") or name not in _BEHIND_DENSE:
+        raise ValueError(f"the activation {activation[:100]} is not served")
+    inputs, outputs = int(config["in_features"]), int(config["out_features"])
+    if not (0 < inputs <= _WIDEST and 0 < outputs <= _WIDEST):
+        raise ValueError(f"{directory.name} makes {outputs} numbers of {inputs}")
+    return Dense(directory, inputs, outputs, bool(config.get("bias", True)), name)
 
 
 def most_tokens(directory: Path) -> int | None:
@@ -148,6 +150,11 @@ def read_prompts(directory: Path) -> tuple[dict[str, str], str]:
         prompts = {str(name): str(text) for name, text in dict(config.get("prompts") or {}).items()}
     except (OSError, ValueError, TypeError) as error:
         raise ModelLoadError(f"The file {path} cannot be read ({error}); fetch the model again.") from None
+    size = sum(len(name) + len(text) for name, text in prompts.items())
+    if size > limits.MODEL_PROMPTS.value:
+        raise ModelLoadError(
+            f"The prompts in {path} have {size:,} characters ({limits.MODEL_PROMPTS.cited()}); shorten them."
+        )
     default = config.get("default_prompt_name")
     return prompts, default if isinstance(default, str) and default in prompts else ""
 
@@ -170,8 +177,14 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 
 
 def labels_of(config: Any) -> list[str]:
-    """The classes of a transformers configuration, in the order of their logits."""
-    return [str(config.id2label.get(at, f"LABEL_{at}")) for at in range(config.num_labels)]
+    """The classes of a transformers configuration, in the order of their logits. Raises `ModelLoadError` where there
+    are too many."""
+    if config.num_labels > limits.MODEL_LABELS.value:
+        raise ModelLoadError(
+            f"The model has {config.num_labels:,} classes, and no more than {limits.MODEL_LABELS.value:,} are served "
+            f"({limits.MODEL_LABELS.cited()}); choose another model."
+        )
+    return [str(config.id2label.get(at, f"LABEL_{at}"))[:_LABEL] for at in range(config.num_labels)]
 
 
 def activation_of(config: Any) -> str:

@@ -111,6 +111,8 @@ def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidReques
         return InvalidRequest(
             "A request asks for one of embed, classify and logprob_token_ids; leave out the others."
         )
+    if request.pools and request.prompt_logprobs >= 0:
+        return InvalidRequest("prompt_logprobs does not go with embed, classify or logprob_token_ids.")
     if not 0 <= request.second_segment <= len(request.prompt):
         return InvalidRequest(
             f"second_segment is {request.second_segment} and must be between 0 and the prompt's "

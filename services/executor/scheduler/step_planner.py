@@ -54,6 +54,8 @@ class _Step:
         self.budget = max(0, self.budget - length)
         if sequence.scores is not None and sequence.scoring:
             self.scorable -= length
+        if sequence.named is not None and length == sequence.remaining:
+            self.scorable = max(0, self.scorable - len(sequence.named.targets))
 
     def has(self, sequence: Sequence) -> bool:
         """Whether the step computes something of `sequence`, or restores some of its blocks."""
@@ -176,6 +178,7 @@ class StepPlanner:
                 step.takes(sequence)
                 and sequence.state is SequenceState.RUNNING
                 and sequence.remaining == 1
+                and self._may_name(step, sequence)
                 and (not sequence.begins_later or self._tables.restore(sequence))
                 and self._grow(step, sequence)
             ):
@@ -232,14 +235,9 @@ class StepPlanner:
         self._tables.share_more(sequence)
         if self._tables.is_being_computed(sequence, step.before):
             return 0
-        room = min(step.budget, step.scorable) if sequence.scoring else step.budget
-        if self._spec.whole_prompts and sequence.remaining > room:
-            if step.chunks:
-                return 0
-            room = sequence.remaining  # a prompt of its own size: it is never cut
-        if not room:
+        end = self._end_within(step, sequence)
+        if end == sequence.num_computed:
             return 0
-        end = sequence.num_computed + min(sequence.remaining, room)
         while not self._tables.cover(sequence, end):
             covered = self._tables.covered(sequence)
             if covered > sequence.num_computed and not self._spec.whole_prompts:
@@ -249,6 +247,23 @@ class StepPlanner:
                 return 0  # those in the step advance, and will end or give up their blocks
             self._preempt_for(step, victim)
         return end - sequence.num_computed
+
+    def _end_within(self, step: _Step, sequence: Sequence) -> int:
+        """How far of a prompt the step may compute: its tokens before that position."""
+        room = min(step.budget, step.scorable) if sequence.scoring else step.budget
+        if self._spec.whole_prompts and sequence.remaining > room:
+            if step.chunks:
+                return sequence.num_computed
+            room = sequence.remaining  # the step is its own: it is never cut
+        end = sequence.num_computed + min(sequence.remaining, room)
+        # the last row's logits may have to be computed by another step
+        return end - (end == len(sequence.tokens) and not self._may_name(step, sequence))
+
+    def _may_name(self, step: _Step, sequence: Sequence) -> bool:
+        """Whether the step has room for the logits of the tokens that a sequence names behind its prompt."""
+        if sequence.named is None or step.scorable == self._scorable:
+            return True
+        return len(sequence.named.targets) <= step.scorable
 
     # --- places ----------------------------------------------------------------------------------
 

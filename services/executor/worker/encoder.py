@@ -181,7 +181,8 @@ class EncoderRunner:
     def _classes(self, states: Tensor) -> Tensor:
         """[1, labels]: the model's own code behind its encoder, on the `states` of one text."""
         self._given.states = states[None]
-        logits: Tensor = self._model(input_ids=torch.zeros(states.shape[:1], dtype=torch.int64)[None]).logits
+        ids = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
+        logits: Tensor = self._model(input_ids=ids).logits
         return logits
 
     def _progressed(self, module: nn.Module, args: object, output: object) -> None:
@@ -244,7 +245,7 @@ def load_encoder_rank(
     encoder = load_encoder(directory, config, dtype, collectives, device, report, classifies=classifies)
     size = int(config.hidden_size)
     if vectors is not None and vectors.dense:
-        encoder = encoder._replace(dense=load_dense(vectors.dense, dtype, device))
+        encoder = encoder._replace(dense=load_dense(vectors.dense, size, dtype, device))
         size = vectors.dense[-1].outputs
     runner = EncoderRunner(encoder, vectors, collectives, device)
     runner.warm_up()

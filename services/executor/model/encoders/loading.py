@@ -100,16 +100,19 @@ def _build(config: Any, *, classifies: bool, **options: Any) -> Any:
     return AutoModel.from_config(config, **options)
 
 
-def load_dense(layers: tuple[Dense, ...], dtype: torch.dtype, device: torch.device) -> nn.Module | None:
-    """sentence-transformers' layers behind the pooling; None: there are none. Raises `ModelLoadError`."""
+def load_dense(
+    layers: tuple[Dense, ...], size: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
+    """sentence-transformers' layers behind a pooling of `size` numbers; None: there are none. Raises
+    `ModelLoadError`."""
     modules: list[nn.Module] = []
     for layer in layers:
-        activation = getattr(nn, layer.activation, None)
-        if activation is None:
+        if layer.inputs != size:
             raise ModelLoadError(
-                f"The layer in {layer.directory} has the activation {layer.activation!r}, which torch.nn has not; "
-                "fetch the model again."
+                f"The layer in {layer.directory} takes {layer.inputs} numbers and is given {size}; the directory mixes "
+                "two models, fetch the model again."
             )
+        size = layer.outputs
         linear = nn.Linear(layer.inputs, layer.outputs, layer.bias, dtype=dtype, device="meta")
         with WeightFiles(layer.directory) as files:
             for name, shape in linear.state_dict().items():
@@ -121,5 +124,5 @@ def load_dense(layers: tuple[Dense, ...], dtype: torch.dtype, device: torch.devi
                     )
                 value: Tensor = files.tensor(f"linear.{name}").to(device, dtype, copy=True)
                 setattr(linear, name, nn.Parameter(value, requires_grad=False))
-        modules += [linear, activation()]
+        modules += [linear, getattr(nn, layer.activation)()]
     return nn.Sequential(*modules).eval() if modules else None

@@ -74,7 +74,7 @@ def test_a_later_attempt_replaces_the_one_before(spans: list[Noted]) -> None:
 def test_a_preemption_is_an_event_and_what_is_computed_again_is_counted(spans: list[Noted]) -> None:
     traces, request = Attempts("g", 1, list), traced("a")
     traces.taken(request, None, repeated=False)
-    sequence = Sequence(request, 0, 16, b"", 0)
+    sequence = Sequence(request, 0, 16, b"")
     prefill, again = Chunk(sequence, 5), Chunk(sequence, 3)
     for chunk in (prefill, again, again):
         traces.begin_step(PLAN, [chunk])

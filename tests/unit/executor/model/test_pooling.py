@@ -48,8 +48,14 @@ def test_layers_behind_the_pooling(tmp_path: Path) -> None:
     assert pooling.read_vectors(tmp_path) == pooling.NO_VECTORS
     (dense,) = pooling.read_vectors(tmp_path, dense=True).dense
     assert dense == (tmp_path / "2_Dense", 8, 4, True, "Identity")
-    write(tmp_path, {"2_Dense/config.json": {**DENSE, "activation_function": "os.system"}})
-    assert pooling.read_vectors(tmp_path, dense=True) == pooling.NO_VECTORS
+    for wrong in (
+        {"activation_function": "os.system"},
+        {"activation_function": "torch.nn.modules.linear.Linear"},
+        {"out_features": 0},
+        {"in_features": 1 << 30},
+    ):
+        write(tmp_path, {"2_Dense/config.json": {**DENSE, **wrong}})
+        assert pooling.read_vectors(tmp_path, dense=True) == pooling.NO_VECTORS
 
 
 def test_prompts_that_would_have_to_be_left_out(tmp_path: Path) -> None:
@@ -77,6 +83,9 @@ def test_prompts(tmp_path: Path) -> None:
         assert pooling.read_prompts(tmp_path) == (prompts, found)
     write(tmp_path, {"config_sentence_transformers.json": {"prompts": [1]}})
     with pytest.raises(ModelLoadError, match="cannot be read"):
+        pooling.read_prompts(tmp_path)
+    write(tmp_path, {"config_sentence_transformers.json": {"prompts": {"query": "x" * (1 << 16)}}})
+    with pytest.raises(ModelLoadError, match="65,541 characters"):
         pooling.read_prompts(tmp_path)
 
 
@@ -120,5 +129,7 @@ def test_labels_in_the_order_of_their_logits() -> None:
         "b",
         "LABEL_2",
     ]
+    with pytest.raises(ModelLoadError, match="5,000 classes"):
+        pooling.labels_of(SimpleNamespace(num_labels=5000, id2label={}))
     assert pooling.is_classifier({"architectures": ["BertForSequenceClassification"]})
     assert not pooling.is_classifier({"architectures": None})

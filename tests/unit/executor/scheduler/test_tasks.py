@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.step_plan import as_int32
+from services.executor.scheduler import step_planner
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker.stub import StubEngine, StubSettings, stub_logit, stub_named_logprob
@@ -24,19 +25,23 @@ class StubbedRing:
         self.batcher = ContinuousBatcher(self.spec, BatchSettings(tokens, 8))
         self.last: dict[str, TokenEntry] = {}
 
-    def run(self, *requests: GenerationRequest) -> None:
+    def run(self, *requests: GenerationRequest) -> list[int]:
+        """To the end. Returns how many rows each step has scored."""
+        rows_scored = []
         for request in requests:
             assert self.batcher.add(request) is None
         while self.batcher.has_work:
             scheduled = self.batcher.schedule()
             assert scheduled is not None
             plan, rows = scheduled
+            rows_scored.append(len(plan.score_rows) // 4)
             sampled = self._engine.execute(plan, [row.sampling for row in rows])
             pooled = self._engine.pooled() if plan.pools else None
             scores = self._engine.scored() if plan.score_rows else None
             for entries in self.batcher.update(sampled, pooled=pooled, scores=scores).values():
                 self.last.update({entry.generation_id: entry for entry in entries})
             self.batcher.check()
+        return rows_scored
 
     def numbers(self, name: str) -> list[float]:
         entry = self.last[name]
@@ -67,6 +72,22 @@ def test_all_tasks_share_steps() -> None:
     assert ring.last["p4-c1"].cached_tokens == 0  # its rows would be missing
 
 
+def test_the_logits_of_named_tokens_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has room for those of seven tokens, and a prompt that names more has a step of its own for them."""
+    monkeypatch.setattr(step_planner, "SCORED_LOGITS_BYTES", 4 * 256 * 7)
+    ring = StubbedRing(tokens=64)
+    names = {f"n{at}": [97 + at] * (1 + 4 * (at % 3)) for at in range(8)}
+    wanted = {name: [110, 121, 122][: 1 + at % 3] for at, name in enumerate(names)} | {"n7": [97] * 9}
+    requests = [ask(name, prompt, 1, logprob_token_ids=wanted[name]) for name, prompt in names.items()]
+    rows = ring.run(*requests)
+    assert max(rows) == 9
+    assert sum(rows) == sum(map(len, wanted.values()))
+    assert all(count <= 7 or count == 9 for count in rows)
+    for name, prompt in names.items():
+        named = [stub_named_logprob(len(prompt) - 1, token) for token in wanted[name]]
+        assert ring.numbers(name) == pytest.approx(named, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -74,6 +95,7 @@ def test_all_tasks_share_steps() -> None:
         ({"embed": True, "logprob_token_ids": [1]}, "one of embed, classify"),
         ({"logprob_token_ids": [99]}, "logprob_token_ids has a token outside"),
         ({"logprob_token_ids": [1] * 65}, "logprob_token_ids has 65 entries"),
+        ({"embed": True, "prompt_logprobs": 0}, "prompt_logprobs does not go with"),
         ({"second_segment": 6}, "second_segment is 6"),
         ({"second_segment": -1}, "second_segment is -1"),
     ],

@@ -170,6 +170,10 @@ def test_a_directory_of_sentence_transformers(tmp_path: Path) -> None:
     assert (spec.tasks, spec.normalized, spec.labels) == (["embed"], False, [])
     _, longer = on_ring(1, lambda ring: load(directory, ring, context_length=68))[0]
     assert longer.context_length == 68  # two places before the first token's are the padding's
+    (directory / "2_Dense" / "config.json").write_text(json.dumps(dense | {"in_features": 40}))
+    with pytest.raises(ModelLoadError, match="takes 40 numbers and is given 48"):
+        on_ring(1, lambda ring: load(directory, ring))
+    (directory / "2_Dense" / "config.json").write_text(json.dumps(dense))
     save_file({"linear.weight": weight}, directory / "2_Dense" / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"no linear.bias of the shape \[6\]"):
         on_ring(1, lambda ring: load(directory, ring))
