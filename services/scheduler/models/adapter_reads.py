@@ -39,8 +39,10 @@ log = structlog.get_logger(__name__)
 class AdapterReads:
     """One per scheduler; only the one that decides calls `step`."""
 
-    def __init__(self, bus: Bus, cluster: ClusterView) -> None:
+    def __init__(self, bus: Bus, cluster: ClusterView, ended: Callable[[], None]) -> None:
+        """`ended` is called when the next adapter may be read."""
         self._bus = bus
+        self._ended = ended
         self._bucket = Bucket(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
         self._wanted = WantedAdapters(cluster)
         self._registered: set[str] = set()
@@ -86,6 +88,7 @@ class AdapterReads:
             log.warning("adapter_not_read", adapter=reading.name, error=str(error))
         finally:
             self._wanted.ended(reading, time.time(), failed=failed)
+            self._ended()
 
     async def _asked(self, reading: Reading) -> AdapterRecord | str | None:
         """What the first host that has the base finds, or has against it; None: none has."""

@@ -81,7 +81,6 @@ class ModelController:
         self._specs: dict[str, ModelSpec] = {}
         self._cluster = ClusterView()
         self._placer = ModelPlacer(self._cluster)
-        self._adapters = AdapterReads(bus, self._cluster)
         self._demand = DemandTracker()
         self._arrived: Counter[str] = Counter()
         self._arrived_at: dict[str, float] = {}
@@ -96,6 +95,7 @@ class ModelController:
         self._leases = Bucket(bus, subjects.LEASES_BUCKET, ModelLease)
         self._lease = Lease(self._leases, instance, lease)
         self._changed = asyncio.Event()
+        self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
         self._cold = asyncio.Event()
         self._registered = asyncio.Event()
         self._sending = TaskSet("command_failed")

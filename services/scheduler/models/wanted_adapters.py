@@ -49,6 +49,7 @@ class WantedAdapters:
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
         self._wanted: dict[str, WantedAdapter] = {}
+        """Those that were tried last stand last: they have no turn before the others had theirs."""
         self._under_way: set[str] = set()
         self._pauses: dict[str, _Pause] = {}
 
@@ -88,6 +89,7 @@ class WantedAdapters:
         self._under_way.discard(reading.name)
         if not same_wanted(self._wanted.get(reading.name), reading.wanted):
             return
+        self._wanted[reading.name] = self._wanted.pop(reading.name)
         before = self._pauses.get(reading.name)
         failures = (before.failures if before is not None else 0) + failed
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1)) if failed else LATER

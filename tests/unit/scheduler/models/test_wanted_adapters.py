@@ -129,3 +129,18 @@ def test_a_few_are_read_at_a_time_each_by_a_few_hosts(cluster: ClusterView, want
     assert {len(reading.hosts) for reading in readings} == {TRIED}
     wanted.ended(readings[0], NOW, failed=True)
     assert len(wanted.due(SPECS, NOW)) == 1
+
+
+def test_those_that_wait_for_their_base_keep_nobody_from_a_turn(
+    cluster: ClusterView, wanted: WantedAdapters
+) -> None:
+    cluster.host(host("h"))
+    names = {"sql", *(f"a{number}" for number in range(4 * AT_ONCE))}
+    for name in names - {"sql"}:
+        wanted.note(name, record(name))
+    tried: set[str] = set()
+    for step in range(2 * len(names) // AT_ONCE):
+        for reading in wanted.due(SPECS, NOW + step * LATER):
+            tried.add(reading.name)
+            wanted.ended(reading, NOW + step * LATER, failed=False)
+    assert tried == names
