@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(
-    directory: Path, codec: str, threads: int, rows: int, adapters: int, rank: int, rounds: int
+    directory: Path, codec: str, threads: int, rows: int, adapters: int, rank: int, rounds: int, kept: str
 ) -> Cost:
     """Rows take turns with their adapters: row i has adapter i modulo `adapters`."""
     from services.executor.core.step_plan import to_bytes
@@ -61,6 +61,7 @@ def cost_of(
     if not runner.is_native:
         raise typer.BadParameter("the native kernels do not compute here")
     targets = whole_targets(load_config(directory))
+    decoder.keep_as(kept)
     for slot in range(adapters):
         decoder.load(slot, random_adapter(targets, rank))
     steps = Decode(rows, CONTEXT).steps(BLOCKS, 0)
@@ -102,13 +103,16 @@ def main(
     rows: Annotated[int, typer.Option(help="Sequences of the step.", min=1)] = 16,
     adapters: Annotated[int, typer.Option(help="Different ones among them.", min=1)] = 8,
     rank: Annotated[int, typer.Option(help="Of each, on all linears.", min=1, max=256)] = 16,
+    adapter_dtype: Annotated[str, typer.Option(help="What adapters are kept as: int8 or bf16.")] = "int8",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 30,
 ) -> None:
     """What adapters cost a decode step."""
     if unknown := set(models.split(",")) - set(MODELS):
         raise typer.BadParameter(f"{unknown.pop()} is not one of {', '.join(MODELS)}")
-    title = f"{rows} rows, {adapters} adapters of rank {rank}, {threads} threads"
+    if adapter_dtype not in ("int8", "bf16"):
+        raise typer.BadParameter(f"{adapter_dtype} is neither int8 nor bf16")
+    title = f"{rows} rows, {adapters} adapters of rank {rank} in {adapter_dtype}, {threads} threads"
     table = Table(
         "model", "weights", "ms", "with adapters", "ratio", "bytes", "of adapters", "ratio", title=title
     )
@@ -118,7 +122,9 @@ def main(
                 write_random(Path(directory), MODELS[model])
                 for kind in weights.split(","):
                     codec = "" if kind == "bf16" else kind
-                    cost = cost_of(Path(directory), codec, threads, rows, adapters, rank, rounds)
+                    cost = cost_of(
+                        Path(directory), codec, threads, rows, adapters, rank, rounds, adapter_dtype
+                    )
                     table.add_row(
                         model,
                         kind,

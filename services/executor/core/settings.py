@@ -25,6 +25,7 @@ from shared.models import HUB, ReasoningParser, ToolParser
 BlockDType = Literal["bf16", "fp8", "int8"]
 """`bf16` means uncompressed: keys and values stay as the model computes them."""
 KvDType = Literal["auto", "bf16", "fp8", "int8"]
+AdapterDtype = Literal["auto", "bf16", "int8"]
 
 _DTYPES: tuple[BlockDType, ...] = get_args(BlockDType)
 
@@ -205,6 +206,9 @@ class ExecutorSettings(ModelStoreSettings):
     refused."""
     max_adapter_rank: int = Field(default=64, ge=1, le=256)
     """Highest rank of a LoRA adapter; others are refused."""
+    adapter_dtype: AdapterDtype = "auto"
+    """What the native CPU kernels keep LoRA adapters as: `int8`, codes of 8 bits with scales, or `bf16`, twice the
+    bytes of every step; `auto`: int8. All else computes adapters in the model's data type, and refuses another."""
     adapter_cache_bytes: int = Field(default=16 << 30, ge=0)
     """Most bytes on disk for files of LoRA adapters, in `.adapters` of `model_cache`, shared by all groups of the host.
     The least recently used that no group needs are deleted first."""

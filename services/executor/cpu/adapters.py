@@ -14,13 +14,13 @@ What module a row is of comes from the packed model, so that a start without the
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.core.settings import AdapterDtype
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.cpu.packed_linear import PackedLinear, Source, SourceRows
 from services.executor.cpu.packed_model import PackedLatent
@@ -33,6 +33,11 @@ from shared.errors import ModelLoadError
 
 _LANES = 16
 """Outputs of a block, and what the columns between two factors are rounded up to"""
+_GROUP = 128
+"""Inputs of A that have one scale, as codes"""
+_QUAD = 4
+_OFFSET = 128
+"""Of the codes of B"""
 _ALIGNMENT = 64
 _MOST_SLOTS = 1024
 """As `ExecutorSettings.max_adapters`"""
@@ -46,6 +51,7 @@ class NativeAdapters:
     after the other."""
 
     def __init__(self) -> None:
+        self._coded = True
         self._linears: list[_Linear] = []
         self._latents: dict[str, tuple[int, int]] = {}
         """(heads, outputs of each that make keys) by the module that makes keys and values of latents"""
@@ -71,6 +77,10 @@ class NativeAdapters:
             self._linears.append(_Linear(linear, into, [[source]], heads))
         self._latents[latent.module] = (heads, shape.plain)
 
+    def keep_as(self, kind: AdapterDtype) -> None:
+        """What the factors of adapters that are loaded from now on are kept as; `auto`: int8."""
+        self._coded = kind != "bf16"
+
     @property
     def modules(self) -> set[str]:
         """What adapters may change, by name."""
@@ -90,7 +100,7 @@ class NativeAdapters:
                 "without this module, or serve the model with --dtype fp32."
             )
         self._grow(slot + 1)
-        adapter = _Adapter.of(self._linears, self._by_side(weights))
+        adapter = _Adapter.of(self._linears, self._by_side(weights), self._coded)
         for linear, factors in zip(self._linears, adapter.factors, strict=True):
             linear.put(slot, factors)
         self._held[slot] = adapter
@@ -203,8 +213,9 @@ class _Linear:
 class _Laid:
     """The factors of one linear as the kernels read them, before they have a place."""
 
+    coded: bool
     shrink: Tensor
-    """bf16 [copies or 1, blocks, pairs, 16, 2]"""
+    """bf16 [copies or 1, blocks, pairs, 16, 2], or codes with their scales: uint8 [copies or 1, blocks, bytes]"""
     expand: list[Tensor | None]
     """The same of each module"""
     columns: int
@@ -212,13 +223,13 @@ class _Laid:
     pairs: list[int]
 
     @classmethod
-    def of(cls, linear: _Linear, weights: Mapping[str, LowRank]) -> "_Laid | None":
+    def of(cls, linear: _Linear, weights: Mapping[str, LowRank], coded: bool) -> "_Laid | None":
         """None: the adapter changes none of its modules."""
         found = [weights.get(module) for module in linear.modules]
         if not any(found):
             return None
-        ranks = [0 if pair is None else pair.rank + pair.rank % 2 for pair in found]
-        *first, total = accumulate(ranks, initial=0)
+        ranks = [0 if pair is None else _padded_rank(pair.rank, coded) for pair in found]
+        first, total = _placed_columns(ranks, coded)
         columns = -(-total // _LANES) * _LANES
         every = [pair for pair in found if pair is not None]
         copies = max(_stacked(pair.a).shape[0] for pair in every)
@@ -227,10 +238,13 @@ class _Laid:
             if pair is not None:
                 joined[:, at : at + pair.rank, : linear.inputs] = _stacked(pair.a)
         expand = [
-            None if pair is None else _blocks(_picked(_stacked(pair.b), rows))
-            for pair, rows in zip(found, linear.rows, strict=True)
+            None
+            if pair is None
+            else (_coded_expand if coded else _blocks)(_picked(_stacked(pair.b), rows, rank))
+            for pair, rows, rank in zip(found, linear.rows, ranks, strict=True)
         ]
-        return cls(_blocks(joined), expand, columns, first, [rank // 2 for rank in ranks])
+        shrink = _coded_shrink(joined) if coded else _blocks(joined)
+        return cls(coded, shrink, expand, columns, first, [rank // 2 for rank in ranks])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -249,7 +263,7 @@ class _Laid:
         made = (Factors * copies)()
         for copy, factors in enumerate(made):
             own = iter([address[copy] for address in addresses])
-            factors.shrink, factors.columns = next(own), self.columns
+            factors.shrink, factors.columns, factors.coded = next(own), self.columns, self.coded
             for module, expanded in enumerate(self.expand):
                 factors.first[module], factors.pairs[module] = self.first[module], self.pairs[module]
                 factors.expand[module] = None if expanded is None else next(own)
@@ -267,8 +281,8 @@ class _Adapter:
     """Of any linear, at most"""
 
     @classmethod
-    def of(cls, linears: list[_Linear], weights: Mapping[str, LowRank]) -> "_Adapter":
-        laid = [_Laid.of(linear, weights) for linear in linears]
+    def of(cls, linears: list[_Linear], weights: Mapping[str, LowRank], coded: bool) -> "_Adapter":
+        laid = [_Laid.of(linear, weights, coded) for linear in linears]
         sizes = [0 if one is None else sum(map(_size_of, one.tensors)) for one in laid]
         memory = fresh(max(1, sum(sizes)))
         factors = list["ctypes.Array[Factors] | None"]()
@@ -284,10 +298,27 @@ def _stacked(factor: Tensor) -> Tensor:
     return factor if factor.dim() == 3 else factor.unsqueeze(0)
 
 
-def _picked(b: Tensor, rows: Tensor) -> Tensor:
-    """[copies, blocks * 16, rank rounded up to an even number] of B [copies, outputs, rank]; zeros for rows of -1."""
+def _padded_rank(rank: int, coded: bool) -> int:
+    """To an even number. As codes to 4, 8, or whole blocks: what is rounded with one scale is then never cut."""
+    if not coded:
+        return rank + rank % 2
+    return next((size for size in (_QUAD, 2 * _QUAD) if rank <= size), -(-rank // _LANES) * _LANES)
+
+
+def _placed_columns(ranks: list[int], coded: bool) -> tuple[list[int], int]:
+    """Where the columns of each module begin, and how many there are."""
+    first, total = list[int](), 0
+    for rank in ranks:
+        step = min(rank, _LANES) if coded and rank else 1
+        first.append(-(-total // step) * step)
+        total = first[-1] + rank
+    return first, total
+
+
+def _picked(b: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """[copies, blocks * 16, columns] of B [copies, outputs, rank]; zeros for rows of -1."""
     copies, outputs, rank = b.shape
-    padded = torch.zeros(copies, outputs + 1, rank + rank % 2, dtype=torch.bfloat16)
+    padded = torch.zeros(copies, outputs + 1, columns, dtype=torch.bfloat16)
     padded[:, :outputs, :rank] = b
     return padded[:, rows.flatten()]
 
@@ -296,6 +327,38 @@ def _blocks(rows: Tensor) -> Tensor:
     """[copies, rows, columns] as the kernels have it: [copies, rows / 16, columns / 2, 16, 2]."""
     copies, count, columns = rows.shape
     return rows.view(copies, count // _LANES, _LANES, columns // 2, 2).transpose(2, 3)
+
+
+def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 codes, bf16 scales [..., 1]) of `values` [..., n], one scale for each n."""
+    largest = values.abs().amax(-1, keepdim=True).float()
+    scales = (largest / 127).bfloat16()
+    inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+    return (values.float() * inverse).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+def _coded_shrink(rows: Tensor) -> Tensor:
+    """A [copies, columns, inputs] as blocks of codes: uint8 [copies, columns / 16, bytes], see `low_rank.h`."""
+    parts = list[Tensor]()
+    for group in torch.split(rows, _GROUP, -1):
+        codes, scales = _rounded(group)
+        parts += [_scales(scales), _blocks(codes).flatten(2).view(torch.uint8)]
+    return torch.cat(parts, -1)
+
+
+def _coded_expand(rows: Tensor) -> Tensor:
+    """The same of B [copies, outputs, columns]: uint8 [copies, outputs / 16, bytes]."""
+    codes, scales = _rounded(rows)
+    copies, count, columns = codes.shape
+    quads = codes.view(copies, count // _LANES, _LANES, columns // _QUAD, _QUAD).transpose(2, 3)
+    offset = (quads.to(torch.int16) + _OFFSET).to(torch.uint8)
+    return torch.cat([_scales(scales), offset.flatten(2)], -1)
+
+
+def _scales(scales: Tensor) -> Tensor:
+    """bf16 [copies, rows, 1] as uint8 [copies, rows / 16, 32]."""
+    copies, count, _ = scales.shape
+    return scales.reshape(copies, count // _LANES, _LANES).view(torch.uint8)
 
 
 def _size_of(tensor: Tensor) -> int:

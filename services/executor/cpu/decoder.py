@@ -12,6 +12,7 @@ from torch import Tensor
 from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
+from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.adapters import NativeAdapters
@@ -119,6 +120,10 @@ class NativeDecoder:
             raise IndexError("the step plan names KV blocks, slots or rows that do not exist")
         if result == _NO_MEMORY:
             raise ConfigurationError(_NO_ROOM)
+
+    def keep_as(self, kind: AdapterDtype) -> None:
+        """See `NativeAdapters`."""
+        self.adapters.keep_as(kind)
 
     def load(self, slot: int, weights: Mapping[str, LowRank]) -> None:
         """See `NativeAdapters`."""

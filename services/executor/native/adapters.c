@@ -5,133 +5,30 @@
 #include <stdlib.h>
 
 #include "gemm.h"
+#include "low_rank.h"
+#include "products.h"
 
 enum {
-    SHRUNK_AT_ONCE = VECTORS / 8, /* rows whose sums are in registers */
-    CHAINS = 4,                   /* sums of one value, added up in the end: products need not wait for each other */
-    BLOCK_PAIR = 2 * LANES,       /* bf16 of a pair of inputs of a block */
-    WIDES = LANES / WIDTH,
-    WIDENED_PAIRS = 64,           /* as in gemm.c */
-    SHRINK_AHEAD = 16 * BLOCK_PAIR,
-    ROWS_OF_SHRINK = 96,
     SPINS_FOR_SHRINKS = 1 << 10,
-    DUE_APART = 8,                /* counts of threads are in cache lines of their own */
+    DUE_APART = 8, /* counts of threads are in cache lines of their own */
 };
 
 /* --- shrink ------------------------------------------------------------------------------------------ */
 
-/* Sums [CHAINS][LANES] of each row by some pairs of one block. */
-RZ_INLINE void shrink_pairs(const int rows, const operand *const *x, const bf16 *a, long pairs, float *sums, int add)
-{
-    wide held[SHRUNK_AT_ONCE][CHAINS][WIDES];
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 4
-        for (int chain = 0; chain < CHAINS; chain++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDES; v++)
-                held[row][chain][v] = add ? wide_load(sums + (row * CHAINS + chain) * LANES + v * WIDTH) : wide_zero();
-    for (long pair = 0; pair < pairs; pair += CHAINS) {
-#pragma GCC unroll 4
-        for (int chain = 0; chain < CHAINS; chain++) {
-            if (pair + chain >= pairs)
-                continue;
-            __builtin_prefetch(a + SHRINK_AHEAD);
-#pragma GCC unroll 2
-            for (int turn = 0; turn < TURNS; turn++) {
-                wide weights[WIDES];
-#pragma GCC unroll 4
-                for (int v = 0; v < WIDES; v++)
-                    weights[v] = weights_of(a + v * 2 * WIDTH, turn);
-#pragma GCC unroll 4
-                for (int row = 0; row < rows; row++) {
-                    wide one = operand_of(x[row] + 2 * (pair + chain), turn);
-#pragma GCC unroll 4
-                    for (int v = 0; v < WIDES; v++)
-                        held[row][chain][v] = multiply_add(held[row][chain][v], one, weights[v]);
-                }
-            }
-            a += BLOCK_PAIR;
-        }
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 4
-        for (int chain = 0; chain < CHAINS; chain++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDES; v++)
-                wide_store(sums + (row * CHAINS + chain) * LANES + v * WIDTH, held[row][chain][v]);
-}
-
-typedef void (*shrink_function)(const operand *const *, const bf16 *, long, float *, int);
-
-#define SHRINK_OF(n) \
-    static __attribute__((noinline)) void shrink_##n(const operand *const *x, const bf16 *a, long pairs, float *sums, int add) \
-    { \
-        shrink_pairs(n, x, a, pairs, sums, add); \
-    }
-
-SHRINK_OF(1)
-#if VECTORS >= 32
-SHRINK_OF(2) SHRINK_OF(3) SHRINK_OF(4)
-#endif
-
-static const shrink_function SHRINKS[SHRUNK_AT_ONCE + 1] = {
-    NULL, shrink_1,
-#if VECTORS >= 32
-    shrink_2, shrink_3, shrink_4,
-#endif
-};
-
-/* As the other product reads it. */
-RZ_INLINE void store_operands(operand *to, f32 value)
-{
-    bf16 rounded_values[LANES];
-    f32_store_bf16(rounded_values, value);
-    for (int i = 0; i < LANES; i++)
-        to[i] = TURNS == 1 ? (operand)rounded_values[i] : (operand)bf16_to_float(rounded_values[i]);
-}
-
-/* `rows` <= SHRUNK_AT_ONCE rows by one block of 16 columns. */
-static void shrink_block(int rows, const bf16 *const *x, const bf16 *a, long pairs, operand *const *to)
-{
-    float sums[SHRUNK_AT_ONCE * CHAINS * LANES] __attribute__((aligned(64)));
-    if (TURNS == 1) {
-        SHRINKS[rows]((const operand *const *)x, a, pairs, sums, 0);
-    } else {
-        operand inputs[SHRUNK_AT_ONCE][2 * WIDENED_PAIRS];
-        const operand *from[SHRUNK_AT_ONCE];
-        for (long pair = 0; pair < pairs; pair += WIDENED_PAIRS) {
-            const long here = least(WIDENED_PAIRS, pairs - pair);
-            for (int row = 0; row < rows; row++) {
-                from[row] = inputs[row];
-                for (long i = 0; i < 2 * here; i++)
-                    inputs[row][i] = (operand)bf16_to_float(x[row][2 * pair + i]);
-            }
-            SHRINKS[rows](from, a + pair * BLOCK_PAIR, here, sums, pair > 0);
-        }
-    }
-    for (int row = 0; row < rows; row++) {
-        const float *own = sums + row * CHAINS * LANES;
-        const f32 first = f32_add(f32_load(own), f32_load(own + LANES));
-        const f32 second = f32_add(f32_load(own + 2 * LANES), f32_load(own + 3 * LANES));
-        store_operands(to[row], f32_add(first, second));
-    }
-}
-
 /* Some rows of one adapter by its blocks [block, end); `rows`: of the product, `from`: of x. */
 static void shrink_some(const rz_expansion *of, const rz_low_rank *low, int count, const long *rows, const long *from,
-                        long block_first, long block_end)
+                        long block, long end, const uint8_t *coming)
 {
-    const long pairs = (of->inputs + 1) / 2;
-    const bf16 *x[SHRUNK_AT_ONCE], *a = low->shrink;
-    operand *to[SHRUNK_AT_ONCE];
-    for (long column = block_first; column < block_end; column++) {
+    const long bytes = (long)rz_shrink_bytes(low, of->inputs);
+    const bf16 *x[ROWS_TOGETHER];
+    operand *to[ROWS_TOGETHER];
+    for (; block < end; block++) {
+        const uint8_t *a = (const uint8_t *)low->shrink + block * bytes;
         for (int i = 0; i < count; i++) {
             x[i] = of->x + from[i] * of->x_stride;
-            to[i] = of->shrunk + rows[i] * of->stride + column * LANES;
+            to[i] = of->shrunk + rows[i] * of->stride + block * LANES;
         }
-        shrink_block(count, x, a + column * pairs * BLOCK_PAIR, pairs, to);
+        rz_shrink_block(low, count, x, a, block + 1 < end ? a + bytes : coming, of->inputs, to);
     }
 }
 
@@ -144,7 +41,7 @@ RZ_INLINE const rz_low_rank *low_rank_of(const rz_expansion *of, long slot)
 
 static long pieces_of_group(const rz_slot_rows *group)
 {
-    return (group->rows + ROWS_OF_SHRINK - 1) / ROWS_OF_SHRINK;
+    return (group->rows + ROWS_OF_TASK - 1) / ROWS_OF_TASK;
 }
 
 static long shrinks_of_group(const rz_expansion *of, const rz_slot_rows *group)
@@ -164,22 +61,37 @@ long rz_shrinks(rz_decoder *decoder, int thread, rz_expansion *to)
     return count;
 }
 
-/* A piece of one group's rows by one block of its adapter's columns. */
-void rz_shrink(const rz_expansion *of, long task)
+/* The group of a task, and its number there. */
+static const rz_slot_rows *group_of_shrink(const rz_expansion *of, long *task)
 {
     const rz_slot_rows *group = of->rows->groups;
-    for (long here; task >= (here = shrinks_of_group(of, group)); group++)
-        task -= here;
+    for (long here; *task >= (here = shrinks_of_group(of, group)); group++)
+        *task -= here;
+    return group;
+}
+
+/* The block of A that a task reads. */
+static const uint8_t *block_of_shrink(const rz_expansion *of, long task)
+{
+    const rz_low_rank *low = low_rank_of(of, group_of_shrink(of, &task)->slot);
+    return (const uint8_t *)low->shrink + task % (low->columns / LANES) * (long)rz_shrink_bytes(low, of->inputs);
+}
+
+/* A piece of one group's rows by one block of its adapter's columns. */
+void rz_shrink(const rz_expansion *of, long task, long next)
+{
+    const rz_slot_rows *group = group_of_shrink(of, &task);
     const rz_low_rank *low = low_rank_of(of, group->slot);
+    const uint8_t *coming = next < 0 ? NULL : block_of_shrink(of, next);
     const long blocks_here = low->columns / LANES, column = task % blocks_here;
-    const long begin = group->first + task / blocks_here * ROWS_OF_SHRINK;
-    const long end = least(begin + ROWS_OF_SHRINK, group->first + group->rows);
-    for (long row = begin; row < end; row += SHRUNK_AT_ONCE) {
-        const int count = (int)least(SHRUNK_AT_ONCE, end - row);
-        long rows[SHRUNK_AT_ONCE];
+    const long begin = group->first + task / blocks_here * ROWS_OF_TASK;
+    const long end = least(begin + ROWS_OF_TASK, group->first + group->rows);
+    for (long row = begin; row < end; row += ROWS_TOGETHER) {
+        const int count = (int)least(ROWS_TOGETHER, end - row);
+        long rows[ROWS_TOGETHER];
         for (int i = 0; i < count; i++)
             rows[i] = of->rows->order[row + i];
-        shrink_some(of, low, count, rows, rows, column, column + 1);
+        shrink_some(of, low, count, rows, rows, column, column + 1, coming);
     }
     atomic_fetch_add_explicit(of->done, 1, memory_order_release);
 }
@@ -193,7 +105,7 @@ RZ_INLINE long slot_of(const rz_expansion *of, long row)
 RZ_INLINE int same_adapter(const rz_expansion *of, long row, long end, long slot)
 {
     int count = 1;
-    while (count < SHRUNK_AT_ONCE && row + count < end && slot_of(of, row + count) == slot)
+    while (count < ROWS_TOGETHER && row + count < end && slot_of(of, row + count) == slot)
         count++;
     return count;
 }
@@ -207,117 +119,58 @@ void rz_shrink_rows(const rz_expansion *of, long first, long rows, const int32_t
         const rz_low_rank *low = slot < 0 ? NULL : low_rank_of(of, slot);
         if (!low)
             continue;
-        long to[SHRUNK_AT_ONCE], read[SHRUNK_AT_ONCE];
+        long to[ROWS_TOGETHER], read[ROWS_TOGETHER];
         for (int i = 0; i < count; i++) {
             to[i] = row + i;
             read[i] = from ? from[row + i] : row + i;
         }
-        shrink_some(of, low, count, to, read, 0, low->columns / LANES);
+        shrink_some(of, low, count, to, read, 0, low->columns / LANES, NULL);
     }
 }
 
 /* --- expand ------------------------------------------------------------------------------------------ */
 
-/* Blocks of one or two times 16 outputs, of as many pairs each; `ahead`: those that come, or readable addresses. */
+/* Some entries of a panel, at most one of each half: at `at`, and what comes at `coming`, or NULL. */
 typedef struct {
-    const operand *x[2];  /* of the first row; rows are `stride` apart */
-    const bf16 *b[2];
-    const char *ahead[2];
-    float *sums[2];       /* likewise; rows are PANEL apart */
-    long stride, pairs;
-} expansion_blocks;
-
-RZ_INLINE void expand_pairs(const int rows, const int halves, const expansion_blocks *at)
-{
-    wide held[SHRUNK_AT_ONCE][2][WIDES];
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-        for (int half = 0; half < halves; half++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDES; v++)
-                held[row][half][v] = wide_load(at->sums[half] + row * PANEL + v * WIDTH);
-    for (long pair = 0; pair < at->pairs; pair++) {
-#pragma GCC unroll 2
-        for (int half = 0; half < halves; half++)
-            __builtin_prefetch(at->ahead[half] + pair * BLOCK_PAIR * (long)sizeof(bf16));
-#pragma GCC unroll 2
-        for (int turn = 0; turn < TURNS; turn++)
-#pragma GCC unroll 2
-            for (int half = 0; half < halves; half++) {
-                wide weights[WIDES];
-#pragma GCC unroll 4
-                for (int v = 0; v < WIDES; v++)
-                    weights[v] = weights_of(at->b[half] + pair * BLOCK_PAIR + v * 2 * WIDTH, turn);
-#pragma GCC unroll 4
-                for (int row = 0; row < rows; row++) {
-                    wide one = operand_of(at->x[half] + row * at->stride + 2 * pair, turn);
-#pragma GCC unroll 4
-                    for (int v = 0; v < WIDES; v++)
-                        held[row][half][v] = multiply_add(held[row][half][v], one, weights[v]);
-                }
-            }
-    }
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-        for (int half = 0; half < halves; half++)
-#pragma GCC unroll 4
-            for (int v = 0; v < WIDES; v++)
-                wide_store(at->sums[half] + row * PANEL + v * WIDTH, held[row][half][v]);
-}
-
-typedef void (*expand_function)(const expansion_blocks *);
-
-#define EXPAND_OF(n) \
-    static __attribute__((noinline)) void expand_##n##_1(const expansion_blocks *at) { expand_pairs(n, 1, at); } \
-    static __attribute__((noinline)) void expand_##n##_2(const expansion_blocks *at) { expand_pairs(n, 2, at); }
-
-EXPAND_OF(1)
-#if VECTORS >= 32
-EXPAND_OF(2) EXPAND_OF(3) EXPAND_OF(4)
-#endif
-
-static const expand_function EXPANDS[SHRUNK_AT_ONCE + 1][2] = {
-    { NULL, NULL }, { expand_1_1, expand_1_2 },
-#if VECTORS >= 32
-    { expand_2_1, expand_2_2 }, { expand_3_1, expand_3_2 }, { expand_4_1, expand_4_2 },
-#endif
-};
+    const rz_adapted_block *at[2], *coming[2];
+    int half[2], count;
+} panel_entries;
 
 /* B of an entry's block; NULL: the adapter adds nothing to its module. */
-RZ_INLINE const bf16 *block_of(const rz_low_rank *low, const rz_adapted_block *entry)
+RZ_INLINE const uint8_t *block_of(const rz_low_rank *low, const rz_adapted_block *entry)
 {
     const long pairs = low->pairs[entry->module];
-    return pairs ? (const bf16 *)low->expand[entry->module] + entry->block * pairs * BLOCK_PAIR : NULL;
+    return pairs ? (const uint8_t *)low->expand[entry->module] + entry->block * (long)rz_expand_bytes(low, pairs) : NULL;
 }
 
-/* Some rows of one adapter by the entries of one panel's halves: at `entry`, and what comes at `coming`, or NULL. */
-static void expand_entries(const rz_expansion *of, const rz_low_rank *low, long row, int count, const int *at_half,
-                           const rz_adapted_block *const *entry, const rz_adapted_block *const *coming, int entries,
-                           float *sums)
+/* `count` rows of one adapter: `rows` of the product, whose sums begin with those of `first`. */
+static void expand_some(const rz_expansion *of, const rz_low_rank *low, int count, const int32_t *rows, long first,
+                        const panel_entries *entries, float *sums)
 {
-    expansion_blocks blocks_at = { .stride = of->stride };
-    int there = 0;
-    for (int i = 0; i < entries; i++) {
-        const bf16 *b = block_of(low, entry[i]);
+    rz_expanding blocks = { .halves = 0 };
+    for (int i = 0; i < count; i++) {
+        blocks.t[i] = of->shrunk + rows[i] * of->stride;
+        blocks.sums[i] = sums + (rows[i] - first) * PANEL;
+    }
+    for (int i = 0; i < entries->count; i++) {
+        const rz_adapted_block *entry = entries->at[i];
+        const uint8_t *b = block_of(low, entry), *next;
         if (!b)
             continue;
-        const long pairs = low->pairs[entry[i]->module];
-        if (there && pairs != blocks_at.pairs) { /* of another rank */
-            EXPANDS[count][there - 1](&blocks_at);
-            there = 0;
+        const long pairs = low->pairs[entry->module];
+        if (blocks.halves && pairs != blocks.pairs) { /* of another rank */
+            rz_expand_blocks(low, count, &blocks);
+            blocks.halves = 0;
         }
-        const bf16 *next = coming[i] ? block_of(low, coming[i]) : NULL;
-        blocks_at.x[there] = of->shrunk + row * of->stride + low->first[entry[i]->module];
-        blocks_at.b[there] = b;
-        blocks_at.ahead[there] = (const char *)(next ? next : b);
-        blocks_at.sums[there] = sums + at_half[i] * LANES;
-        blocks_at.pairs = pairs;
-        there++;
+        next = entries->coming[i] ? block_of(low, entries->coming[i]) : NULL;
+        blocks.first[blocks.halves] = low->first[entry->module];
+        blocks.b[blocks.halves] = b;
+        blocks.ahead[blocks.halves] = (const char *)(next ? next : b);
+        blocks.column[blocks.halves++] = entries->half[i] * LANES;
+        blocks.pairs = pairs;
     }
-    if (there)
-        EXPANDS[count][there - 1](&blocks_at);
+    if (blocks.halves)
+        rz_expand_blocks(low, count, &blocks);
 }
 
 static void await_shrinks(const rz_expansion *of)
@@ -327,18 +180,40 @@ static void await_shrinks(const rz_expansion *of)
             sched_yield();
 }
 
-/* All rows by some entries of a panel, at most one of each half. */
-static void expand_panel(const rz_expansion *of, long first, long rows, const int *at_half,
-                         const rz_adapted_block *const *entry, const rz_adapted_block *const *coming, int entries, float *sums)
+/* Rows of the product that follow each other: those of one adapter where they are neighbours. */
+static void expand_neighbours(const rz_expansion *of, long first, long rows, const panel_entries *entries, float *sums)
 {
     int count;
     for (long row = first, end = first + rows; row < end; row += count) {
         const long slot = slot_of(of, row);
+        int32_t some[ROWS_TOGETHER];
         count = same_adapter(of, row, end, slot);
+        for (int i = 0; i < count; i++)
+            some[i] = (int32_t)(row + i);
         const rz_low_rank *low = slot < 0 ? NULL : low_rank_of(of, slot);
         if (low)
-            expand_entries(of, low, row, count, at_half, entry, coming, entries, sums + (row - first) * PANEL);
+            expand_some(of, low, count, some, first, entries, sums);
     }
+}
+
+/* A piece of the step's rows, adapter by adapter: each block of B is read once. */
+static void expand_batches(const rz_expansion *of, long first, const panel_entries *entries, float *sums)
+{
+    const int32_t *piece = of->rows->pieces + first / ROWS_OF_TASK;
+    const rz_row_batch *batch = of->rows->batches + piece[0], *end = of->rows->batches + piece[1];
+    for (; batch < end; batch++) {
+        const rz_low_rank *low = low_rank_of(of, batch->slot);
+        if (low)
+            expand_some(of, low, batch->count, batch->rows, first, entries, sums);
+    }
+}
+
+static void expand_panel(const rz_expansion *of, long first, long rows, const panel_entries *entries, float *sums)
+{
+    if (of->tokens)
+        expand_neighbours(of, first, rows, entries, sums);
+    else
+        expand_batches(of, first, entries, sums);
 }
 
 void rz_expand(const rz_expansion *of, long first, long rows, long column, long coming, float *sums)
@@ -347,22 +222,21 @@ void rz_expand(const rz_expansion *of, long first, long rows, long column, long 
     const int32_t *begin = adapted->first + (column - of->origin) / LANES;
     const int is_here = coming >= of->origin && coming < of->origin + of->outputs;
     const int32_t *next = is_here ? adapted->first + (coming - of->origin) / LANES : NULL;
-    const rz_adapted_block *entry[2], *then[2];
-    int at_half[2], entries = 0;
+    panel_entries entries = { .count = 0 };
     if (of->done)
         await_shrinks(of);
     for (int half = 0; half < 2; half++)
         for (long i = begin[half]; i < begin[half + 1]; i++) {
-            if (entries == 2 || (entries && at_half[entries - 1] == half)) { /* two modules meet in it: one by one */
-                expand_panel(of, first, rows, at_half, entry, then, entries, sums);
-                entries = 0;
+            if (entries.count == 2 || (entries.count && entries.half[entries.count - 1] == half)) {
+                expand_panel(of, first, rows, &entries, sums); /* two modules meet in it: one by one */
+                entries.count = 0;
             }
-            at_half[entries] = half;
-            entry[entries] = adapted->blocks + i;
-            then[entries++] = next && next[half] < next[half + 1] ? adapted->blocks + next[half] : NULL;
+            entries.half[entries.count] = half;
+            entries.coming[entries.count] = next && next[half] < next[half + 1] ? adapted->blocks + next[half] : NULL;
+            entries.at[entries.count++] = adapted->blocks + i;
         }
-    if (entries)
-        expand_panel(of, first, rows, at_half, entry, then, entries, sums);
+    if (entries.count)
+        expand_panel(of, first, rows, &entries, sums);
 }
 
 /* --- a step's rows ----------------------------------------------------------------------------------- */
@@ -381,9 +255,37 @@ static int reserve_rows(rz_adapter_rows *rows, long tokens, long slots)
     free(rows->slots);
     free(rows->groups);
     rows->slots = malloc((size_t)needed * 2 * sizeof *rows->slots);
+    free(rows->batches);
+    free(rows->pieces);
     rows->groups = malloc((size_t)needed * 2 * sizeof *rows->groups);
-    rows->room = rows->slots && rows->groups ? needed * 2 : 0;
+    rows->batches = malloc((size_t)needed * 2 * sizeof *rows->batches);
+    rows->pieces = malloc((size_t)(needed * 2 + 2) * sizeof *rows->pieces);
+    rows->room = rows->slots && rows->groups && rows->batches && rows->pieces ? needed * 2 : 0;
     return rows->room > 0;
+}
+
+/* The groups' rows by pieces. */
+static void batch_rows(rz_adapter_rows *rows, long tokens)
+{
+    long count = 0, piece = 0;
+    for (long first = 0; first < tokens; first += ROWS_OF_TASK) {
+        rows->pieces[piece++] = (int32_t)count;
+        for (long i = 0; i < rows->count; i++) {
+            rz_slot_rows *group = rows->groups + i;
+            rz_row_batch *open = NULL;
+            for (; group->batched < group->rows; group->batched++) {
+                const int32_t row = rows->order[group->first + group->batched];
+                if (row >= first + ROWS_OF_TASK)
+                    break;
+                if (!open || open->count == ROWS_TOGETHER) {
+                    open = rows->batches + count++;
+                    *open = (rz_row_batch){ .slot = (int32_t)group->slot };
+                }
+                open->rows[open->count++] = row;
+            }
+        }
+    }
+    rows->pieces[piece] = (int32_t)count;
 }
 
 /* The rows of `step`, whose sequences have the adapters in these slots, by adapter; those of one in their order. */
@@ -404,13 +306,14 @@ static void group_rows(rz_adapter_rows *rows, const rz_step *step, const int32_t
     for (long slot = 0; slot < step->adapter_slots; slot++) {
         if (!ends[slot])
             continue;
-        rows->groups[rows->count++] = (rz_slot_rows){ slot, done, ends[slot] };
+        rows->groups[rows->count++] = (rz_slot_rows){ slot, done, ends[slot], 0 };
         done += ends[slot];
         ends[slot] = (int32_t)(done - ends[slot]);
     }
     for (token = 0; token < step->tokens; token++)
         if (rows->slots[token] >= 0)
             rows->order[ends[rows->slots[token]]++] = (int32_t)token;
+    batch_rows(rows, step->tokens);
 }
 
 /* Each row that the tail keeps has the adapter of its sequence. */
@@ -476,6 +379,8 @@ static void free_rows(rz_adapter_rows *rows)
 {
     free(rows->slots);
     free(rows->groups);
+    free(rows->batches);
+    free(rows->pieces);
 }
 
 void rz_free_adapters(rz_decoder *decoder)

@@ -7,12 +7,8 @@
  *
  *     threads   | shrink | shrink | panel, expand, end | panel, expand, end | ...   no barrier between them
  *
- * A of all modules that are joined in a linear (queries, keys, values) is one matrix; t has its columns end to end. Both
- * A and B are bf16, in blocks of 16 outputs by pairs of inputs:
- *
- *     block b   k 0,1 of outputs 16b .. 16b+15 | k 2,3 of outputs 16b .. 16b+15 | ...      4 bytes each
- *
- * t is rounded to bf16. A row is summed in one order, whatever rows are beside it.
+ * A of all modules that are joined in a linear (queries, keys, values) is one matrix; t has its columns end to end. How
+ * A, B and t lie, and what they are rounded to: low_rank.h. A row is summed in one order, whatever rows are beside it.
  *
  * Source: Punica, https://arxiv.org/abs/2310.18547, section 4 (shrink and expand of grouped rows).
  */
@@ -52,7 +48,8 @@ rz_expansion rz_expansion_of(rz_decoder *decoder, const rz_linear *linear, const
 /* Shrinks of the step's rows that are tasks of a stage, before any that expands: how many there are. Called by each
  * thread once per stage. */
 long rz_shrinks(rz_decoder *decoder, int thread, rz_expansion *to);
-void rz_shrink(const rz_expansion *of, long task);
+/* `next`: of the shrinks of this stage, that which this thread needs next; -1: none. */
+void rz_shrink(const rz_expansion *of, long task, long next);
 
 /* The same of one group's rows [first, first + rows) alone, of which row i is read at `from`[i], or one after the other. */
 void rz_shrink_rows(const rz_expansion *of, long first, long rows, const int32_t *from);

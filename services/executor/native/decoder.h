@@ -47,14 +47,15 @@ typedef struct {
     int64_t outputs, code_stride, scale_stride, minimum_stride, super_stride, super_minimum_stride;
 } rz_codes;
 
-/* What one adapter adds to a linear, or to one of its experts or heads: B (A x), see adapters.h. */
+/* What one adapter adds to a linear, or to one of its experts or heads: B (A x), see adapters.h and low_rank.h. */
 enum { RZ_MODULES = 4 /* that are joined in a linear, at most */ };
 typedef struct {
-    const void *shrink;             /* A of all modules: blocks of 16 of `columns`, by pairs of inputs */
-    const void *expand[RZ_MODULES]; /* B of each: blocks of 16 of its outputs, by pairs of its columns */
+    const void *shrink;             /* A of all modules: blocks of 16 of `columns` */
+    const void *expand[RZ_MODULES]; /* B of each: blocks of 16 of its outputs, see low_rank.h */
     int32_t columns;                /* between A and B, a multiple of 16; 0: nothing is added */
     int32_t first[RZ_MODULES];      /* where those of a module begin, an even number */
     int32_t pairs[RZ_MODULES];      /* half of how many there are; 0: nothing is added to its outputs */
+    int32_t coded;                  /* 1: factors are codes of 8 bits; 0: bf16 */
 } rz_low_rank;
 
 /* Which of a module's blocks of B some outputs take. */

@@ -69,6 +69,7 @@ class LowRank(ctypes.Structure):
         ("columns", c_int32),
         ("first", c_int32 * MODULES),
         ("pairs", c_int32 * MODULES),
+        ("coded", c_int32),
     ]
 
 

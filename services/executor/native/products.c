@@ -133,10 +133,10 @@ RZ_INLINE long stride_of(const rz_product *job)
     return job->stride ? job->stride : job->linear->inputs;
 }
 
-/* What adapters add to the sums of `rows` rows from `row` on. */
-static void expand_rows(const segment *part, piece at, long row, long rows, float *sums)
+/* What adapters add to the sums of a piece. */
+static void expand_rows(const segment *part, piece at, float *sums)
 {
-    rz_expand(part->added, row, rows, at.panel * PANEL, at.coming < 0 ? -1 : at.coming * PANEL, sums);
+    rz_expand(part->added, at.first, at.rows, at.panel * PANEL, at.coming < 0 ? -1 : at.coming * PANEL, sums);
 }
 
 static void multiply_bf16(const segment *part, piece at, int thread)
@@ -144,17 +144,22 @@ static void multiply_bf16(const segment *part, piece at, int thread)
     const rz_product *job = part->job;
     const long stride = stride_of(job), pairs = (part->linear->inputs + 1) / 2;
     const bf16 *panels = part->linear->packed, *weights = panels + at.panel * pairs * 2 * PANEL;
-    float sums[TILE_ROWS * PANEL];
+    float sums[ROWS_OF_TASK * PANEL], *to = sums;
     long tiles = (at.rows + TILE_ROWS - 1) / TILE_ROWS;
     rz_ahead ahead = rz_look_ahead(at.coming < 0 ? NULL : panels + at.coming * pairs * 2 * PANEL, tiles);
     for (long row = at.first, last = at.first + at.rows; tiles; tiles--) {
         int here = (int)((last - row + tiles - 1) / tiles);
-        rz_tile(here, job->x + row * stride, stride, weights, pairs, sums, PANEL, 0, &ahead);
-        if (part->added)
-            expand_rows(part, at, row, here, sums);
-        end_rows(part, sums, row, here, at.panel * PANEL, thread);
+        rz_tile(here, job->x + row * stride, stride, weights, pairs, to, PANEL, 0, &ahead);
         row += here;
+        if (part->added) /* by all rows at once */
+            to += here * PANEL;
+        else
+            end_rows(part, sums, row - here, here, at.panel * PANEL, thread);
     }
+    if (!part->added)
+        return;
+    expand_rows(part, at, sums);
+    end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
 }
 
 static void multiply_quantized(const segment *part, piece at, int thread)
@@ -172,7 +177,7 @@ static void multiply_quantized(const segment *part, piece at, int thread)
         rz_float_codes_panel(&linear->format, here, coming, part->job->x + at.first * stride, stride, at.rows, sums);
     }
     if (part->added)
-        expand_rows(part, at, at.first, at.rows, sums);
+        expand_rows(part, at, sums);
     end_rows(part, sums, at.first, at.rows, at.panel * PANEL, thread);
 }
 
@@ -199,7 +204,7 @@ static void adapted_task(void *argument, long task, long next, int thread)
 {
     const segment *part = argument;
     if (task < part->shrinks)
-        rz_shrink(part->added, task);
+        rz_shrink(part->added, task, next < part->shrinks ? next : -1);
     else
         product_task(argument, task - part->shrinks, next - part->shrinks, thread);
 }

@@ -8,13 +8,20 @@
 #include <stdatomic.h>
 
 #include "decoder.h"
+#include "low_rank.h"
 #include "threads.h"
 #include "workspace.h"
 
 /* Rows of a step that have one adapter. */
 typedef struct {
     long slot, first, rows; /* first: in `order` */
+    long batched;           /* of them, while batches are made */
 } rz_slot_rows;
+
+/* Some of them, of one piece of a product's rows (products.h). */
+typedef struct {
+    int32_t slot, count, rows[ROWS_TOGETHER];
+} rz_row_batch;
 
 /* A step's rows by their adapters: see adapters.h. */
 typedef struct {
@@ -23,6 +30,8 @@ typedef struct {
     int32_t *order;       /* rows that have one, by slots */
     rz_slot_rows *groups; /* [count] */
     long count;
+    rz_row_batch *batches; /* piece by piece, by slots */
+    int32_t *pieces;       /* [pieces and one more]: where those of each begin */
 } rz_adapter_rows;
 
 /* What the last layers compute of a step, where they store nothing: see tail.h. */

@@ -308,8 +308,8 @@ class RingMember:
         limits = step_limits(settings, context) if device.type == "cuda" else None
         runner = share.runner(storage.store, storage.spill, limits)
         if settings.max_adapters:
-            numbers = (settings.max_adapters, settings.max_adapter_rank)
-            runner.serve_adapters(share.facts.adapter_targets, share.dtype, *numbers)
+            limits_of_adapters = (settings.max_adapters, settings.max_adapter_rank, settings.adapter_dtype)
+            runner.serve_adapters(share.facts.adapter_targets, share.dtype, *limits_of_adapters)
         if runner.is_native:
             spans.count_native(runner.spent)
         runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))
@@ -331,7 +331,7 @@ class RingMember:
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=share.imports,
-            numerics=f"{runner.kernels} {storage.shape.format}",
+            numerics=_numerics(settings, runner.kernels, storage.shape.format),
             kernels=runner.kernels,
             exact=runner.is_exact,
             layers=described(share.facts.states),
@@ -416,6 +416,12 @@ class _Storage(NamedTuple):
             "num_states": self.blocks.slots,
             "state_blocks": self.store.blocks_per_snapshot,
         }
+
+
+def _numerics(settings: ExecutorSettings, kernels: str, kv_format: str) -> str:
+    """What the bits of results depend on, beside the model's files."""
+    adapters = "" if settings.adapter_dtype == "auto" else f" adapters-{settings.adapter_dtype}"
+    return f"{kernels} {kv_format}{adapters}"
 
 
 def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":

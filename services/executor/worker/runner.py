@@ -16,13 +16,14 @@ from services.executor.core.engine import RestoreFailed
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import SamplingState
+from services.executor.core.settings import AdapterDtype
 from services.executor.core.spans import span
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, plan_alone
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.kv_cache.offload import BlockCopier, Endpoint, Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder
+from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder, RoundingHolder
 from services.executor.model.adapters.modules import AdapterLoader, ModuleAdapters
 from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowering import Decoder, sums_of
@@ -129,13 +130,26 @@ class ModelRunner:
         """What the last step's `plan.score_rows` gave, on rank 0."""
 
     def serve_adapters(
-        self, targets: Sequence[AdapterTarget], dtype: torch.dtype, slots: int, max_rank: int
+        self,
+        targets: Sequence[AdapterTarget],
+        dtype: torch.dtype,
+        slots: int,
+        max_rank: int,
+        kept: AdapterDtype = "auto",
     ) -> None:
         """Has steps load and use LoRA adapters of up to `max_rank`, in as many `slots`, where what computes can;
-        `targets`: this rank's, `dtype`: the model's."""
+        `targets`: this rank's, `dtype`: the model's, `kept`: as `ExecutorSettings.adapter_dtype`. Raises
+        `ModelLoadError` where what computes does not keep them so."""
         holder: Any = self._decoder
         if self._decoder is None:
             holder = ModuleAdapters(self._model, targets, self._device)
+        if isinstance(holder, RoundingHolder):
+            holder.keep_as(kept)
+        elif kept not in ("auto", "bf16" if dtype is torch.bfloat16 else ""):
+            raise ModelLoadError(
+                f"The adapter dtype {kept} is for the native CPU kernels, and what computes here keeps LoRA adapters "
+                "in the model's data type; leave RYZANSTEIN_ADAPTER_DTYPE at auto."
+            )
         if isinstance(holder, ReservingHolder):
             holder.reserve(slots, max_rank)
         if isinstance(holder, AdapterHolder):

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from services.executor.core.settings import AdapterDtype
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.model.adapters.files import LowRank
 
@@ -22,6 +23,15 @@ class AdapterHolder(Protocol):
 
     def drop(self, slot: int) -> None:
         """Empties `slot`: rows that name it are computed as those of no adapter."""
+        ...
+
+
+@runtime_checkable
+class RoundingHolder(AdapterHolder, Protocol):
+    """One that may keep factors in fewer bits than the model's data type has."""
+
+    def keep_as(self, kind: AdapterDtype) -> None:
+        """What the factors of adapters that are loaded from now on are kept as."""
         ...
 
 

@@ -30,6 +30,8 @@
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
 #define rz_float_codes_row RZ_OF_LEVEL(rz_float_codes_row)
 #define rz_expand RZ_OF_LEVEL(rz_expand)
+#define rz_expand_blocks RZ_OF_LEVEL(rz_expand_blocks)
+#define rz_expand_bytes RZ_OF_LEVEL(rz_expand_bytes)
 #define rz_expansion_of RZ_OF_LEVEL(rz_expansion_of)
 #define rz_first_of_tail RZ_OF_LEVEL(rz_first_of_tail)
 #define rz_free_adapters RZ_OF_LEVEL(rz_free_adapters)
@@ -74,6 +76,8 @@
 #define rz_run_experts RZ_OF_LEVEL(rz_run_experts)
 #define rz_run_stage RZ_OF_LEVEL(rz_run_stage)
 #define rz_shrink RZ_OF_LEVEL(rz_shrink)
+#define rz_shrink_block RZ_OF_LEVEL(rz_shrink_block)
+#define rz_shrink_bytes RZ_OF_LEVEL(rz_shrink_bytes)
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
@@ -101,6 +105,7 @@
 #include "../gemm.c"
 #include "../largest.c"
 #include "../latent.c"
+#include "../low_rank.c"
 #include "../products.c"
 #include "../quantize.c"
 #include "../quantized.c"

@@ -424,6 +424,12 @@ RZ_INLINE wide weights_of(const bf16 *panel, int turn)
     return as_float(turn ? _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000)) : _mm256_slli_epi32(pairs, 16));
 }
 
+RZ_INLINE wide weights_of_codes(const int8_t *codes, int turn)
+{
+    __m256i pairs = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)codes));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(turn ? pairs : _mm256_slli_epi32(pairs, 24), turn ? 8 : 24));
+}
+
 RZ_INLINE wide operand_of(const operand *x, int turn) { return _mm256_set1_ps(x[turn]); }
 RZ_INLINE wide multiply_add(wide sum, wide x, wide weights) { return _mm256_fmadd_ps(x, weights, sum); }
 

@@ -294,6 +294,13 @@ RZ_INLINE wide weights_of(const bf16 *panel, int turn)
     return (wide)_mm512_loadu_si512(panel);
 }
 
+/* The same of codes of 8 bits, which bf16 holds as they are. */
+RZ_INLINE wide weights_of_codes(const int8_t *codes, int turn)
+{
+    (void)turn;
+    return (wide)_mm512_cvtne2ps_pbh(f32_load_i8(codes + LANES), f32_load_i8(codes));
+}
+
 RZ_INLINE wide operand_of(const operand *x, int turn)
 {
     (void)turn;
@@ -316,6 +323,12 @@ RZ_INLINE wide weights_of(const bf16 *panel, int turn)
     __m512i pairs = _mm512_loadu_si512(panel);
     return _mm512_castsi512_ps(
         turn ? _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(pairs, 16));
+}
+
+RZ_INLINE wide weights_of_codes(const int8_t *codes, int turn)
+{
+    __m512i pairs = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)codes));
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(turn ? pairs : _mm512_slli_epi32(pairs, 24), turn ? 8 : 24));
 }
 
 RZ_INLINE wide operand_of(const operand *x, int turn) { return _mm512_set1_ps(x[turn]); }

@@ -358,6 +358,15 @@ RZ_INLINE wide weights_of(const bf16 *panel, int turn)
     return vreinterpretq_f32_u16(vld1q_u16(panel));
 }
 
+/* The same of codes of 8 bits, which bf16 holds as they are. */
+RZ_INLINE wide weights_of_codes(const int8_t *codes, int turn)
+{
+    (void)turn;
+    int16x8_t whole = vmovl_s8(vld1_s8(codes));
+    float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(whole))), high = vcvtq_f32_s32(vmovl_high_s16(whole));
+    return vreinterpretq_f32_u16(vuzp2q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high)));
+}
+
 RZ_INLINE wide operand_of(const operand *x, int turn)
 {
     (void)turn;
@@ -378,6 +387,12 @@ RZ_INLINE wide weights_of(const bf16 *panel, int turn)
 {
     uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(panel));
     return vreinterpretq_f32_u32(turn ? vandq_u32(pairs, vdupq_n_u32(0xffff0000)) : vshlq_n_u32(pairs, 16));
+}
+
+RZ_INLINE wide weights_of_codes(const int8_t *codes, int turn)
+{
+    int32x4_t pairs = vmovl_s16(vreinterpret_s16_s8(vld1_s8(codes)));
+    return vcvtq_f32_s32(turn ? vshrq_n_s32(pairs, 8) : vshrq_n_s32(vshlq_n_s32(pairs, 24), 24));
 }
 
 RZ_INLINE wide operand_of(const operand *x, int turn) { return vdupq_n_f32(x[turn]); }

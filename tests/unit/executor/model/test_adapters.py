@@ -10,6 +10,7 @@ import torch
 from msgspec import structs
 
 from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.gpu.linear import use_products
@@ -18,6 +19,7 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import LinearShard
 from services.executor.model.quantizing import CODECS
 from services.executor.worker.runner import ModelRunner
+from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.model.ring import CPU, Script, make_runner, mixed_script, on_ring, runner_around
@@ -156,6 +158,20 @@ def test_bfloat16_stays_close_to_merged_models(llama_adapters: Adapted) -> None:
     found = computed(model, runner, OF_SEQUENCES, loads_of(model))
     spread = max(float(row.abs().max()) for row in model.expected)
     assert furthest(found, model.expected) < 0.05 * spread
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float32, "int8"), (torch.float32, "bf16"), (torch.bfloat16, "int8")]
+)
+def test_factors_in_fewer_bits_than_the_model_are_for_the_native_kernels(
+    llama_adapters: Adapted, dtype: torch.dtype, kept: AdapterDtype
+) -> None:
+    runner = make_runner(llama_adapters.directory, SingleRank(), dtype)
+    with pytest.raises(ModelLoadError, match=f"adapter dtype {kept} is for the native CPU kernels"):
+        runner.serve_adapters(targets_of(runner._model), dtype, 4, 64, kept)
+    assert not runner.takes_adapters
+    runner.serve_adapters(targets_of(runner._model), dtype, 4, 64, "auto")
+    assert runner.takes_adapters
 
 
 @pytest.mark.parametrize("form", ["int8", "q4_k"])

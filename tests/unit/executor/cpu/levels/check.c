@@ -316,7 +316,7 @@ static rz_linear linear_of(long outputs, long inputs, int biased)
 static int32_t adapter = -1;
 static int64_t adapter_slots = 0;
 
-enum { SLOTS = 3, COLUMNS_BETWEEN = 16 };
+enum { SLOTS = 4, CODED = 3, COLUMNS_BETWEEN = 16 };
 
 /* Factors of 6 columns for one module, as Python lays them out. */
 static rz_low_rank *factors_of(const rz_linear *linear)
@@ -333,7 +333,35 @@ static rz_low_rank *factors_of(const rz_linear *linear)
     return made;
 }
 
-/* Has `linear` take adapters in two of three slots. */
+/* Scales of 16 rows, and what they are of: codes of any value. */
+static uint8_t *draw_codes(uint8_t *to, long count)
+{
+    for (int i = 0; i < LANES; i++, to += sizeof(bf16)) {
+        const bf16 scale = to_bf16_of(0.002f + 0.001f * draw_float());
+        memcpy(to, &scale, sizeof scale);
+    }
+    for (long i = 0; i < count; i++)
+        to[i] = (uint8_t)(int)(127.0f * draw_float());
+    return to + count;
+}
+
+/* The same as codes, of as many columns as one block of A has. */
+static rz_low_rank *codes_of(const rz_linear *linear)
+{
+    const long pairs = (linear->inputs + 1) / 2, taken = (linear->outputs + LANES - 1) / LANES;
+    rz_low_rank *made = room(sizeof *made);
+    *made = (rz_low_rank){ .columns = COLUMNS_BETWEEN, .pairs = { COLUMNS_BETWEEN / 2 }, .coded = 1 };
+    uint8_t *a = room(rz_shrink_bytes(made, linear->inputs)), *b = room((size_t)taken * rz_expand_bytes(made, COLUMNS_BETWEEN / 2));
+    made->shrink = a;
+    made->expand[0] = b;
+    for (long pair = 0; pair < pairs; pair += 64)
+        a = draw_codes(a, least(64, pairs - pair) * 2 * LANES);
+    for (long block = 0; block < taken; block++)
+        b = draw_codes(b, COLUMNS_BETWEEN * LANES);
+    return made;
+}
+
+/* Has `linear` take adapters in all slots but one. */
 static void adapt(rz_linear *linear)
 {
     const int32_t taken = (linear->outputs + LANES - 1) / LANES, halves = (linear->outputs + PANEL - 1) / PANEL * 2;
@@ -346,6 +374,7 @@ static void adapt(rz_linear *linear)
     const rz_low_rank **slots = room(SLOTS * sizeof *slots);
     slots[0] = factors_of(linear);
     slots[2] = factors_of(linear);
+    slots[CODED] = codes_of(linear);
     rz_adapted *adapted = room(sizeof *adapted);
     *adapted = (rz_adapted){ first, entries, slots };
     linear->adapted = adapted;
@@ -443,6 +472,8 @@ static void check_decoder(int codec, int activation, float cap)
     adapter_slots = SLOTS;
     adapter = 2;
     check_steps("adapted", &model);
+    adapter = CODED;
+    check_steps("coded", &model);
     adapter = 1;
     decoder = rz_decoder_new(&model, 2, NULL);
     forward_tokens(decoder, 0, TOKENS, without);
