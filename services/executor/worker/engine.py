@@ -349,9 +349,8 @@ def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[s
     embeds = (directory / "modules.json").is_file() and not linked_gguf(directory)
     generates, head = True, None
     if embeds or is_classifier(described):
-        from services.executor.model.loading.loader import (
-            load_config,
-        )  # with transformers, which takes seconds
+        # With transformers, which takes seconds.
+        from services.executor.model.loading.loader import load_config
         from services.executor.model.loading.output_heads import has_output_layer, read_class_head
         from services.executor.model.loading.weight_files import WeightFiles
 
