@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     # how tokens are chosen, and what is kept of a text that is too long
     repeat_last_n: Annotated[Any, ignored()] = None
     num_keep: Annotated[Any, ignored()] = None
-    mirostat: Annotated[Any, ignored(0)] = None
+    mirostat: Annotated[Any, ignored(0, 0.0)] = None
     mirostat_eta: Annotated[Any, ignored()] = None
     mirostat_tau: Annotated[Any, ignored()] = None
     tfs_z: Annotated[Any, ignored(1, 1.0)] = None
@@ -140,9 +140,9 @@ class OllamaGenerateRequest(_Request, frozen=True, forbid_unknown_fields=True, k
     context: Annotated[Any, neutral([])] = None
     """Ollama has deprecated it: send the conversation to /api/chat."""
     images: Annotated[Any, neutral([])] = None
-    width: Annotated[Any, neutral(0)] = None
-    height: Annotated[Any, neutral(0)] = None
-    steps: Annotated[Any, neutral(0)] = None
+    width: Annotated[Any, neutral(0, 0.0)] = None
+    height: Annotated[Any, neutral(0, 0.0)] = None
+    steps: Annotated[Any, neutral(0, 0.0)] = None
 
 
 _Text = Annotated[str, Meta(min_length=1)]
