@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,13 +11,14 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
+from shared.nats.bus import Bus
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
 from tests.integration.gateway.intake.test_embeddings import embed, vector
 from tests.integration.gateway.intake.test_tools import TEXT as CALLS
 from tests.integration.gateway.intake.test_tools import TOOLS
-from tests.integration.gateway.lifecycle.test_gateway_lost import Lost, doomed  # noqa: F401  # a fixture
+from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process
 from tests.integration.gateway.resuming import Paced
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -217,24 +219,28 @@ async def test_an_error_in_the_middle_is_a_line(http: httpx.AsyncClient, ring: F
 
 
 async def test_a_stream_is_resumed_after_its_gateway_was_killed(
-    doomed: Lost,  # noqa: F811
-    gateway: RunningGateway,
-    ring: FakeRing,
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
-    ring.behave = paced = Paced(b"The log is the thing.", 8)
+    """The ring comes last: the first process of a test run takes its time, and nothing else goes on meanwhile."""
+    ring = FakeRing(bus)
     headers = {"Idempotency-Key": "once", **POSITIONS}
     seen: list[dict[str, Any]] = []
-    async with doomed.http.stream("POST", CHAT, json=BODY, headers=headers) as answer:
-        async for line in answer.aiter_lines():
-            seen.append(json.loads(line))
-            if text_of(seen) == "The log ":
-                break
-    await doomed.kill()
-    paced.allow()
-    async with gateway.http() as http:
-        last = headers | {"Last-Event-ID": seen[-1]["position"]}
-        rest = lines_of(await http.post(CHAT, json=BODY, headers=last))
-        whole = await http.post(CHAT, json=BODY, headers=headers)
+    async with gateway_process(bus, nats_settings, tmp_path) as doomed, run_gateway(nats_settings) as gateway:
+        ring.behave = paced = Paced(b"The log is the thing.", 8)
+        await ring.start()
+        await until_listed(doomed.http, MODEL)
+        async with doomed.http.stream("POST", CHAT, json=BODY, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                seen.append(json.loads(line))
+                if text_of(seen) == "The log ":
+                    break
+        await doomed.kill()
+        paced.allow()
+        async with gateway.http() as http:
+            last = headers | {"Last-Event-ID": seen[-1]["position"]}
+            rest = lines_of(await http.post(CHAT, json=BODY, headers=last))
+            whole = await http.post(CHAT, json=BODY, headers=headers)
+        await ring.stop()
     assert text_of(seen) + text_of(rest) == "The log is the thing." == text_of(lines_of(whole))
     assert [line["done_reason"] for line in rest if line["done"]] == ["stop"]
     assert len(ring.requests) == 1
