@@ -27,6 +27,7 @@ from services.gateway.intake.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from shared import limits
 
 Placed = tuple[str, Block]
 """A block, and where it stands in the request."""
@@ -62,7 +63,7 @@ def chat_messages(
 
 
 def _turns(messages: Sequence[MessageParam]) -> Iterator[tuple[str, list[Placed]]]:
-    role, blocks = messages[0].role, list[Placed]()
+    role, blocks, count = messages[0].role, list[Placed](), 0
     for index, message in enumerate(messages):
         if message.role != role:
             yield role, blocks
@@ -73,6 +74,13 @@ def _turns(messages: Sequence[MessageParam]) -> Iterator[tuple[str, list[Placed]
         elif not content:
             raise missing(path, "a text or at least one block")
         else:
+            count += len(content)
+            if count > limits.PARTS.value:
+                raise InvalidParameter(
+                    f"Invalid 'messages': they have {count} blocks or more; join some ({limits.PARTS.cited()}).",
+                    param="messages",
+                    reason="array_above_max_length",
+                )
             blocks += [(f"{path}[{number}]", block) for number, block in enumerate(content)]
     yield role, blocks
 

@@ -36,6 +36,9 @@ class _Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cache_control: CacheControl | None = None
 
 
+_PARTS = limits.PARTS.length()
+
+
 class TextBlock(_Block, frozen=True, tag="text"):
     text: str
     citations: Any = None
@@ -55,7 +58,7 @@ class PlainSource(msgspec.Struct, frozen=True, tag_field="type", tag="text", for
 
 
 class ContentSource(msgspec.Struct, frozen=True, tag_field="type", tag="content", forbid_unknown_fields=True):
-    content: str | list[TextBlock | ImageBlock]
+    content: str | Annotated[list[TextBlock | ImageBlock], _PARTS]
 
 
 class DocumentBlock(_Block, frozen=True, tag="document"):
@@ -68,7 +71,7 @@ class DocumentBlock(_Block, frozen=True, tag="document"):
 
 
 class SearchResultBlock(_Block, frozen=True, tag="search_result"):
-    content: list[TextBlock]
+    content: Annotated[list[TextBlock], _PARTS]
     source: str
     title: str
     citations: Any = None
@@ -97,7 +100,9 @@ class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
 
 class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock] | None = None
+    content: (
+        str | Annotated[list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock], _PARTS] | None
+    ) = None
     is_error: bool | None = None
     toolset_name: None = None
 
@@ -108,7 +113,8 @@ Block = Readable | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolRe
 
 class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], _PARTS]
+    """All messages together have no more blocks."""
 
 
 class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,7 +167,7 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     model: ModelName
     messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
-    system: str | list[TextBlock] | None = None
+    system: str | Annotated[list[TextBlock], _PARTS] | None = None
     tools: Annotated[list[dict[str, Any]], limits.TOOLS.length()] | None = None
     """Each a `CustomTool`; others are refused by name."""
     tool_choice: ToolChoice | None = None

@@ -171,6 +171,7 @@ def test_what_becomes_of_each_field() -> None:
         ),
         ([{"role": "user", "content": [use("1")]}], "messages[0].content[0]", "role 'assistant'"),
         ([{"role": "assistant", "content": [result("1")]}], "messages[0].content[0]", "role 'user'"),
+        ([{"role": "user", "content": [text("a")] * 2049}] * 2, "messages", "limit parts"),
         ([{"role": "user", "content": []}], "messages[0].content", "at least one block"),
         ([USER, {"role": "assistant", "content": ""}], "messages[1].content", "the answer begins"),
         (
@@ -190,7 +191,7 @@ def test_what_becomes_of_each_field() -> None:
     ],
 )
 def test_what_is_refused(turns: list[Any], param: str, said: str) -> None:
-    with pytest.raises(InvalidParameter, match=r"messages\[") as refused:
+    with pytest.raises(InvalidParameter, match=r"messages") as refused:
         chat(turns)
     assert refused.value.param == param
     assert said in refused.value.message
