@@ -133,7 +133,7 @@ def edge_parts() -> EdgeParts:
         nobody,
         nobody,
     )
-    backend.open(BackendParts(intake, nobody, catalog, *[nobody] * 7))
+    backend.open(BackendParts(intake, nobody, catalog, *[nobody] * (len(BackendParts.__struct_fields__) - 3)))
 
     def health() -> Health:
         return Health("gateway", "edge", "ready", True, "")
