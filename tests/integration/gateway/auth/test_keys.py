@@ -51,7 +51,7 @@ async def test_the_first_key_closes_every_gateway_and_a_revoked_one_opens_none(
             assert await status(gateway, {}, path) == 200
         for path in ("/v1/nothing", "/v1/generations/x", "/v1/cluster", "/nothing"):
             assert await status(gateway, {}, path) == 401
-        for path in ("/", "/docs", "/openapi.json", "/console/console.js"):
+        for path in ("/", "/docs", "/openapi.json", "/console/app/console.js"):
             assert await status(gateway, {}, path) == 200
     await keys.revoke(first)
     await keys.revoke(second)

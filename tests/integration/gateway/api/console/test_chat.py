@@ -255,6 +255,15 @@ async def test_conversations_are_found_renamed_written_imported_and_deleted(tab:
     assert await tab.run(folded) == ["n.txt (1 B)", "Reasoning", "Tool call: now"]
     assert await tab.run("document.getElementById('system').value") == "S"
     assert await tab.run("document.querySelectorAll('#transcript details[open]').length") == 0
+    await tab.run(
+        "window.saved = []; const make = URL.createObjectURL;"
+        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make.call(URL, blob) };"
+        "for (const id of ['export-markdown', 'export-json', 'export-all']) document.getElementById(id).click()"
+    )
+    await tab.until("window.saved.length === 3")
+    markdown, one, everything = sorted(await tab.run("window.saved"), key=len)
+    assert markdown.startswith("# Imported\n\n## System\n\nS\n\n## You\n\nFile n.txt:")
+    assert [len(json.loads(text)["conversations"]) for text in (one, everything)] == [1, 2]
     await give(tab, "import-file", "bad.json", "{}")
     await tab.until("document.getElementById('error').textContent.includes('no conversations')")
     await tab.run("document.getElementById('delete').click()")

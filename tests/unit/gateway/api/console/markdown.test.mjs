@@ -48,6 +48,20 @@ test("HTML is shown as text, and addresses are of a few kinds", () => {
   has('[a](https://x.org "t\\"><b>")', "&quot;&gt;&lt;b&gt;");
 });
 
+test("what would take too long, or nests too deeply, is shown as it is written", () => {
+  for (const unit of ["_a_", "$$", "\\[", "> ", "1. ", "![", "**a"]) {
+    const text = unit.repeat(60_000 / unit.length);
+    const shown = toHtml(text);
+    assert.doesNotMatch(shown, /<(?:em|strong|img|span)/, unit);
+    assert.ok(shown.length >= text.length, unit);
+  }
+  has(`*a*${"x".repeat(6000)}`, "*a*x");
+  has(`*a*\n\n${"x".repeat(6000)}`, "<em>a</em>");
+  lacks(`*a*\n\n${"x\n\n".repeat(70_000)}`, "<em>");
+  const code = `\`\`\`js\n${"let a;\n".repeat(2000)}\`\`\``;
+  has(code, "hljs-keyword");
+});
+
 test("attachments are text, or are refused by name", () => {
   const bytes = (text) => new TextEncoder().encode(text);
   assert.equal(textOf("a.txt", bytes("Grüße")), "Grüße");

@@ -83,7 +83,8 @@ export function pace(node, now) {
   };
 }
 
-/** Whether a stream that broke with `status` may be asked for again. 0: no answer at all. */
+/** Whether a stream that broke with `status` (0: no answer at all) may be asked for again. `known`: the gateway has, or
+ * may have, taken the request before. */
 export function passing(status, known) {
   return status === 0 || (known && [429, 502, 503, 504].includes(status)) || status === 502;
 }

@@ -38,7 +38,7 @@ export class Answer {
       } catch (error) {
         if (this.#stopped) return;
         lost += 1;
-        if (!this.#goesOn(error) || lost > ATTEMPTS) return this.#end(told(error));
+        if (!this.#goesOn(error, lost > 1) || lost > ATTEMPTS) return this.#end(told(error));
       }
       this.resuming = true;
       this.#tell(false);
@@ -61,9 +61,11 @@ export class Answer {
     return send("v1/chat/completions", "POST", pending.body, { headers, signal });
   }
 
-  #goesOn(error) {
+  /** `lost`: whether a try before this one has failed, so that the request may have been taken already. */
+  #goesOn(error, lost) {
     if (error instanceof StreamError) return false;
-    return !(error instanceof Refusal) || passing(error.status, Boolean(this.node.pending.id));
+    const { id, away } = this.node.pending;
+    return !(error instanceof Refusal) || passing(error.status, Boolean(id || away || lost));
   }
 
   /** On its own, so that what fails on the page is not taken for a lost connection. */

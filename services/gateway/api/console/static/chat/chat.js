@@ -17,6 +17,7 @@ const SAVED = 300; // milliseconds between two writes of an answer that grows
 export class Chat {
   #open = new Map(); // id → {conversation, answer, save}: the one that is shown, and those with an answer under way
   #shown = null;
+  #asked = null; // the last time that one was to be shown
   #store = new Store((id) => this.#changedElsewhere(id));
   #history = new History(this.#store, fail);
   #files = new Attachments(fail);
@@ -60,7 +61,9 @@ export class Chat {
 
   /** Shows a conversation; an empty id, or one that is not there, begins one. */
   async open(id) {
+    const asked = (this.#asked = {});
     const entry = this.#open.get(id) ?? (await this.#stored(id)) ?? this.#empty();
+    if (this.#asked !== asked) return; // another one has been asked for meanwhile
     const left = this.#shown;
     if (left && left !== entry && !left.answer) this.#open.delete(left.conversation.id);
     if (left !== entry) fail("");
@@ -71,7 +74,6 @@ export class Chat {
     this.#show();
     this.#transcript.toEnd();
     this.#history.select(entry.conversation.id);
-    return entry.conversation.id;
   }
 
   async #stored(id) {

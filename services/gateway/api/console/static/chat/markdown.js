@@ -3,10 +3,12 @@
 // HTML within Markdown is shown as text, addresses are of a few kinds only, and images are links: the policy of the
 // page would not load them. What comes out is sanitized again before it is shown (render.js).
 
-import { Marked } from "../vendor/marked.esm.js";
+import { Lexer, Marked } from "../vendor/marked.esm.js";
 import highlighter from "../vendor/highlight.min.js";
 
 const LINKS = /^(?:https?:|mailto:)/i;
+const TEXT = 200_000; // characters; a longer text is shown as it is written
+const PARAGRAPH = 5000; // characters; the time for one grows with its square in the worst case, as of "_a_a_a"
 const COLOURED = 100_000; // characters of a code block; colouring a longer one would hold up the page
 
 export const escape = (text) =>
@@ -14,13 +16,19 @@ export const escape = (text) =>
 
 const math = (tex, display) => `<span class="math" data-tex="${escape(tex.trim())}" data-display="${display}"></span>`;
 
+/** Up to where a paragraph may reach: what comes behind need not be looked through for each of them. */
+function paragraph(source) {
+  const end = source.indexOf("\n\n");
+  return source.slice(0, end < 0 ? source.length : end + 1);
+}
+
 /** Maths on lines of its own: $$ … $$ or \[ … \]. */
 const mathBlock = {
   name: "mathBlock",
   level: "block",
-  start: (source) => source.match(/(?:^|\n) {0,3}(?:\$\$|\\\[)/)?.index,
+  start: (source) => paragraph(source).match(/\n {0,3}(?:\$\$[^$]{1,2000}\$\$|\\\[[\s\S]{1,2000}?\\\])[ \t]*(?:\n|$)/)?.index,
   tokenizer(source) {
-    const found = /^ {0,3}(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])[ \t]*(?:\n|$)/.exec(source);
+    const found = /^ {0,3}(?:\$\$([^$]{1,2000})\$\$|\\\[([\s\S]{1,2000}?)\\\])[ \t]*(?:\n|$)/.exec(source);
     return found ? { type: "mathBlock", raw: found[0], tex: found[1] ?? found[2] } : undefined;
   },
   renderer: (token) => `<p>${math(token.tex, true)}</p>\n`,
@@ -32,9 +40,9 @@ const mathInline = {
   level: "inline",
   start: (source) => source.match(/\$|\\\(|\\\[/)?.index,
   tokenizer(source) {
-    const shown = /^(?:\$\$([^\n]+?)\$\$|\\\[([\s\S]+?)\\\])/.exec(source);
+    const shown = /^(?:\$\$([^$\n]{1,2000})\$\$|\\\[([\s\S]{1,2000}?)\\\])/.exec(source);
     if (shown) return { type: "mathInline", raw: shown[0], tex: shown[1] ?? shown[2], display: true };
-    const found = /^(?:\\\(([\s\S]+?)\\\)|\$(?![\s$])((?:\\.|[^$\\\n])*?(?:\\.|[^$\\\s]))\$(?!\d))/.exec(source);
+    const found = /^(?:\\\(([\s\S]{1,2000}?)\\\)|\$(?![\s$])((?:\\.|[^$\\\n])*?(?:\\.|[^$\\\s]))\$(?!\d))/.exec(source);
     return found ? { type: "mathInline", raw: found[0], tex: found[1] ?? found[2], display: false } : undefined;
   },
   renderer: (token) => math(token.tex, token.display),
@@ -65,7 +73,23 @@ const renderer = {
 
 const marked = new Marked({ gfm: true, breaks: true, extensions: [mathBlock, mathInline], renderer });
 
+/** Leaves paragraphs as they are that are too long to be looked through. */
+class BoundedLexer extends Lexer {
+  inline(source, tokens = []) {
+    if (source.length <= PARAGRAPH) return super.inline(source, tokens);
+    tokens.push({ type: "text", raw: source, text: source, escaped: false });
+    return tokens;
+  }
+}
+
 /** HTML of Markdown, also of one that is still being written. */
 export function toHtml(text) {
-  return marked.parse(text);
+  const plain = () => `<p>${escape(text)}</p>`;
+  if (text.length > TEXT) return plain();
+  try {
+    return marked.parser(new BoundedLexer(marked.defaults).lex(text));
+  } catch (error) {
+    if (error instanceof RangeError) return plain(); // nested too deeply for the stack
+    throw error;
+  }
 }

@@ -125,7 +125,8 @@ export class Message {
     if (node.role === "user") act("Edit", () => this.edit(), "edit");
     if (node.role === "assistant") {
       act("Regenerate", () => acts.regenerate(node), "regenerate");
-      if (node.text && ["length", "stopped"].includes(node.finish)) act("Continue", () => acts.proceed(node), "continue");
+      const cut = node.error || ["length", "stopped"].includes(node.finish);
+      if (node.text && cut) act("Continue", () => acts.proceed(node), "continue");
     }
     const when = element("time", { dateTime: new Date(node.at).toISOString() }, `${age((Date.now() - node.at) / 1000)} ago`);
     when.title = new Date(node.at).toLocaleString();

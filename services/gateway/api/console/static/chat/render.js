@@ -17,7 +17,7 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 const MATHS = { trust: false, throwOnError: false, strict: false, maxExpand: 1000, maxSize: [20, 200], wrap: "tex" };
-const TEX = 5000; // characters of one formula; longer ones are shown as they are written
+const TEX = 2000; // characters of one formula; longer ones are shown as they are written
 
 /** Shows Markdown in `place`, instead of what was there. `whole`: it grows no more. */
 export function render(place, text, whole) {
