@@ -133,6 +133,7 @@ RESPONSE_HISTORY = Limit(
     "items behind `previous_response_id`, for each token of the model's context (64 KiB at least); with "
     "`truncation` auto the newest so many",
 )
+SUMMARY_TOKENS = Limit("summary_tokens", 1024, "tokens", "a conversation that is made shorter")
 CONVERSATION_ITEMS = Limit("conversation_items", 4096, "entries", "items of a conversation")
 ADDED_ITEMS = Limit("added_items", 20, "entries", "items that a request adds to a conversation")
 CONVERSATION_RESPONSES = Limit(
@@ -143,6 +144,8 @@ UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's for
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")
 UPLOAD_FIELD_NAME = Limit("upload_field_name", 256, "characters", "the name of a field of an upload's form")
 UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file")
+UPLOAD_PARTS = Limit("upload_parts", 10_000, "entries", "parts of an upload")
+UPLOAD_PART_BYTES = Limit("upload_part", 64 << 20, "bytes", "a part of an upload")
 UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
 
 # --- connections -----------------------------------------------------------------------------------

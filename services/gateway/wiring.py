@@ -21,6 +21,7 @@ from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
 from services.gateway.batches.runners import Runners
 from services.gateway.batches.service import Batches
+from services.gateway.batches.uploads import Uploads
 from services.gateway.core.adapters import RETENTION_FACTOR, AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
@@ -139,6 +140,7 @@ class Work:
             StoredChats(chats, store, keeper, answers),
             conversations,
             files,
+            Uploads(files),
             batches,
             Cluster(bus, catalog, answers),
             management,

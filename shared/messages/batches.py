@@ -36,6 +36,12 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """`uploading`: nobody but the gateway that receives it knows of it."""
     nuid: str = ""
     """Where the chunks lie of one that is being uploaded: what a gateway that died has left is removed."""
+    upload: str = ""
+    """Of a part: the upload that it belongs to. An upload in parts is a record itself, without bytes."""
+    expected: int = 0
+    """Bytes that an upload's parts will have together."""
+    expires_after: float = 0.0
+    """Seconds after which an upload's file goes; 0: it is kept until somebody deletes it."""
 
 
 class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -105,7 +105,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     (BERT's token_type_ids); 0: there is one segment."""
     cache_ttl: float = 0.0
     """Seconds after its end for which its session's KV blocks stay pinned at least, while pins have room; 0: as long as
-    those of any session."""
+    those of any session; negative: they are not pinned."""
 
     @property
     def pools(self) -> bool:

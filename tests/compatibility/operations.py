@@ -15,12 +15,14 @@ from openai.types import (
     FileObject,
     Model,
     ModelDeleted,
+    Upload,
     batch_create_params,
     batch_list_params,
     completion_create_params,
     embedding_create_params,
     file_create_params,
     file_list_params,
+    upload_create_params,
 )
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionDeleted
 from openai.types.chat import completion_create_params as chat_create_params
@@ -37,12 +39,15 @@ from openai.types.conversations import (
     item_retrieve_params,
 )
 from openai.types.responses import (
+    CompactedResponse,
     Response,
     ResponseStreamEvent,
     input_item_list_params,
+    response_compact_params,
     response_create_params,
     response_retrieve_params,
 )
+from openai.types.uploads import UploadPart
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -59,8 +64,8 @@ class Operation(NamedTuple):
     """The types of its parameters."""
     base: dict[str, Any] = {}
     """The least that it takes."""
-    form: bool = False
-    """Whether it is sent as a form, with a file."""
+    form: str = ""
+    """The name of its file, where it is sent as a form."""
     answers: Any = None
     """The type of its answer."""
     chunks: Any = None
@@ -71,6 +76,8 @@ class Operation(NamedTuple):
     """Changes of the least, whose answers show fields and events that no single parameter brings about."""
     reasoning: tuple[dict[str, Any], ...] = ()
     """The same for a model that reasons."""
+    in_query: tuple[str, ...] = ()
+    """Parameters that are sent in the query although there is a body."""
     anew: str = ""
     """What of the set-up is made again just before it."""
 
@@ -86,6 +93,7 @@ RESPONSE_TOOL = {
     "parameters": {"type": "object", "properties": {}},
 }
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+UPLOAD = {"bytes": 10, "filename": "x.txt", "mime_type": "text/plain", "purpose": "user_data"}
 OPERATIONS = (
     Operation(
         "chat.completions.create",
@@ -180,6 +188,7 @@ OPERATIONS = (
         "/conversations/{conversation}/items",
         (item_create_params.ItemCreateParams,),
         {"items": HELLO},
+        in_query=("include",),
     ),
     Operation(
         "conversations.items.list",
@@ -201,6 +210,14 @@ OPERATIONS = (
         "DELETE",
         "/conversations/{conversation}",
         answers=ConversationDeletedResource,
+    ),
+    Operation(
+        "responses.compact",
+        "POST",
+        "/responses/compact",
+        (response_compact_params.ResponseCompactParams,),
+        {"model": "stub", "input": "Hi"},
+        answers=CompactedResponse,
     ),
     Operation(
         "responses.retrieve",
@@ -234,7 +251,7 @@ OPERATIONS = (
         "/files",
         (file_create_params.FileCreateParams,),
         {"purpose": "batch"},
-        form=True,
+        form="file",
         answers=FileObject,
     ),
     Operation("files.retrieve", "GET", "/files/{file}", answers=FileObject),
@@ -246,6 +263,23 @@ OPERATIONS = (
     Operation("batches.retrieve", "GET", "/batches/{batch}", answers=Batch),
     Operation("batches.list", "GET", "/batches", (batch_list_params.BatchListParams,)),
     Operation("batches.cancel", "POST", "/batches/{long}/cancel", answers=Batch, anew="long"),
+    Operation(
+        "uploads.create",
+        "POST",
+        "/uploads",
+        (upload_create_params.UploadCreateParams,),
+        UPLOAD,
+        answers=Upload,
+    ),
+    Operation("uploads.parts.create", "POST", "/uploads/{upload}/parts", form="data", answers=UploadPart),
+    Operation(
+        "uploads.complete",
+        "POST",
+        "/uploads/{upload}/complete",
+        base={"part_ids": ["{part}"]},
+        answers=Upload,
+    ),
+    Operation("uploads.cancel", "POST", "/uploads/{cancelled}/cancel", answers=Upload),
     Operation("files.delete", "DELETE", "/files/{file}", answers=FileDeleted),
 )
 
@@ -272,6 +306,9 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ),
     ("conversation", "POST", "/conversations", {"items": HELLO}),
     ("file", "POST", "/files", {"purpose": "batch"}),
+    ("upload", "POST", "/uploads", UPLOAD | {"bytes": len(BATCH_FILE)}),
+    ("part", "POST", "/uploads/{upload}/parts", {}),
+    ("cancelled", "POST", "/uploads", UPLOAD),
     ("batch", "POST", "/batches", BATCH),
     ("long_file", "POST", "/files", {"purpose": "batch"}),
     ("long", "POST", "/batches", BATCH | {"input_file_id": "{long_file}"}),
@@ -283,7 +320,7 @@ IN_PATH = ("conversation_id",)
 REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"
 """Parameters of models whose chat template knows them."""
 _BUILT_IN = (
-    "additional_tools|apply_patch|code_interpreter|compaction|computer|configuration_update|file_search|image_generation|"
+    "additional_tools|apply_patch|code_interpreter|computer|configuration_update|file_search|image_generation|"
     "local_shell|mcp|namespace|program|programmatic_tool_calling|shell|tool_search|web_search"
 )
 EXCLUDED: tuple[tuple[str, str], ...] = (

@@ -84,7 +84,8 @@ class Prober:
 
     async def _set_up(self, name: str, method: str, path: str, body: dict[str, Any]) -> None:
         file = LONG_FILE if name == "long_file" else BATCH_FILE
-        operation = Operation(name, method, path, form=path == "/files")
+        form = "file" if path == "/files" else "data" if path.endswith("/parts") else ""
+        operation = Operation(name, method, path, form=form)
         answer = await self._send(operation, self._filled(body), file=file)
         made = _json(answer) if answer.status_code == 200 else {}
         self._ids[name] = made.get("id", "none")
@@ -119,7 +120,7 @@ class Prober:
 
     async def _parameter(self, operation: Operation, one: Parameter) -> tuple[list[httpx.Response], Row]:
         excluded = why_excluded(operation.name, one.path)
-        if operation.method == "GET":
+        if operation.method == "GET" or one.path in operation.in_query:
             answer, verdict = await self._query(operation, one)
             return [answer], Row(one.path, verdict, excluded)
         values = values_for(operation.name, operation.base, one)
@@ -140,9 +141,10 @@ class Prober:
         which = (operation.name, parameter.name)
         value = QUERIES.get(which, sample(parameter.path, parameter.kind))
         beside = QUERY_BESIDE.get(which, {})
-        taken = await self._send(operation, {}, self._filled({parameter.name: value} | beside))
+        body = self._filled(operation.base) if parameter.name in operation.in_query else {}
+        taken = await self._send(operation, body, self._filled({parameter.name: value} | beside))
         senseless = dict.fromkeys(value, NONSENSE) if isinstance(value, dict) else NONSENSE
-        nonsense = await self._send(operation, {}, {parameter.name: senseless} | beside)
+        nonsense = await self._send(operation, body, {parameter.name: senseless} | beside)
         verdict = verdict_of(taken, (parameter.top,))
         if nonsense.status_code < 400:  # nothing is nonsense to a filter: it must find something else
             return taken, verdict if _json(nonsense) != _json(taken) else "missing"
@@ -160,7 +162,7 @@ class Prober:
         path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
         options: dict[str, Any] = {"params": _bracketed(query)} if query else {}
         if operation.form:
-            options |= {"data": _form(body), "files": {"file": ("lines.jsonl", file)}}
+            options |= {"data": _form(body), "files": {operation.form: ("lines.jsonl", file)}}
         elif operation.method in ("POST", "PUT") and body:
             options["json"] = body
         async with self._gate:

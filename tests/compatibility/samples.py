@@ -1,5 +1,6 @@
 """Requests that try out one parameter each, made from the parameters' types."""
 
+import base64
 import copy
 import re
 from typing import Any
@@ -17,6 +18,7 @@ from tests.compatibility.walk import (
     required,
 )
 
+SUMMARY = base64.b64encode(b'{"summary":"x"}').decode()
 VALUES: dict[str, Any] = {
     r"(^|\.)model$": "stub",
     r"(^|\.)stop$": ["\n\n"],
@@ -24,6 +26,7 @@ VALUES: dict[str, Any] = {
     r"(^|\.)top_p$": 0.5,
     r"(^|\.)logit_bias$": {"97": -1},
     r"(^|\.)metadata$": {"key": "value"},
+    r"^context_management\[\]\.type$": "compaction",
     r"(^|\.)(parameters|schema)$": {"type": "object", "properties": {}, "additionalProperties": False},
     r"syntax$": "regex",
     r"definition$": "[a-z]+",
@@ -45,12 +48,16 @@ VALUES: dict[str, Any] = {
     r"(^|\.)arguments$": "{}",
     r"(^|\.)file_data$": "data:text/plain;base64,SGk=",
     r"(^|\.)file_id$": "{file}",
+    r"type=compaction\]\.encrypted_content$": SUMMARY,
+    r"^bytes$": 10,
+    r"^(filename|mime_type)$": "text/plain",
 }
 """By path: what to send where a value that fits the type alone would not do."""
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "role=assistant": {"role": "assistant", "content": "x"},
     "role=function": {"role": "function", "name": "x", "content": "x"},
+    "type=compaction": {"type": "compaction", "encrypted_content": SUMMARY},
     "type=input_file": {"type": "input_file", "file_data": "data:text/plain;base64,SGk="},
 }
 """By member of a union: what it needs although its type does not say so."""
@@ -58,6 +65,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
 ALSO: dict[str, dict[str, Any]] = {
     "JSONSchema": {"schema": {"type": "object", "properties": {}, "additionalProperties": False}},
     "FunctionCallOutput": {"call_id": "x"},
+    "ContextManagement": {"type": "compaction"},
     "FileFile": {"file_data": "data:text/plain;base64,SGk="},
 }
 """By name of a TypedDict: what it needs although its type does not say so."""

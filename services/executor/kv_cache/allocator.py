@@ -267,11 +267,11 @@ class BlockAllocator:
         """Gives back one reference to each block of a table.
 
         From the end, so that the longest prefixes are evicted first and their beginnings last. What is
-        then unused stays pinned for `session`, for `keep` seconds at least; `wanted` blocks are worth saving without
-        one.
+        then unused stays pinned for `session`, for `keep` seconds at least (negative: not at all); `wanted`
+        blocks are worth saving without one.
         """
         self.room_version += 1
-        pinned = bool(session) and self._pins.ttl > 0
+        pinned = bool(session) and self._pins.ttl > 0 and keep >= 0
         for block in reversed(blocks):
             if self._references[block] < 1:
                 raise ValueError(f"block {block} was released twice")

@@ -27,6 +27,7 @@ from services.gateway.api.openai.conversations import conversation_routes
 from services.gateway.api.openai.files import file_routes
 from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.openai.stored_chats import chat_routes
+from services.gateway.api.openai.uploads import upload_routes
 from services.gateway.api.openapi.document import DocumentRoute, document
 from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
 from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
@@ -106,6 +107,7 @@ class GatewayApp:
                 *response_routes(backend, settings),
                 *conversation_routes(backend, settings),
                 *file_routes(backend, settings),
+                *upload_routes(backend, settings),
                 *batch_routes(backend, settings),
                 *message_routes(backend, settings, messages),
                 *ollama,

@@ -19,6 +19,7 @@ from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.batches.files import Files
 from services.gateway.batches.service import Batches
+from services.gateway.batches.uploads import Uploads
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
@@ -53,6 +54,7 @@ class Parts(msgspec.Struct, frozen=True):
     stored_chats: StoredChats
     conversations: Conversations
     files: Files
+    uploads: Uploads
     batches: Batches
     cluster: Cluster
     management: Management

@@ -28,6 +28,7 @@ from shared.limits import TENANT_FILE_BYTES, TENANT_FILES, UPLOAD_BYTES
 from shared.messages.batches import LEAST_EXPIRY, MOST_EXPIRY, FileRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.nats.kv import Entry
 from shared.nats.objects import MissingObject, Objects
 from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 
@@ -154,7 +155,7 @@ class Files:
                 written = await self._write(file_id, parts, nuid, most)
             yield msgspec.structs.replace(record, bytes=written)
         except BaseException:
-            await self._discard(record)
+            await self.discard(record)
             raise
 
     async def _write(self, name: str, parts: AsyncIterable[bytes], nuid: str, most: int) -> int:
@@ -166,7 +167,7 @@ class Files:
                 f"{TENANT_FILE_BYTES.cited(self._quota)}); split it."
             ) from None
 
-    async def _discard(self, record: FileRecord) -> None:
+    async def discard(self, record: FileRecord) -> None:
         try:
             await self._remove(record)
         except RyzansteinError as error:  # the sweep will do it
@@ -178,6 +179,33 @@ class Files:
         await self._records.put(record.tenant, record.id, record)
         self._held.note(tenant_key(record.tenant, record.id), _held(record))
         return record
+
+    # --- uploads in parts (`uploads.py`) -----------------------------------------------------------
+
+    async def note(self, record: FileRecord) -> None:
+        """Writes the record of what nobody sees."""
+        await self._records.put(record.tenant, record.id, record)
+        self._held.note(tenant_key(record.tenant, record.id), _held(record))
+
+    async def unfinished(self, name: str, tenant: str) -> Entry[FileRecord] | None:
+        """What nobody sees."""
+        entry = await self._records.get(tenant, name)
+        mine = entry is not None and entry.value.tenant == tenant and entry.value.status == "uploading"
+        return entry if mine else None
+
+    async def take(self, entry: Entry[FileRecord]) -> bool:
+        """Removes an upload, for one of those who want to; whether it is this one."""
+        gone = msgspec.structs.replace(entry.value, status="processed", expires_at=1.0)
+        if await self._records.update(entry.key, gone, entry.revision) is None:
+            return False
+        await self._records.delete(entry.key)
+        self._held.forget(entry.key)
+        return True
+
+    async def parts_of(self, upload: str, tenant: str) -> list[FileRecord]:
+        return [entry.value async for entry in self._records.of(tenant) if entry.value.upload == upload]
+
+    # --- of batches ------------------------------------------------------------------------------
 
     async def put(self, record: FileRecord, parts: AsyncIterable[bytes]) -> FileRecord:
         """Stores the output of a batch under an id that says what is in it: of several writings the first one stays.

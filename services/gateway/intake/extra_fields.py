@@ -197,12 +197,15 @@ CACHE_SECONDS = {"30m": 1800.0, "12h": 43200.0, "24h": 86400.0}
 
 
 def cache_ttl(request: GenerationFields) -> float:
-    """Seconds for which `request` wants its session's blocks kept; the longest that it names. 0: it names none."""
+    """Seconds for which `request` wants its session's blocks kept; the longest that it names. 0: it names none;
+    negative: it wants them not to be."""
     if not isinstance(request, ChatCompletionRequest):
         return 0.0
+    options = request.prompt_cache_options
     given: list[str | None] = [request.prompt_cache_retention]
-    if request.prompt_cache_options is not None:
-        given.append(request.prompt_cache_options.ttl)
+    if options is not None:
+        given.append(options.ttl)
+    named = len(given)
     for message in request.messages:
         if isinstance(message.content, list):
             given += [
@@ -210,6 +213,8 @@ def cache_ttl(request: GenerationFields) -> float:
                 for part in message.content
                 if part.prompt_cache_breakpoint is not None
             ]
+    if options is not None and options.mode == "explicit" and len(given) == named:
+        return -1.0
     return max(CACHE_SECONDS.get(ttl or "", 0.0) for ttl in given)
 
 

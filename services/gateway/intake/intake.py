@@ -22,7 +22,7 @@ from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.history import History
 from services.gateway.intake.responses.intake import ResponseIntake
-from services.gateway.intake.responses.schemas import ResponseRequest
+from services.gateway.intake.responses.schemas import CompactRequest, ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.structured_output import Grammars, Wanted, wanted_by
@@ -298,7 +298,7 @@ class Intake:
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
     async def loaded(
-        self, request: Decoded | ResponseRequest | MessagesRequest, context: Context
+        self, request: Decoded | ResponseRequest | MessagesRequest | CompactRequest, context: Context
     ) -> ModelCard:
         """The card of the model that `request` names; one that was never loaded is waited for. Raises as
         `ColdStarts.card`."""
@@ -325,6 +325,18 @@ class Intake:
     def context_length(self, model: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         return self._catalog.card(model).context_length
+
+    async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
+        """The text of the answer to a chat, counted as a request of its own. Raises as `prepare`, and what ended it."""
+        context = msgspec.structs.replace(
+            context, key="", idempotency="", after=None, view=None, background=0.0, admission=None
+        )
+        run = await self.chat_run(request, await self._admitted(context))
+        try:
+            await run.begin()
+            return answer_text(await run.collect())
+        finally:
+            run.close()
 
     async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
         """Tokens of the prompt, however many the context has. Raises as `prepare`."""
@@ -417,6 +429,11 @@ async def _prompt_ids(
         if not isinstance(prompt, str):
             rules.check_token_ids("prompt", prompt, card.vocab_size)
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def answer_text(completion: bytes) -> str:
+    """The text of a chat completion as JSON."""
+    return str(msgspec.json.decode(completion)["choices"][0]["message"]["content"] or "")
 
 
 def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:

@@ -167,7 +167,8 @@ class CacheBreakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a prompt is cached: every prefix always, and its session's blocks for `ttl` at least, while there is room."""
 
-    mode: Annotated[Literal["implicit"], Meta(extra={"reason": "unsupported_parameter"})] | None = None
+    mode: Literal["implicit", "explicit"] | None = None
+    """`explicit`: without a breakpoint in the request its session's blocks are not pinned."""
     ttl: CacheTtl | None = None
 
     # refused unless neutral

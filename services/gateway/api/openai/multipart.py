@@ -26,8 +26,12 @@ _END = b""
 class MultipartForm:
     """One request's form. Raises `InvalidParameter`, `PayloadTooLarge`, `RequestTimeout`, `ClientGone`."""
 
-    def __init__(self, scope: Scope, receive: Receive, timeout: float, limit: int) -> None:
-        """`timeout`: seconds that the client may take for each next part of the body; `limit`: bytes of its file."""
+    def __init__(
+        self, scope: Scope, receive: Receive, timeout: float, limit: int, *, name: str = "file"
+    ) -> None:
+        """`timeout`: seconds that the client may take for each next part of the body; `limit`: bytes of its file, which
+        is its field `name`."""
+        self._name = name
         self._limit = limit
         self._left = limit + FORM_ROOM
         """Bytes of the body that may still come, whatever they are."""
@@ -70,8 +74,8 @@ class MultipartForm:
         while not self._file_seen:
             if self._done:
                 raise InvalidParameter(
-                    "Missing required parameter: 'file'; send it as a part of the form with a file name.",
-                    param="file",
+                    f"Missing required parameter: '{self._name}'; send it as a part of the form with a file name.",
+                    param=self._name,
                     reason="missing_required_parameter",
                 )
             await self._more()
@@ -152,9 +156,9 @@ class MultipartForm:
             raise _broken("a part has no name")
         if len(name) > UPLOAD_FIELD_NAME.value:
             raise _broken(f"the name of a part is too long ({UPLOAD_FIELD_NAME.cited()})")
-        if name == "file" and filename is not None:
+        if name == self._name and filename is not None:
             if self._file_seen:
-                raise InvalidParameter("Send one file at a time.", param="file", reason="invalid_value")
+                raise InvalidParameter("Send one file at a time.", param=self._name, reason="invalid_value")
             self._file_seen = self._in_file = True
             self.filename = filename.replace("\\", "/").rpartition("/")[2][:NAME_CHARACTERS]
         self._field = name

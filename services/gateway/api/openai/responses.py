@@ -10,19 +10,30 @@ from msgspec import Meta
 from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
-from services.gateway.api.openai.completions import CompletionsRoute, positions_of, reading, stream
+from services.gateway.api.openai.completions import (
+    CompletionsRoute,
+    context_of,
+    positions_of,
+    reading,
+    stream,
+)
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
+from services.gateway.intake.intake import answer_text
+from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.schemas import (
     INCLUDABLE,
+    CompactRequest,
     InputTokensRequest,
     ResponseRequest,
     check_include,
 )
+from services.gateway.intake.responses.translation import renamed
+from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item
 from shared.errors import RyzansteinError
@@ -202,6 +213,27 @@ ITEMS = Operation(
 )
 
 
+class CompactedResponse(msgspec.Struct):
+    """A conversation as its summary."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+COMPACT = Operation(
+    f"POST {PATH}/compact",
+    "compactResponse",
+    "A summary of a conversation, which a later request has in its place.",
+    TAG,
+    "The model itself writes it. `encrypted_content` is opaque, and no secret.",
+    request=CompactRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": "My name is Ada, and I live in Rome."},
+    response=CompactedResponse,
+    errors=GENERATING,
+)
 CANCEL_TIMEOUT = 5.0
 """Seconds to wait until a response that was cancelled has ended; then it is shown as it is."""
 
@@ -270,11 +302,42 @@ async def count_tokens(ask: Ask) -> InputTokens:
     return InputTokens("response.input_tokens", tokens)
 
 
+async def compact(ask: Ask) -> CompactedResponse:
+    """The conversation, summarized by a chat completion."""
+    intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
+    body = await ask.body(ask.settings.body_limit)
+    chat = await intake.responses.compact(body, context)
+    with renamed():
+        run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))
+    with reading(run, ask.scope, ask.receive):
+        await run.begin()
+        answer = await run.collect()
+    told, identity = msgspec.json.decode(answer), run.answer.identity
+    usage, details = told["usage"], told["usage"].get("prompt_tokens_details") or {}
+    return CompactedResponse(
+        id=f"resp_{identity}",
+        object="response.compaction",
+        created_at=told["created"],
+        output=[compaction.item_of(answer_text(answer), f"cmp_{identity}")],
+        usage={
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": details.get("cached_tokens", 0),
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    )
+
+
 def response_routes(backend: Backend, settings: GatewaySettings) -> list[Route]:
     """All of them."""
     return [
         ApiRoute(CompletionsRoute("responses", backend, settings), CREATE),
         route(backend, settings, (COUNT, count_tokens)),
+        route(backend, settings, (COMPACT, compact)),
         route(backend, settings, (RETRIEVE, retrieve), (DELETE, delete)),
         route(backend, settings, (CANCEL, cancel)),
         route(backend, settings, (ITEMS, list_items)),

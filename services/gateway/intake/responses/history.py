@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.items import Reference, identity_in
 from services.gateway.lifecycle.answer import PREFIXES
 from services.gateway.persistence.conversations import FORGOTTEN, Conversations, turn_of
@@ -106,6 +107,8 @@ class History:
                 )
             turns.append([*items, *shown["output"]])
             await self._lookup.refresh(found)
+            if any(item["type"] == compaction.KIND for item in turns[-1]):
+                break  # it stands for all before it
             response = found.record.response
             identity = PREFIXES["responses"] + response.previous if response and response.previous else None
         return [item for turn in reversed(turns) for item in turn]

@@ -14,9 +14,11 @@ from services.gateway.intake import extra_fields
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.record import Context
+from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.history import History, room_of
 from services.gateway.intake.responses.items import Reference, droppable, read_input
 from services.gateway.intake.responses.schemas import (
+    CompactRequest,
     InputFields,
     InputTokensRequest,
     ResponseRequest,
@@ -45,7 +47,7 @@ class Chat(Protocol):
         """Raises as `Intake.prepare`."""
         ...
 
-    async def loaded(self, request: ResponseRequest, context: Context) -> ModelCard:
+    async def loaded(self, request: ResponseRequest | CompactRequest, context: Context) -> ModelCard:
         """The card of its model, once there is one. Raises as `chat_run`."""
         ...
 
@@ -55,6 +57,10 @@ class Chat(Protocol):
 
     async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
         """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
+        ...
+
+    async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
+        """What the model says to `request`, a generation of its own. Raises as `chat_run`, and what ended it."""
         ...
 
 
@@ -69,6 +75,7 @@ class ResponseIntake:
         self._writer = writer
         self._request = msgspec.json.Decoder(ResponseRequest)
         self._count = msgspec.json.Decoder(InputTokensRequest)
+        self._compact = msgspec.json.Decoder(CompactRequest)
 
     async def prepare(self, body: bytes | msgspec.Raw, context: Context, *, always_streamed: bool) -> Run:
         """Raises as `Intake.prepare`."""
@@ -76,10 +83,38 @@ class ResponseIntake:
         await self._chat.loaded(request, context)
         identity = new_identity(self._writer, time.time())
         past, own = await self._items(request, identity, context.tenant)
+        items = compaction.behind_last(past + own)
+        with renamed():
+            if (shorter := await self._shortened(request, items, context)) is not None:
+                items = own = shorter
         make = MakeResponse(identity, request, own)
         context = self._in_background(request, context)
         with renamed():
-            return await self._fitting(request, past + own, context, make)
+            return await self._fitting(request, items, context, make)
+
+    async def compact(self, body: bytes, context: Context) -> ChatCompletionRequest:
+        """The chat whose answer is the summary of the conversation that `body` describes. Raises as `prepare`."""
+        request = decode(body, self._compact)
+        check_input_fields(request)
+        card = await self._chat.loaded(request, context)
+        past, own = await self._items(request, new_identity(self._writer, time.time()), context.tenant)
+        with renamed():
+            return _summarizing(request, compaction.behind_last(past + own), card.context_length)
+
+    async def _shortened(
+        self, request: ResponseRequest, items: list[Item], context: Context
+    ) -> list[Item] | None:
+        """`items` with a summary in the place of those before the user's last message, where they have more tokens than
+        the request wants; None: as they are."""
+        for entry in request.context_management or ():
+            context_length = self._chat.context_length(request.model)
+            most = entry.compact_threshold or context_length // 2
+            before, answered = compaction.split(items)
+            if before and await self._chat.chat_tokens(chat_request(request, items), context.tenant) > most:
+                asked = _summarizing(request, before, context_length)
+                summary = await self._chat.whole_answer(asked, context)
+                return [compaction.item_of(summary), *answered]
+        return None
 
     def check(self, body: bytes | msgspec.Raw, *, always_streamed: bool = False) -> ResponseRequest:
         """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
@@ -97,7 +132,8 @@ class ResponseIntake:
         check_input_fields(request)
         past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
         with renamed():
-            return await self._chat.chat_tokens(chat_request(request, past + own), tenant)
+            items = compaction.behind_last(past + own)
+            return await self._chat.chat_tokens(chat_request(request, items), tenant)
 
     async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
         """The conversation so far, and the items of this request."""
@@ -160,6 +196,10 @@ class ResponseIntake:
         if fitting is None:
             raise too_long
         return fitting
+
+
+def _summarizing(request: InputFields, items: Sequence[Item], context_length: int) -> ChatCompletionRequest:
+    return compaction.summarizing(chat_request(request, [*items, compaction.question()]), context_length)
 
 
 def _hopeless(items: Sequence[Item], begins: Sequence[int], room: int) -> int:

@@ -15,9 +15,11 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, empty_array, missing, unsupported
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.schemas import (
     AnyItem,
     CallOutputItem,
+    CompactionItem,
     CustomToolCallItem,
     FunctionCallItem,
     ItemReference,
@@ -32,8 +34,8 @@ T = TypeVar("T")
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{32})_(?:in_)?\d{1,6}")
 _OF_FILES = ("detail", "file_data", "file_id", "filename")
 _REFUSED = ("file_url", "image_url", "input_audio")
-_REFUSED_IN_CALLS = ("async_", "created_by", "namespace")
-_REFUSED_IN_OUTPUTS = ("created_by", "namespace")
+_REFUSED_IN_CALLS = ("async_", "created_by")
+_REFUSED_IN_OUTPUTS = ("created_by",)
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 """What belongs to a call before it."""
 
@@ -104,7 +106,7 @@ def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
         "name": item.name,
         "arguments": item.arguments,
     }
-    return shown | _caller(item)
+    return shown | _from_where(item)
 
 
 def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
@@ -118,11 +120,12 @@ def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) ->
         "name": item.name,
         "input": item.input,
     }
-    return shown | _caller(item)
+    return shown | _from_where(item)
 
 
-def _caller(item: FunctionCallItem | CustomToolCallItem | CallOutputItem) -> Item:
-    return {"caller": {"type": item.caller.type}} if item.caller else {}
+def _from_where(item: FunctionCallItem | CustomToolCallItem | CallOutputItem) -> Item:
+    caller: Item = {"caller": {"type": item.caller.type}} if item.caller else {}
+    return caller | ({"namespace": item.namespace} if item.namespace else {})
 
 
 def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
@@ -138,7 +141,7 @@ def _read_output(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item
         "call_id": item.call_id,
         "output": output,
     }
-    return shown | _caller(item)
+    return shown | _from_where(item)
 
 
 def _read_reasoning(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
@@ -149,6 +152,12 @@ def _read_reasoning(raw: msgspec.Raw, path: str, identity: str, index: int) -> I
         "summary": item.summary or [],
     }
     return shown | {"content": [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]}
+
+
+def _read_compaction(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
+    given = _decode(raw, CompactionItem, path)
+    item = {"encrypted_content": given.encrypted_content}
+    return compaction.item_of(compaction.summary_of(item, path), given.id or f"cmp_{identity}_in_{index}")
 
 
 def _read_reference(raw: msgspec.Raw, path: str, identity: str, index: int) -> Reference:
@@ -162,6 +171,7 @@ _READERS: dict[str, Callable[[msgspec.Raw, str, str, int], Item | Reference]] = 
     "custom_tool_call": _read_custom_call,
     "custom_tool_call_output": _read_output,
     "reasoning": _read_reasoning,
+    "compaction": _read_compaction,
     "item_reference": _read_reference,
 }
 
@@ -249,25 +259,32 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
-        kind = item["type"]
-        if kind == "message":
-            _add_message(messages, item)
-        elif kind == "reasoning":
-            thought = text_of(item.get("content") or "")
-            if thought:
-                messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
-        elif kind in _CALLS:
-            member, content = _CALLS[kind]
-            called = {"name": item["name"], content: item[content]}
-            call = {"id": item["call_id"], "type": member, member: called}
-            _turn_of_assistant(messages)["tool_calls"].append(call)
-        elif kind in OUTPUTS:
-            output = _content_of(item["output"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        _add(messages, item)
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # it has thought, and said nothing
     return messages
+
+
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    kind = item["type"]
+    if kind == "message":
+        _add_message(messages, item)
+    elif kind == "reasoning":
+        thought = text_of(item.get("content") or "")
+        if thought:
+            messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
+    elif kind == compaction.KIND:
+        messages.append(compaction.message_of(item))
+    elif kind in _CALLS:
+        member, content = _CALLS[kind]
+        name = ".".join(item[part] for part in ("namespace", "name") if part in item)
+        called = {"name": name, content: item[content]}
+        call = {"id": item["call_id"], "type": member, member: called}
+        _turn_of_assistant(messages)["tool_calls"].append(call)
+    elif kind in OUTPUTS:
+        output = _content_of(item["output"])
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
 
 
 _CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("custom", "input")}

@@ -10,9 +10,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import InvalidParameter, asks_for_nothing, empty_array, missing, unsupported
+from services.gateway.core.errors import (
+    InvalidParameter,
+    asks_for_nothing,
+    check_range,
+    empty_array,
+    missing,
+    unsupported,
+)
+from services.gateway.intake.responses.compaction import ContextManagement
 from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (
+    MAX_COUNT,
     CacheBreakpoint,
     CacheOptions,
     CacheSalt,
@@ -111,6 +120,18 @@ def conversation_of(request: InputFields) -> str:
     return given.id if isinstance(given, ConversationName) else given or ""
 
 
+class CompactRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses/compact."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
+    service_tier: ServiceTier | None = None
+    image: Annotated[
+        Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
+    ] = None
+
+
 class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses/input_tokens."""
 
@@ -121,6 +142,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     """POST /v1/responses."""
 
     background: bool | None = None
+    context_management: Annotated[list[ContextManagement], Meta(max_length=1)] | None = None
     include: list[Annotated[str, Meta(extra_json_schema={"enum": INCLUDABLE})]] | None = None
     max_output_tokens: PositiveCount | None = None
     max_tool_calls: PositiveCount | None = None
@@ -151,7 +173,6 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
 
     # refused unless neutral
     access_programs: Annotated[Any, neutral()] = None
-    context_management: Annotated[Any, neutral([])] = None
     image: Annotated[
         Any, neutral({}, {"context_compression": "auto"}, {"context_compression": "disabled"})
     ] = None
@@ -217,9 +238,23 @@ def check_request(request: ResponseRequest) -> None:
             reason="invalid_value",
         )
     check_stream_options(request)
+    _check_compaction(request)
     options = request.stream_options
     if options is not None and options.include_usage:
         raise unsupported("stream_options.include_usage", "the last event of a response always has its usage")
+
+
+def _check_compaction(request: ResponseRequest) -> None:
+    for index, entry in enumerate(request.context_management or ()):
+        path = f"context_management[{index}]"
+        if entry.type != "compaction":
+            raise InvalidParameter(
+                f"Invalid value: '{entry.type[:64]}'. Supported value is: 'compaction'.",
+                param=f"{path}.type",
+                reason="invalid_value",
+            )
+        if entry.compact_threshold is not None:
+            check_range(f"{path}.compact_threshold", entry.compact_threshold, 1, MAX_COUNT)
 
 
 def wants_logprobs(request: ResponseRequest) -> bool:
@@ -301,10 +336,12 @@ class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
     caller: Caller | None = None
 
+    namespace: str | None = None
+    """Of the function: the model reads it before the name."""
+
     # refused where they are given
     async_: Any = msgspec.field(default=None, name="async")
     created_by: Any = None
-    namespace: Any = None
 
 
 class CustomToolCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -316,10 +353,12 @@ class CustomToolCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     status: Status | None = None
     caller: Caller | None = None
 
+    namespace: str | None = None
+    """Of the function: the model reads it before the name."""
+
     # refused where they are given
     async_: Any = msgspec.field(default=None, name="async")
     created_by: Any = None
-    namespace: Any = None
 
 
 class CallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -333,14 +372,22 @@ class CallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
     caller: Caller | None = None
 
+    namespace: str | None = None
+
     # refused where they are given
     created_by: Any = None
-    namespace: Any = None
 
 
 class ReasoningText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
     type: str = "reasoning_text"
+
+
+class CompactionItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: str
+    encrypted_content: str
+    id: str | None = None
+    created_by: Any = None
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

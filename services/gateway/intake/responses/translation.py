@@ -20,6 +20,7 @@ from services.gateway.intake.responses.items import chat_messages
 from services.gateway.intake.responses.schemas import (
     NEUTRAL_IN_TOOL,
     TOOL_TYPES,
+    CompactRequest,
     InputFields,
     ReasoningOptions,
     ResponseRequest,
@@ -63,6 +64,13 @@ def chat_request(
         "tools": _tools(request.tools),
         "verbosity": request.text.verbosity if request.text else None,
     }
+    if isinstance(request, CompactRequest):
+        body |= {
+            "prompt_cache_key": request.prompt_cache_key,
+            "prompt_cache_options": _cache_options(request),
+            "prompt_cache_retention": request.prompt_cache_retention,
+            "service_tier": request.service_tier,
+        }
     if isinstance(request, ResponseRequest):
         body |= {name: getattr(request, name) for name in _AS_A_CHATS}
         body |= {
@@ -108,7 +116,7 @@ def _stream_options(request: ResponseRequest) -> dict[str, Any] | None:
     return {"include_obfuscation": True} if options and options.include_obfuscation else None
 
 
-def _cache_options(request: ResponseRequest) -> dict[str, Any] | None:
+def _cache_options(request: ResponseRequest | CompactRequest) -> dict[str, Any] | None:
     options = request.prompt_cache_options
     return None if options is None else msgspec.structs.asdict(options)
 

@@ -14,7 +14,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1", "store": False}, "store", "invalid_value"),
     ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "invalid_value"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
-    ({"context_management": [{"type": "compaction"}]}, "context_management", "unsupported_parameter"),
+    ({"context_management": [{"type": "other"}]}, "context_management[0].type", "invalid_value"),
+    (
+        {"context_management": [{"type": "compaction", "compact_threshold": 0}]},
+        "context_management[0].compact_threshold",
+        "integer_below_min_value",
+    ),
+    (
+        {"input": [{"type": "compaction", "encrypted_content": "x"}]},
+        "input[0].encrypted_content",
+        "invalid_value",
+    ),
     ({"moderation": {"model": "m"}}, "moderation", "unsupported_parameter"),
     ({"include": ["anything"]}, "include", "unsupported_parameter"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
@@ -71,10 +81,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "input": [
-                {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "namespace": "n"}
+                {"type": "custom_tool_call", "call_id": "c", "name": "f", "input": "x", "created_by": "n"}
             ]
         },
-        "input[0].namespace",
+        "input[0].created_by",
         "unsupported_parameter",
     ),
     ({"tools": [{"type": "custom"}]}, "tools[0].name", "missing_required_parameter"),

@@ -122,8 +122,9 @@ def test_the_longest_time_that_a_cache_is_to_last_counts() -> None:
     assert of(prompt_cache_options={"mode": "implicit", "ttl": "30m"}) == 1800
     assert of(prompt_cache_options={"ttl": "30m"}, messages=parts("", "12h", "30m")) == 43200
     assert of(prompt_cache_retention="24h", messages=parts("12h")) == 86400
+    assert of(prompt_cache_options={"mode": "explicit"}, prompt_cache_retention="24h") == -1
+    assert of(prompt_cache_options={"mode": "explicit"}, messages=parts("")) == 0
     for wrong, param in (
-        ({"mode": "explicit"}, "prompt_cache_options.mode"),
         ({"prewarm": True}, "prompt_cache_options.prewarm"),
         ({"comparison_response_id": "resp_1"}, "prompt_cache_options.comparison_response_id"),
     ):

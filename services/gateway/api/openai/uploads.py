@@ -1,0 +1,169 @@
+"""/v1/uploads: a file in parts. POST, POST of a part, POST .../complete and .../cancel."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.openai.files import FileObject, Purpose, file_object
+from services.gateway.api.openai.multipart import MultipartForm
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.batches.files import BATCH_EXPIRY, expiry
+from services.gateway.batches.uploads import expiry_of, part_id
+from services.gateway.core.errors import empty_array
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import convert, decode
+from shared import limits
+from shared.messages.batches import FileRecord
+
+PATH = "/v1/uploads"
+TAG = "Uploads"
+BODY_BYTES = 1 << 20
+
+
+class Expiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class NewUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bytes: Annotated[int, Meta(ge=1, le=2**53)]
+    filename: Annotated[str, Meta(min_length=1, max_length=255)]
+    mime_type: str
+    """Without effect: a file is its bytes."""
+    purpose: Purpose
+    expires_after: Expiry | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    part_ids: Annotated[list[str], limits.UPLOAD_PARTS.length()]
+    md5: str | None = None
+
+
+class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part's form has its file alone."""
+
+
+class UploadPart(msgspec.Struct):
+    id: str
+    object: Literal["upload.part"]
+    created_at: int
+    upload_id: str
+
+
+class Upload(msgspec.Struct):
+    id: str
+    object: Literal["upload"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled"]
+    file: FileObject | None
+
+
+CREATE = Operation(
+    f"POST {PATH}",
+    "createUpload",
+    "Begins the upload of a file in parts.",
+    TAG,
+    request=NewUpload,
+    example={"bytes": 1000, "filename": "lines.jsonl", "mime_type": "text/jsonl", "purpose": "batch"},
+    response=Upload,
+    errors=(413, 507),
+)
+ADD = Operation(
+    f"POST {PATH}/{{upload}}/parts",
+    "addUploadPart",
+    "A part of the file; parts may come at once.",
+    TAG,
+    request_content={
+        "multipart/form-data": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"data": {"type": "string", "format": "binary"}},
+            "additionalProperties": False,
+        }
+    },
+    response=UploadPart,
+    errors=(408, 413, 507),
+)
+COMPLETE = Operation(
+    f"POST {PATH}/{{upload}}/complete",
+    "completeUpload",
+    "Makes a file of the parts, in their order.",
+    TAG,
+    request=Completion,
+    example={"part_ids": ["part_0123456789abcdef01234567"]},
+    response=Upload,
+    errors=(413, 507),
+)
+CANCEL = Operation(
+    f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Forgets an upload and its parts.", TAG, response=Upload
+)
+_new = msgspec.json.Decoder(NewUpload)
+_completion = msgspec.json.Decoder(Completion)
+
+
+def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "object": "upload",
+        "bytes": record.expected,
+        "created_at": int(record.created_at),
+        "expires_at": int(expiry_of(record)),
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": status,
+        "file": None if file is None else file_object(file),
+    }
+
+
+async def create(ask: Ask) -> dict[str, Any]:
+    await ask.counted()
+    given = decode(await ask.body(BODY_BYTES), _new)
+    after = given.expires_after
+    seconds = expiry(after.anchor, after.seconds, "expires_after") if after else 0.0
+    if not seconds and given.purpose == "batch":
+        seconds = BATCH_EXPIRY
+    made = await ask.parts.uploads.create(ask.tenant, given.filename, given.purpose, given.bytes, seconds)
+    return _shown(made, "pending")
+
+
+async def add(ask: Ask) -> dict[str, Any]:
+    await ask.counted()
+    most = min(ask.parts.files.limit, limits.UPLOAD_PART_BYTES.value)
+    form = MultipartForm(ask.scope, ask.receive, ask.settings.body_timeout, most, name="data")
+    await form.until_file()
+    convert(form.fields, NoFields)
+    upload_id = ask.named("upload")
+    part = await ask.parts.uploads.add(upload_id, ask.tenant, form.file_data(), form.announced)
+    await form.rest()
+    created = int(part.created_at)
+    return {"id": part_id(part), "object": "upload.part", "created_at": created, "upload_id": upload_id}
+
+
+async def complete(ask: Ask) -> dict[str, Any]:
+    given = decode(await ask.body(BODY_BYTES), _completion)
+    if not given.part_ids:
+        raise empty_array("part_ids")
+    uploads, upload_id = ask.parts.uploads, ask.named("upload")
+    record, file = await uploads.complete(upload_id, ask.tenant, given.part_ids, given.md5 or "")
+    return _shown(record, "completed", file)
+
+
+async def cancel(ask: Ask) -> dict[str, Any]:
+    return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
+
+
+def upload_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """For the application's router."""
+    return [
+        route(backend, settings, (CREATE, create)),
+        route(backend, settings, (ADD, add)),
+        route(backend, settings, (COMPLETE, complete)),
+        route(backend, settings, (CANCEL, cancel)),
+    ]
