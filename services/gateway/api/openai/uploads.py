@@ -23,7 +23,7 @@ TAG = "Uploads"
 BODY_BYTES = 1 << 20
 
 
-class Expiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UploadExpiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     anchor: Literal["created_at"]
     seconds: int
 
@@ -34,10 +34,10 @@ class NewUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mime_type: str
     """Without effect: a file is its bytes."""
     purpose: Purpose
-    expires_after: Expiry | None = None
+    expires_after: UploadExpiry | None = None
 
 
-class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UploadCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_ids: Annotated[list[str], limits.UPLOAD_PARTS.length()]
     md5: str | None = None
 
@@ -96,7 +96,7 @@ COMPLETE = Operation(
     "completeUpload",
     "Makes a file of the parts, in their order.",
     TAG,
-    request=Completion,
+    request=UploadCompletion,
     example={"part_ids": ["part_0123456789abcdef01234567"]},
     response=Upload,
     errors=(413, 507),
@@ -105,7 +105,7 @@ CANCEL = Operation(
     f"POST {PATH}/{{upload}}/cancel", "cancelUpload", "Forgets an upload and its parts.", TAG, response=Upload
 )
 _new = msgspec.json.Decoder(NewUpload)
-_completion = msgspec.json.Decoder(Completion)
+_completion = msgspec.json.Decoder(UploadCompletion)
 
 
 def _shown(record: FileRecord, status: str, file: FileRecord | None = None) -> dict[str, Any]:
