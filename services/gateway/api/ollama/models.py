@@ -28,7 +28,7 @@ from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.ollama.schemas import Options
-from services.gateway.intake.ollama.translation import LATEST, ignored_options, names_of
+from services.gateway.intake.ollama.translation import LATEST, ignored_options, names_of, plain_name
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ModelName, marked, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -176,10 +176,9 @@ async def show(ask: Ask) -> shapes.ShownModel:
 async def pull_model(ask: Ask) -> None:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _pull)
-    names = names_of(_name(request))
-    known = [one for one in names if one in ask.parts.catalog.registry.specs]
-    plain = next(one for one in names[-2::-1] if one)  # without a hub's name and the tag
-    await pull(ask, known[0] if known else plain, streamed=request.stream is not False)
+    given, registry = _name(request), ask.parts.catalog.registry
+    known = [one for one in names_of(given) if registry.model_of(one) in registry.specs]
+    await pull(ask, known[0] if known else plain_name(given), streamed=request.stream is not False)
 
 
 async def delete(ask: Ask) -> bytes:

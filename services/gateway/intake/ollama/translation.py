@@ -46,9 +46,14 @@ _HUBS = ("hf.co/", "huggingface.co/")
 
 def names_of(given: str) -> list[str]:
     """What a model that a client calls `given` may be called here, the likeliest first."""
+    plain = plain_name(given)
+    return list(dict.fromkeys((given, plain, plain + LATEST)))
+
+
+def plain_name(given: str) -> str:
+    """Without the hub's own name and the implied tag."""
     name = next((given.removeprefix(hub) for hub in _HUBS if given.startswith(hub)), given)
-    plain = name.removesuffix(LATEST)
-    return list(dict.fromkeys((given, name, plain, plain + LATEST)))
+    return name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:

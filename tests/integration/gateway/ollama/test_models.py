@@ -1,6 +1,7 @@
 """Ollama's models over the registry: listed, shown, pulled, named again, removed; and how long they stay."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from services.gateway.api.ollama import downloads
 from services.gateway.api.ollama.downloads import Fetch
 from services.gateway.core.errors import ModelLoadFailed
+from shared.config import CommonSettings
 from shared.errors import Unavailable
 from shared.messages import HostCommand, HostModel, HostReply, ModelSettings, PullModel
 from shared.messages.registry import PullAdapter
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
-from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.models.test_adapters import Reader, reader  # noqa: F401  # a fixture
@@ -122,6 +124,32 @@ async def test_a_model_is_loaded_and_unloaded_by_a_request_without_messages(
     assert gateway.service.work.catalog.registry.specs[MODEL].action == "unload"
 
 
+async def test_a_model_that_cannot_be_loaded_says_why(
+    gateway: RunningGateway, client: ollama.AsyncClient, hosts: FakeHosts
+) -> None:
+    await hosts.register(MODEL)
+    await known(gateway, MODEL)
+    loading = asyncio.create_task(client.chat(MODEL))
+    await until(lambda: gateway.service.work.catalog.registry.specs[MODEL].action == "load")
+    await hosts.say(HostModel(MODEL, "failed", error="Its files are no model.", failed_at=time.time() + 60))
+    with pytest.raises(ollama.ResponseError, match="Its files are no model"):
+        await loading
+
+
+async def test_a_model_that_takes_too_long_is_not_waited_for(
+    nats_settings: CommonSettings, hosts: FakeHosts
+) -> None:
+    await hosts.register(MODEL)
+    async with (
+        run_gateway(nats_settings, token_timeout=0.5) as gateway,
+        ollama.AsyncClient(host=gateway.url, timeout=20) as client,
+    ):
+        await known(gateway, MODEL)
+        with pytest.raises(ollama.ResponseError, match="was not loaded within") as error:
+            await client.chat(MODEL)
+        assert error.value.status_code == 504
+
+
 async def test_a_key_without_the_right_changes_nothing(
     gateway: RunningGateway, http: httpx.AsyncClient, hosts: FakeHosts, ring: FakeRing, keys: Keys
 ) -> None:
@@ -181,7 +209,10 @@ async def test_a_pull_tells_how_far_it_is(host: Host, client: ollama.AsyncClient
     (command,) = host.commands
     assert isinstance(command, PullModel)
     assert command.spec.source == HUB
-    assert (await client.pull(HUB)).status == "success", "it is there"
+    assert (await client.pull(f"{HUB}:latest")).status == "success", "it is there"
+    await host.hosts.say(HostModel(HUB, "stored", total=100), HostModel("org/other", "stored", total=1))
+    assert (await client.pull("hf.co/org/other:latest")).status == "success"
+    assert host.commands[-1].spec.name == "org/other"
 
 
 async def test_a_pull_that_fails_says_so(host: Host, client: ollama.AsyncClient) -> None:
