@@ -1,0 +1,61 @@
+"""What a host refuses of an adapter before anything is stored, each with the reason."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.host_adapters import HostAdapters
+from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
+from shared.messages import PullAdapter
+from shared.messages.registry import ModelSpec
+from shared.nats.adapters import CONFIG, CONFIG_BYTES, WEIGHTS
+
+NO_BUS: Any = None
+"""Nothing is stored."""
+
+
+def adapter(path: Path, config: bytes = b'{"r": 8}', weights: bytes = b"weights") -> Path:
+    path.mkdir()
+    (path / CONFIG).write_bytes(config)
+    (path / WEIGHTS).write_bytes(weights)
+    return path
+
+
+async def refusal(path: Path, kind: type[RyzansteinError], **settings: Any) -> str:
+    settings = {"model": "m", "engine": "stub", "model_directories": str(path.parent), **settings}
+    command = PullAdapter("sql", "m", str(path), ModelSpec("m", "m"))
+    with pytest.raises(kind) as caught:
+        await HostAdapters().pull(command, ExecutorSettings(**settings), NO_BUS)
+    return str(caught.value)
+
+
+async def test_a_model_that_takes_none_or_is_not_stored(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "adapter")
+    assert "takes no adapters" in await refusal(path, InvalidRequest, max_adapters=0)
+    told = await refusal(path, ConfigurationError, engine="torch", model=str(tmp_path / "none"))
+    assert "is not stored on this host" in told
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (b"{", "adapter_config.json of the adapter is not one that peft writes"),
+        (b'{"r": 65}', "has the rank 65, and the executor takes 64 at most"),
+        (b" " * (CONFIG_BYTES + 1), f"has more than {CONFIG_BYTES} bytes"),
+    ],
+)
+async def test_a_configuration_that_is_none(tmp_path: Path, config: bytes, told: str) -> None:
+    assert told in await refusal(adapter(tmp_path / "adapter", config), ModelLoadError)
+
+
+async def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = adapter(tmp_path / "adapter")
+
+    def broken(*paths: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shutil, "copyfile", broken)
+    assert "cannot be read (Input/output error)" in await refusal(path, ModelLoadError)
