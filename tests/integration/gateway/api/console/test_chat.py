@@ -357,3 +357,20 @@ async def test_dark_where_the_reader_wants_it(tab: Tab, ring: FakeRing, tmp_path
     await tab.run("document.getElementById('manage').open = true")
     await tab.press("Escape", 27)
     assert not await tab.run("document.getElementById('manage').open")
+
+
+async def test_an_answer_that_is_stopped_before_it_begins_is_cancelled(tab: Tab, ring: FakeRing) -> None:
+    held = asyncio.Event()
+
+    async def late(fake: FakeRing, request: GenerationRequest) -> None:
+        await held.wait()
+        await fake.emit(request, 0, list(b"Late"))
+
+    ring.behave = late
+    await ask(tab, "Never mind")
+    await until(lambda: len(ring.requests) == 1)
+    await tab.press("Escape", 27)
+    await finished(tab, 2)
+    held.set()
+    await until(lambda: len(ring.cancelled | ring.commanded) == 1)
+    assert await tab.run(f"{LAST}.querySelector('.body').textContent") == ""

@@ -28,13 +28,14 @@ export class Answer {
         this.#connection = new AbortController();
         const response = await this.#open(this.#connection.signal);
         for await (const event of events(response)) {
-          if (this.#stopped) return;
+          if (this.#stopped) return await cancel(JSON.parse(event.data).id); // it was stopped before it had an id
           lost = 0;
           this.resuming = false;
           if (take(node, event, Date.now())) return this.#end();
           this.#changed();
         }
         lost += 1;
+        if (lost > ATTEMPTS) return this.#end("The gateway ends the stream again and again before the answer is whole.");
       } catch (error) {
         if (this.#stopped) return;
         lost += 1;
@@ -96,12 +97,17 @@ export class Answer {
     const { id } = this.node.pending;
     this.node.finish = "stopped";
     this.#end();
+    if (!id) return; // the first event has it: `follow` cancels it then
     this.#connection?.abort();
-    if (!id) return; // not begun: it is given up when nobody comes for it
-    try {
-      await call(`v1/generations/${id}`, { method: "DELETE" });
-    } catch (error) {
-      if (error.status !== 404) throw new Error(`The answer may continue at the gateway: ${told(error)}`);
-    }
+    await cancel(id);
+  }
+}
+
+async function cancel(id) {
+  if (!id) return;
+  try {
+    await call(`v1/generations/${id}`, { method: "DELETE" });
+  } catch (error) {
+    if (error.status !== 404) throw new Error(`The answer may continue at the gateway: ${told(error)}`);
   }
 }
