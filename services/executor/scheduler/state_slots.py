@@ -228,7 +228,8 @@ class StateSlots:
             self._keep(save, now)
         if copied:  # else the next plan loads them
             for sequence in self._loads:
-                self._allocator.release(sequence.snapshot, sequence.request.session, now)
+                request = sequence.request
+                self._allocator.release(sequence.snapshot, request.session, now, keep=request.cache_ttl)
                 del sequence.snapshot[:]
         for sequence in self._loads:
             sequence.in_flight = False

@@ -5,6 +5,7 @@
                                                              </file>
 """
 
+import asyncio
 import base64
 import binascii
 import re
@@ -83,7 +84,7 @@ async def _bytes_of(
         f"({limits.INPUT_FILE_BYTES.cited()})."
     )
     if file.file_data:
-        data = decoded(file.file_data, f"{path}.file_data")
+        data = await asyncio.to_thread(decoded, file.file_data, f"{path}.file_data")
         if len(data) > room:
             raise too_large
         return _UNNAMED, data

@@ -103,6 +103,9 @@ def _check_functions(functions: Sequence[FunctionDefinition], path: str) -> None
             )
         seen[function.name] = index
         _check_parameters(f"{place}.parameters", function)
+        if function.output_schema is not None and too_deep(function.output_schema):
+            what = f"it is nested too deeply ({limits.NESTING.cited()})"
+            raise _wrong_schema(f"{place}.output_schema", function, what)
 
 
 def _check_parameters(path: str, function: FunctionDefinition) -> None:

@@ -98,7 +98,7 @@ class Conversations:
                 msgspec.structs.replace(turn, ids=[one for one in turn.ids if one != item_id])
                 for turn in head.turns
             ]
-            return msgspec.structs.replace(head, turns=[turn for turn in turns if turn.ids])
+            return msgspec.structs.replace(head, turns=turns)  # an empty one says that it has been there
 
         return await self._change(public_id, tenant, without)
 
@@ -241,7 +241,7 @@ def _ended(head: ConversationEntry, response: str) -> ConversationEntry:
 
 
 def _check_room(head: ConversationEntry, more: int) -> None:
-    count = sum(len(turn.ids) for turn in head.turns) + more
+    count = sum(len(turn.ids) or 1 for turn in head.turns) + more
     if count > limits.CONVERSATION_ITEMS.value:
         raise QuotaExceeded(
             f"With these the conversation has {count} items; delete some, or begin a new one "

@@ -112,6 +112,21 @@ async def test_many_at_once_are_all_added_each_as_a_whole(
     await until_known(settled)
 
 
+async def test_a_turn_that_was_deleted_does_not_come_back(
+    client: openai.AsyncOpenAI, gateway: RunningGateway
+) -> None:
+    """Two gateways may keep one response."""
+    made = await client.conversations.create()
+    response = await client.responses.create(model=MODEL, input="x", conversation=made.id)
+    async for item in client.conversations.items.list(made.id):
+        assert item.id is not None
+        await client.conversations.items.delete(item.id, conversation_id=made.id)
+    again: Any = [{"id": "msg_1", "type": "message"}]
+    identity = response.id.removeprefix("resp_")
+    await gateway.service._backend.parts.conversations.end(made.id, "", identity, again)
+    assert await texts(client, made.id) == []
+
+
 async def test_its_bounds_are_told(client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     many: Any = [{"role": "user", "content": "x"}] * 21
     with pytest.raises(openai.BadRequestError, match="items"):

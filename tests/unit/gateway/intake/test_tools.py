@@ -21,6 +21,13 @@ def tool(name: str = "f", **fields: object) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | fields}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
 REGEX = {"syntax": "regex", "definition": "[0-9]+"}
 
 
@@ -134,6 +141,11 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
             "invalid_function_parameters",
             "tools[0].function.parameters",
         ),
+        (
+            {"tools": [tool(output_schema=nested(NESTING.value + 1))]},
+            "invalid_function_parameters",
+            "tools[0].function.output_schema",
+        ),
         ({"tools": [tool(parameters="x")]}, "invalid_type", "tools[0].function.parameters"),
         ({"tools": [tool(other=1)]}, "unknown_parameter", "tools[0].function.other"),
         ({"tools": "x"}, "invalid_type", "tools"),
@@ -208,13 +220,6 @@ def test_what_is_refused(fields: dict[str, Any], reason: str, param: str) -> Non
     with pytest.raises(InvalidParameter) as caught:
         asked(**fields)
     assert (caught.value.reason, caught.value.param) == (reason, param)
-
-
-def nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for _ in range(levels):
-        found = {"a": found}
-    return found
 
 
 def test_schemas_are_so_deep_and_no_deeper() -> None:
