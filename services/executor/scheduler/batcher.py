@@ -265,7 +265,8 @@ class ContinuousBatcher:
         plan = self._tables.exchange.extend(plan)
         if pools:
             plan = msgspec.structs.replace(plan, pools=steps.rows_of_pools(pools))
-        scored, named = (steps.parts_of(batch, wanted) for wanted in (steps.SCORES, steps.NAMED))
+        scored = steps.parts_of(batch, steps.SCORES)
+        named = steps.parts_of(batch, steps.NAMED)
         if scored or named:
             plan = steps.with_scored(plan, scored, named)
         if self._spec.whole_prompts:

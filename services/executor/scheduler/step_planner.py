@@ -178,7 +178,7 @@ class StepPlanner:
                 step.takes(sequence)
                 and sequence.state is SequenceState.RUNNING
                 and sequence.remaining == 1
-                and self._may_name(step, sequence)
+                and (sequence.named is None or self._may_name(step, sequence))
                 and (not sequence.begins_later or self._tables.restore(sequence))
                 and self._grow(step, sequence)
             ):

@@ -9,6 +9,7 @@ all else         OpenAI       {"error": {message, type, param, code}}          e
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,6 +79,10 @@ def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
 OPENAI = Dialect(describe)
 ANTHROPIC = Dialect(_anthropic, error_event=b"error", done=False)
 OLLAMA = Dialect(_ollama, LineStream, done=False)
+ENDPOINTS = defaultdict(
+    lambda: OPENAI, {"messages": ANTHROPIC, "ollama.chat": OLLAMA, "ollama.generate": OLLAMA}
+)
+"""By the API whose generation it is (`GenerationRecord.endpoint`)."""
 _PATHS: Sequence[tuple[str, Dialect]] = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
 
 
@@ -89,13 +94,6 @@ def of_path(path: str) -> Dialect:
 def of_request(scope: Scope) -> Dialect:
     """As `of_path`, for paths that two APIs have."""
     return ANTHROPIC if anthropic_models(scope) else of_path(scope["path"])
-
-
-def of_endpoint(endpoint: str) -> Dialect:
-    """Of the API whose generation it is (`GenerationRecord.endpoint`)."""
-    if endpoint == "messages":
-        return ANTHROPIC
-    return OLLAMA if endpoint.startswith("ollama.") else OPENAI
 
 
 # --- Anthropic's headers -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 
 from services.gateway.api.backend import Ask, Backend
-from services.gateway.api.dialects import of_endpoint
+from services.gateway.api.dialects import ENDPOINTS
 from services.gateway.core.asgi import (
     EventStream,
     LineStream,
@@ -59,7 +59,7 @@ class CompletionsRoute:
 def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
-    if of_endpoint(run.answer.record.endpoint).stream is LineStream:
+    if ENDPOINTS[run.answer.record.endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     watcher = asyncio.create_task(watch_disconnect(receive, run.end))
     try:
@@ -114,7 +114,7 @@ async def stream(run: Run, send: Send, request_id: str, *, positions: bool = Fal
     """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
     so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
     what it is and not as a success."""
-    dialect = of_endpoint(run.answer.record.endpoint)
+    dialect = ENDPOINTS[run.answer.record.endpoint]
     lines = dialect.stream is LineStream
     events = LineStream(send, positions=positions) if lines else EventStream(send)
     try:
