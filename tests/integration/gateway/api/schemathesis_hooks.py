@@ -113,10 +113,15 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
     """What the body of one endpoint alone has."""
     if path == "/v1/chat/completions" and number % 2:
         body["store"] = True
-    if path.startswith("/v1/responses") and (
-        body.pop("previous_response_id", None) is not None or isinstance(body.get("input"), list)
-    ):
-        body["input"] = "Hi"
+    if path.startswith("/v1/responses"):
+        before = [body.pop(name, None) for name in ("previous_response_id", "conversation")]
+        body.pop("context_management", None)
+        if any(one is not None for one in before) or isinstance(body.get("input"), list):
+            body["input"] = "Hi"
+    if path.startswith("/v1/conversations") and body.get("items") is not None:
+        body["items"] = [{"role": "user", "content": "Hi"}]
+    if path == "/v1/uploads":
+        body |= {"bytes": 1 + number % 100, "filename": "a.txt", "expires_after": None}
     if path.startswith("/v1/messages"):
         _fit_messages(body, number)
     if path == "/v1/batches":
