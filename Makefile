@@ -78,7 +78,7 @@ test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/un
 	@$(if $(COVERED),$(BIN)/coverage report --fail-under=$(COVERED))
 
 .PHONY: clients
-clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clients/python; says what it had to leave out
+clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clients; says what it had to leave out
 	@$(BIN)/pytest tests/integration/clients tests/unit/clients $(ARGS)
 
 .PHONY: lint

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "clients"
 CLIENT = ROOT / "clients" / "python" / "src"
+TYPESCRIPT = ROOT / "clients" / "typescript"
 BUILT = Path(tempfile.gettempdir()) / f"ryzanstein-examples-{os.getuid()}"
 """Kept between runs: what is built is built once."""
 NODE_WITH_WEBSOCKET = 22
@@ -36,7 +39,12 @@ def tool(name: str) -> str:
 @functools.cache
 def _failure(command: tuple[str, ...], directory: Path) -> str:
     """What a step that needs packages from outside says when it fails; tried once."""
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=110, check=False)
+    try:
+        done = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=100, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "it took more than 100 s"
     return done.stderr.strip()[-200:] or "it failed" if done.returncode else ""
 
 
@@ -77,6 +85,49 @@ def javascript(name: str) -> Command:
         )
         return [node, *flags, "--no-warnings", str(EXAMPLES / "javascript" / f"{name}.js")]
     return [node, str(_javascript() / f"{name}.js")]
+
+
+@functools.cache
+def typescript_client() -> Path:
+    """The TypeScript client, built in a copy: once for its sources, by whichever test process comes first."""
+    tool("node")
+    left_out = {"node_modules", "dist"}
+    sources = [path for path in TYPESCRIPT.rglob("*") if path.is_file() and not left_out & set(path.parts)]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
+    directory = BUILT / f"typescript-{digest[:12]}"
+    BUILT.mkdir(exist_ok=True)
+    with (BUILT / "typescript.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "built").exists():
+            shutil.copytree(
+                TYPESCRIPT, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out)
+            )
+            npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
+            prepared(npm, directory, "npm cannot fetch the packages of clients/typescript")
+            run_npm(directory, "run", "build")
+            (directory / "built").touch()
+    return directory
+
+
+def run_npm(directory: Path, *arguments: str) -> str:
+    """What npm prints; fails with it when it does not end well."""
+    done = subprocess.run(
+        [tool("npm"), *arguments], cwd=directory, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def typescript(name: str) -> Command:
+    """`chat` and `resume` are one program there: every stream survives."""
+    program = "stream" if name in ("chat", "resume") else name
+    return [tool("node"), str(typescript_client() / "examples" / f"{program}.mjs")]
+
+
+def typescript_script(source: str) -> Command:
+    """A piece of a page, or of a test, that uses the TypeScript client."""
+    entry = (typescript_client() / "dist" / "index.js").as_uri()
+    return [tool("node"), "--input-type=module", "-e", source.replace('"ryzanstein-client"', f'"{entry}"')]
 
 
 def _node_major() -> int:
@@ -129,6 +180,7 @@ def curl(name: str) -> Command:
 LANGUAGES: dict[str, Callable[[str], Command]] = {
     "python": python,
     "javascript": javascript,
+    "typescript": typescript,
     "go": go,
     "rust": rust,
     "curl": curl,
