@@ -99,7 +99,16 @@ LOGPROB_TOKEN_IDS = Limit(
 )
 MODEL_LABELS = Limit("model_labels", 4096, "entries", "classes of a model that classifies")
 MODEL_PROMPTS = Limit("model_prompts", 64 << 10, "characters", "a model's own prompts, with their names")
-EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings")
+EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings or classes")
+SCORED_TEXTS = Limit(
+    "scored_texts", 2048, "entries", "documents of a rerank request, pairs of a score request"
+)
+SCORED_CHARACTERS = Limit(
+    "scored_characters",
+    8 << 20,
+    "characters",
+    "documents of a rerank or score request together, the query counted with each of them",
+)
 
 # --- conversations and bodies ----------------------------------------------------------------------
 

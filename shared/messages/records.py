@@ -49,9 +49,33 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 RecordedEndpoint = Literal[
-    "chat.completions", "completions", "responses", "embeddings", "messages", "ollama.chat", "ollama.generate"
+    "chat.completions",
+    "completions",
+    "responses",
+    "embeddings",
+    "messages",
+    "ollama.chat",
+    "ollama.generate",
+    "rerank",
+    "score",
+    "classify",
 ]
 """Which API's answer a generation is."""
+
+
+class Scoring(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How scores are made of the vectors of a rerank, score or classify request."""
+
+    way: Literal["classes", "answers", "vectors"]
+    """Of the logits of classes; of the log probabilities of the answers yes and no; of two texts' embeddings."""
+    activation: str = ""
+    """Of classes: `ModelCard.activation`, or what the client wants instead."""
+    labels: list[str] = []
+    """Of classes: `ModelCard.labels`, of a classify request."""
+    queries: int = 0
+    """Of embeddings: the first so many prompts are queries, one for all documents or one for each."""
+    top_n: int = 0
+    """Documents that are shown, the best ones; 0: all."""
 
 
 class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -135,6 +159,10 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the LoRA adapter that its client has asked for; its digest stands in the requests."""
     capped: bool = False
     """Whether its client has asked for more tokens than the context had room for."""
+    scoring: Scoring | None = None
+    """Of the endpoints `rerank`, `score` and `classify` alone."""
+    texts: list[str] = []
+    """Of each of `requests`: the text that is shown with its score; empty: none is."""
 
     @property
     def model_shown(self) -> str:

@@ -3,7 +3,8 @@
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
     RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor,
-                               lm-eval, pydantic-ai or claude-agent-sdk (the extra `clients`), with colons between them
+                               lm-eval, pydantic-ai, claude-agent-sdk or cohere (the extra `clients`), with colons
+                               between them
     RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk` was run
 
 A test whose client is nowhere is skipped, and says so.
@@ -73,6 +74,16 @@ def test_litellm(stack: Stack) -> None:
     assert tokens == len(text) == 8
     assert seen["streamed"] == text
     assert seen["embeddings"] == EMBEDDINGS
+
+
+def test_cohere(stack: Stack) -> None:
+    seen = run(python_with("cohere"), str(HERE / "use_cohere.py"), stack.url, MODEL)
+    scores = [score for _, score in seen["everything"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sorted(index for index, _ in seen["everything"]) == [0, 1, 2]
+    assert seen["ranked"] == seen["everything"][:2]
+    assert seen["tokens"] == sum(len(f"Which is it?\n{one}") for one in ("This one.", "That one.", "None."))
+    assert seen["refused"] == [400, "top_n"]
 
 
 def test_instructor(stack: Stack) -> None:

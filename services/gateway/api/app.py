@@ -26,6 +26,7 @@ from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.conversations import conversation_routes
 from services.gateway.api.openai.files import file_routes
 from services.gateway.api.openai.responses import response_routes
+from services.gateway.api.openai.scoring import scoring_routes
 from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openai.uploads import upload_routes
 from services.gateway.api.openapi.document import DocumentRoute, document
@@ -93,6 +94,7 @@ class GatewayApp:
                 *chat_routes(backend, settings, chat),
                 ApiRoute(plain, operations.COMPLETIONS),
                 ApiRoute(embeddings, operations.EMBEDDINGS),
+                *scoring_routes(backend, settings),
                 *(one((item, vllm.tokenize)) for item in operations.TOKENIZE),
                 *(one((item, vllm.detokenize)) for item in operations.DETOKENIZE),
                 *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),

@@ -29,6 +29,9 @@ ENDPOINTS: dict[LineUrl, Endpoint] = {
     "/v1/embeddings": "embeddings",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
+    "/v1/classify": "classify",
 }
 """The table: an endpoint's name by its URL."""
 

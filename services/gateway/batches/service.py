@@ -23,7 +23,14 @@ from shared.errors import InvalidRequest
 from shared.messages.batches import BatchJob, Counts, ExpiresAfter
 
 LineUrl = Literal[
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
 ]
 """What the lines of a batch may ask for."""
 

@@ -120,20 +120,29 @@ async def prompts_of(
         tokens = cut(tokens)
         if not tokens:
             raise _wrong(name, "it resulted in no token; send at least one character", "empty_prompt")
-        if prompt_limit and len(tokens) > prompt_limit:
-            raise ContextLengthExceeded(
-                f"This server takes prompts of at most {prompt_limit} tokens, and '{name}' has {len(tokens)}; "
-                f"shorten it ({limits.PROMPT_TOKENS.cited(prompt_limit)}).",
-                param=name,
-            )
-        if len(tokens) > card.context_length:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {card.context_length} tokens, and '{name}' has "
-                f"{len(tokens)}; shorten it.",
-                param=name,
-            )
+        check_length(name, tokens, card, prompt_limit)
         prompts.append(tokens)
     return prompts
+
+
+def check_length(
+    name: str, tokens: Sequence[int], card: ModelCard, prompt_limit: int, what: str = ""
+) -> None:
+    """Raises `ContextLengthExceeded` where the `tokens` of the field `name` are too many. `what`: what has them, if
+    more than that."""
+    shown = what or f"'{name}'"
+    if prompt_limit and len(tokens) > prompt_limit:
+        raise ContextLengthExceeded(
+            f"This server takes prompts of at most {prompt_limit} tokens, and {shown} has {len(tokens)}; "
+            f"shorten it ({limits.PROMPT_TOKENS.cited(prompt_limit)}).",
+            param=name,
+        )
+    if len(tokens) > card.context_length:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and {shown} has "
+            f"{len(tokens)}; shorten it.",
+            param=name,
+        )
 
 
 def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
@@ -158,10 +167,10 @@ async def _cutting(
         return lambda tokens: tokens
     around = await tokenizer.encode("") if card.bidirectional else []
     side = request.truncation_side or ("right" if card.bidirectional else "left")
-    return partial(_cut, count=count if count > 0 else most, side=side, around=around)
+    return partial(cut_tokens, count=count if count > 0 else most, side=side, around=around)
 
 
-def _cut(tokens: list[int], *, count: int, side: str, around: list[int]) -> list[int]:
+def cut_tokens(tokens: list[int], *, count: int, side: str, around: list[int]) -> list[int]:
     """`count` tokens at most, without the rest at `side`. `around`: the special tokens of an encoder's empty text,
     which stay where they are."""
     if len(tokens) <= count:

@@ -25,6 +25,14 @@ from services.gateway.intake.responses.intake import ResponseIntake
 from services.gateway.intake.responses.schemas import CompactRequest, ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.scoring.records import scoring_record
+from services.gateway.intake.scoring.schemas import (
+    ClassifyRequest,
+    RerankRequest,
+    ScoreRequest,
+    ScoringRequest,
+    pairs_of,
+)
 from services.gateway.intake.structured_output import Grammars, Wanted, wanted_by
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.ratelimit.limiter import Limiter
@@ -43,8 +51,19 @@ log = structlog.get_logger(__name__)
 
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""
-Decoded = ChatCompletionRequest | CompletionRequest | embeddings.EmbeddingRequest
-Endpoint = Literal["chat.completions", "completions", "responses", "embeddings", "messages"]
+Pooled = embeddings.EmbeddingRequest | ClassifyRequest | RerankRequest | ScoreRequest
+"""What asks for vectors, or for what is made of them."""
+Decoded = ChatCompletionRequest | CompletionRequest | Pooled
+Endpoint = Literal[
+    "chat.completions",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "rerank",
+    "score",
+    "classify",
+]
 
 
 class Intake:
@@ -77,7 +96,12 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
-        self._embedding = msgspec.json.Decoder(embeddings.EmbeddingRequest)
+        self._pooled: dict[str, msgspec.json.Decoder[Pooled]] = {
+            "embeddings": msgspec.json.Decoder(embeddings.EmbeddingRequest),
+            "rerank": msgspec.json.Decoder(RerankRequest),
+            "score": msgspec.json.Decoder(ScoreRequest),
+            "classify": msgspec.json.Decoder(ClassifyRequest),
+        }
         self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
         """It comes back here with the chat that a response is inside."""
         self.messages = MessagesIntake(self, parts.settings)
@@ -136,15 +160,15 @@ class Intake:
 
     def check(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw
-    ) -> GenerationFields | ResponseRequest | MessagesRequest | embeddings.EmbeddingRequest:
+    ) -> GenerationFields | ResponseRequest | MessagesRequest | Pooled:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
             return self.responses.check(body)
         if endpoint == "messages":
             return self.messages.check(body)
         request = self._decoded(endpoint, body, {})
-        if isinstance(request, embeddings.EmbeddingRequest):
-            embeddings.inputs_of(request)
+        if isinstance(request, Pooled):
+            _check_pooled(request)
             return request
         self._tell_ignored(extra_fields.ignored_fields(request), {})
         if isinstance(request, ChatCompletionRequest):
@@ -157,8 +181,8 @@ class Intake:
         self, endpoint: Endpoint, body: bytes | msgspec.Raw, answer_headers: dict[str, str]
     ) -> Decoded:
         """Of a chat, fields of messages that are not known are told in `answer_headers`, or refused."""
-        if endpoint == "embeddings":
-            return decode(body, self._embedding)
+        if (pooled := self._pooled.get(endpoint)) is not None:
+            return decode(body, pooled)
         if endpoint != "chat.completions":
             return decode(body, self._completion)
         dropped: list[str] | None = None if self._strict else []
@@ -241,6 +265,8 @@ class Intake:
     async def _prepare_checked(self, request: Decoded, context: Context) -> Run:
         if isinstance(request, embeddings.EmbeddingRequest):
             return await self._embed(request, context)
+        if isinstance(request, ScoringRequest):
+            return await self._score(request, context)
         if isinstance(request, ChatCompletionRequest):
             return await self.chat_run(request, context)
         return await self._prepare_completion(request, context)
@@ -384,6 +410,16 @@ class Intake:
         record = embeddings.record_of(prompts, request, card, context, self._parts)
         return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self._parts)
 
+    async def _score(self, request: ScoringRequest, context: Context) -> Run:
+        _check_pooled(request)
+        card = await self.loaded(request, context)
+        card, context = self._as_named(request.model, card, context)
+        tokenizer = await self._tokenizers.get(card)
+        with tracing.stage("tokenize"):
+            record = await scoring_record(request, card, tokenizer, context, self._parts)
+        cost = sum(len(one.prompt) for one in record.requests)
+        return run_of(record, cost, card, tokenizer, context, self._parts)
+
     async def _prepare_completion(self, request: CompletionRequest, context: Context) -> Run:
         rules.check_completion(request)
         context = self._named(request, context)
@@ -408,11 +444,22 @@ class Intake:
         return self._run(record, request, card, tokenizer, context)
 
 
+def _check_pooled(request: Pooled) -> None:
+    """As far as that needs no model. Raises `InvalidParameter`."""
+    if isinstance(request, (RerankRequest, ScoreRequest)):
+        pairs_of(request)
+        return
+    if isinstance(request, ClassifyRequest):
+        request = embeddings.EmbeddingRequest(model=request.model, input=request.input)
+    embeddings.inputs_of(request)
+
+
 def _streamed(request: Decoded) -> Decoded:
     """`request` with `stream` set. Raises `RouteError`, and `InvalidParameter` when it says no to that."""
-    if isinstance(request, embeddings.EmbeddingRequest):
+    if isinstance(request, Pooled):
         raise RouteError(
-            "Embeddings are not streamed; POST them to /v1/embeddings.",
+            "Embeddings and scores are not streamed; POST them to /v1/embeddings, /v1/rerank, /v1/score or "
+            "/v1/classify.",
             status=400,
             reason="unsupported_parameter",
         )

@@ -41,8 +41,11 @@ PREFIXES = {
     "messages": "msg_",
     "ollama.chat": "ollama-",
     "ollama.generate": "ollama-",
+    "rerank": "rerank-",
+    "score": "score-",
+    "classify": "classify-",
 }
-_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|embd-|msg_|ollama-)?([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{16}")
+_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})?([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}}")
 
 
 class Place(NamedTuple):
@@ -255,4 +258,6 @@ def merged(parts: Sequence[GenerationRecord]) -> GenerationRecord | None:
     if not parts or len(by_prompt) < parts[0].prompts:
         return None
     requests = [by_prompt[prompt] for prompt in sorted(by_prompt)]
-    return msgspec.structs.replace(parts[0], first_prompt=0, requests=requests)
+    by_number = {part.first_prompt + offset: text for part in parts for offset, text in enumerate(part.texts)}
+    texts = [by_number[number] for number in sorted(by_number)]
+    return msgspec.structs.replace(parts[0], first_prompt=0, requests=requests, texts=texts)

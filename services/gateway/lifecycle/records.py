@@ -262,13 +262,14 @@ def _parts(record: GenerationRecord, limit: int) -> list[bytes]:
             f"The request has {len(payload):,} bytes on the way and NATS takes at most {limit:,}; "
             "shorten it, or raise max_payload of the NATS server."
         )
-    first = record.first_prompt
-    parts = ((record.requests[:half], first), (record.requests[half:], first + half))
-    return [
-        part
-        for requests, begin in parts
-        for part in _parts(msgspec.structs.replace(record, requests=requests, first_prompt=begin), limit)
-    ]
+    first, texts = record.first_prompt, record.texts
+    parts = (
+        msgspec.structs.replace(record, requests=record.requests[:half], texts=texts[:half]),
+        msgspec.structs.replace(
+            record, requests=record.requests[half:], texts=texts[half:], first_prompt=first + half
+        ),
+    )
+    return [part for one in parts for part in _parts(one, limit)]
 
 
 class RecordReader:

@@ -19,6 +19,7 @@ from services.gateway.streams.messages import MessageRun
 from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
 from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
+from services.gateway.streams.scoring import ClassesFormat, RankingFormat, ScoresFormat
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 
@@ -30,6 +31,9 @@ _VIEWS: dict[str, View] = {
     "embeddings": VectorFormat,
     "ollama.chat": OllamaChatFormat,
     "ollama.generate": OllamaGenerateFormat,
+    "rerank": RankingFormat,
+    "score": ScoresFormat,
+    "classify": ClassesFormat,
 }
 """By the endpoint that began it."""
 _NUMBERED: dict[str, type[ResponseRun] | type[MessageRun]] = {

@@ -178,9 +178,9 @@ class Run:
                 param="best_of",
                 reason="invalid_value",
             )
-        if self.answer.record.endpoint == "embeddings":
+        if self.answer.generations[0].request.pools:
             raise InvalidParameter(
-                "Embeddings are not streamed; GET /v1/generations/{id} instead.",
+                "Embeddings and scores are not streamed; GET /v1/generations/{id} instead.",
                 param=None,
                 reason="invalid_value",
             )

@@ -72,6 +72,11 @@ class SpecialText:
             mark,
         )
 
+    def plain(self, text: str) -> list[str]:
+        """`text` in pieces that have no special token's text."""
+        marked = self.marked([{"role": "user", "content": text}], None, {})
+        return pieces(marked.messages[0]["content"], marked.mark) if marked.mark else [text]
+
     def _of_message(self, message: Mapping[str, Any], mark: str) -> Any:
         pattern = self._unwritten if message.get("role") in _TRUSTED_ROLES else self._all
         return _mapped(message, lambda text: _cut(pattern, text, mark))

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -143,6 +144,17 @@ class ModelTokenizer:
         size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
         return await self._encoding.run(size, lambda: self._encode(texts, special))
 
+    async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_all`, without special tokens: neither around a text nor where it has the text of one. Raises
+        `QueueFull`."""
+        size = sum(map(len, texts)) + _EACH * len(texts)
+        return await self._encoding.run(size, lambda: self._encode_plain(texts))
+
+    def _encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        cut = [self._special_text.plain(text) for text in texts]
+        found = iter(self._encode(list(chain.from_iterable(cut)), special=False))
+        return [[token for _ in parts for token in next(found)] for parts in cut]
+
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """Two texts as one prompt each, as the model's tokenizer joins them. Raises `QueueFull`."""
         size = sum(len(first) + len(second) for first, second in pairs) + _EACH * len(pairs)
@@ -248,6 +260,9 @@ class StubTokenizer:
 
     async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         return [await self.encode(text) for text in texts]
+
+    async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        return await self.encode_all(texts)
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """Line by line."""

@@ -58,6 +58,7 @@ _NOTHING_NEEDS_A_PROMPT: Schema = {
 _INPUT: Schema = {
     "anyOf": _either({"input": GIVEN, "previous_response_id": {"type": "string", "minLength": 1}})
 }
+_TEXTS, _QUERIES = ("text_1", "text_2"), ("queries", "documents")
 _PARTS: Schema = {"text": {"type": "string"}, "refusal": {"type": "string"}}
 
 RULES: dict[str, Schema] = {
@@ -98,6 +99,15 @@ RULES: dict[str, Schema] = {
         "oneOf": _one_of({"prompt": {"type": "string"}, "messages": {"type": "array"}}),
         "allOf": [_ONE_MESSAGE],
     },
+    "ScoreRequest": {
+        "oneOf": [
+            {
+                "required": list(names),
+                "properties": dict.fromkeys(names, GIVEN) | dict.fromkeys(others, NULL),
+            }
+            for names, others in ((_TEXTS, _QUERIES), (_QUERIES, _TEXTS))
+        ]
+    },
     "InputTokensRequest": _INPUT,
     "ResponseRequest": _INPUT
     | {
@@ -115,6 +125,7 @@ RULES |= {f"Ollama{name}Request": _NAMED for name in ("Show", "Delete", "Pull", 
 TEXTS_OR_IDS = (
     ("CompletionRequest", "prompt", limits.CHOICES),
     ("EmbeddingRequest", "input", limits.EMBEDDING_INPUTS),
+    ("ClassifyRequest", "input", limits.EMBEDDING_INPUTS),
 )
 """A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed."""
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from services.gateway.intake.embeddings import _cut
+from services.gateway.intake.embeddings import cut_tokens
 from services.gateway.streams import run
 from services.gateway.streams.embeddings import VectorFormat
 from shared.config import CommonSettings
@@ -232,9 +232,9 @@ async def test_texts_are_put_behind_the_models_prompts(http: httpx.AsyncClient, 
 )
 def test_an_encoders_special_tokens_stay(count: int, side: str, kept: list[int]) -> None:
     tokens = [101, 1, 2, 3, 4, 5, 6, 102]
-    assert _cut(tokens, count=count, side=side, around=[101, 102]) == kept
+    assert cut_tokens(tokens, count=count, side=side, around=[101, 102]) == kept
     plain = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert _cut(plain, count=count, side=side, around=[101, 102]) == (
+    assert cut_tokens(plain, count=count, side=side, around=[101, 102]) == (
         plain[:count] if side == "right" else plain[-count:]
     )
 

@@ -1,0 +1,206 @@
+"""Pairs and texts to prompts whose vectors become scores, in the way that the model can.
+
+    a classifier with one class     one prompt per pair, as its tokenizer joins two texts     ──▶ a logit
+    a language model                one chat per pair: does the document answer the query?    ──▶ yes and no
+    an embedder                     one prompt per text                                       ──▶ vectors
+
+A language model whose files have sentence-transformers' prompts was trained to embed, and is used so. The chat is the
+one that Qwen3-Reranker was trained with ("Qwen3 Embedding", arXiv:2506.05176), in the model's own chat template.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.embeddings import (
+    EmbeddingRequest,
+    check_length,
+    cut_tokens,
+    inputs_of,
+    prompts_of,
+)
+from services.gateway.intake.rules import check_task
+from services.gateway.intake.scoring.schemas import ClassifyRequest, Pairs, RerankRequest, Scored
+from services.gateway.tokenizer.templates import TemplateOptions
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import ModelCard
+
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
+_HERE = "RYZANSTEIN-PAIR"
+"""Stands for the pair while the chat is rendered: it has no special token's text."""
+
+Way = Literal["classes", "answers", "vectors"]
+
+
+class Prompt(NamedTuple):
+    """Of one generation."""
+
+    tokens: list[int]
+    second_segment: int = 0
+    """`GenerationRequest.second_segment`"""
+
+
+class Prompts(NamedTuple):
+    """Of all generations of a request, and how they become scores."""
+
+    way: Way
+    prompts: list[Prompt]
+    answers: Sequence[int] = ()
+    """The tokens yes and no."""
+
+
+async def score_prompts(
+    request: Scored, pairs: Pairs, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
+) -> Prompts:
+    """Raises `InvalidParameter`, `ContextLengthExceeded`, both with what is wrong; `QueueFull`."""
+    if card.does("classify"):
+        if len(card.labels) > 1:
+            raise _unfit(card, f"has {len(card.labels)} classes, and a reranker has one; use /v1/classify")
+        return await _Maker(request, pairs, tokenizer, card, prompt_limit).classes()
+    maker = _Maker(request, pairs, tokenizer, card, prompt_limit)
+    if card.does("generate") and not card.prompts and (answers := await _answers(tokenizer)):
+        return await maker.chats(answers)
+    if card.does("embed"):
+        return await maker.vectors()
+    if card.does("generate"):
+        raise _unfit(card, "has no chat template, or no single tokens for yes and no; choose a reranker")
+    check_task(card, "classify")
+    raise AssertionError("unreachable: the model does none of the tasks")
+
+
+async def class_prompts(
+    request: ClassifyRequest, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
+) -> Prompts:
+    """As `score_prompts`, of single texts."""
+    check_task(card, "classify")
+    texts = EmbeddingRequest(
+        model=request.model, input=request.input, truncate_prompt_tokens=request.truncate_prompt_tokens
+    )
+    prompts = await prompts_of(texts, inputs_of(texts), tokenizer, card, prompt_limit)
+    return Prompts("classes", list(map(Prompt, prompts)))
+
+
+async def _answers(tokenizer: Tokenizer) -> list[int]:
+    """The tokens yes and no; empty: the model has no such tokens, or cannot be asked."""
+    if not tokenizer.chats:
+        return []
+    yes, no = await tokenizer.encode_plain(["yes", "no"])
+    return [*yes, *no] if len(yes) == len(no) == 1 else []
+
+
+class _Maker:
+    """Of one request."""
+
+    def __init__(
+        self, request: Scored, pairs: Pairs, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
+    ) -> None:
+        self._pairs = pairs
+        self._tokenizer = tokenizer
+        self._card = card
+        self._prompt_limit = prompt_limit
+        self._most = min(card.context_length, prompt_limit or card.context_length)
+        self._cut_to = request.truncate_prompt_tokens or 0
+        self._of_document = request.max_tokens_per_doc if isinstance(request, RerankRequest) else None
+
+    async def classes(self) -> Prompts:
+        """Each pair as its tokenizer joins it."""
+        given = [(self._pairs.query_of(index), one) for index, one in enumerate(self._pairs.documents)]
+        found = await self._tokenizer.encode_pairs(given)
+        excess, around = await self._excess(), await self._around()
+        prompts = []
+        for index, (tokens, second) in enumerate(found):
+            kept = self._shortened(tokens, excess[index], around)
+            self._check(index, kept, kept_of_document=len(kept) - second - 1)
+            prompts.append(Prompt(kept, second))
+        return Prompts("classes", prompts)
+
+    async def chats(self, answers: list[int]) -> Prompts:
+        """Each pair as a question to the model, which answers yes or no."""
+        head, tail = await self._chat()
+        bodies = [
+            f"<Instruct>: {INSTRUCT}\n<Query>: {self._pairs.query_of(index)}\n<Document>: {document}"
+            for index, document in enumerate(self._pairs.documents)
+        ]
+        excess = await self._excess()
+        prompts = []
+        for index, body in enumerate(await self._tokenizer.encode_plain(bodies)):
+            most = len(body) - excess[index]
+            if self._cut_to:
+                limit = self._cut_to if self._cut_to > 0 else self._most
+                most = min(most, limit - len(head) - len(tail))
+            tokens = [*head, *body[: max(0, most)], *tail]
+            self._check(index, tokens, kept_of_document=most)
+            prompts.append(Prompt(tokens))
+        return Prompts("answers", prompts, answers)
+
+    async def vectors(self) -> Prompts:
+        """The queries, then the documents, each behind the model's own prompt for it."""
+        known = self._card.prompts
+        kinds = (
+            (self._pairs.query_field, self._pairs.queries, ("query",)),
+            (self._pairs.document_field, self._pairs.documents, ("document", "passage")),
+        )
+        prompts: list[Prompt] = []
+        for field, texts, names in kinds:
+            name = next((name for name in names if name in known), self._card.default_prompt)
+            prefix = known.get(name, "")
+            found = await self._tokenizer.encode_all([prefix + text for text in texts])
+            documents = texts is self._pairs.documents
+            excess = await self._excess() if documents else [0] * len(texts)
+            around = await self._around()
+            for index, tokens in enumerate(found):
+                kept = self._shortened(tokens, excess[index], around)
+                shown = f"{field}[{index}]" if documents or len(texts) > 1 else field
+                check_length(shown, kept, self._card, self._prompt_limit)
+                prompts.append(Prompt(kept))
+        return Prompts("vectors", prompts)
+
+    async def _chat(self) -> tuple[list[int], list[int]]:
+        """What stands before and behind a pair. Raises `InvalidParameter`."""
+        asked = [{"role": "system", "content": JUDGE}, {"role": "user", "content": _HERE}]
+        if not self._tokenizer.traits.system:
+            asked = [{"role": "user", "content": f"{JUDGE}\n{_HERE}"}]
+        options = TemplateOptions(variables={"enable_thinking": False})
+        text = (await self._tokenizer.render_chat(asked, None, options)).text
+        if text.count(_HERE) != 1:
+            raise _unfit(self._card, "has a chat template that does not show messages as they are")
+        head, _, tail = text.partition(_HERE)
+        first, last = await self._tokenizer.encode_all([head, tail], special=False)
+        return first, last
+
+    async def _excess(self) -> list[int]:
+        """Of each document: the tokens that it has more than may be read of it."""
+        most = self._of_document
+        if most is None:
+            return [0] * len(self._pairs.documents)
+        found = await self._tokenizer.encode_all(self._pairs.documents, special=False)
+        return [max(0, len(tokens) - most) for tokens in found]
+
+    async def _around(self) -> list[int]:
+        """The special tokens around a text, which stay where it is cut."""
+        cuts = self._cut_to or self._of_document is not None
+        return await self._tokenizer.encode("") if cuts else []
+
+    def _shortened(self, tokens: list[int], excess: int, around: Sequence[int]) -> list[int]:
+        count = len(tokens) - excess
+        if self._cut_to:
+            count = min(count, self._cut_to if self._cut_to > 0 else self._most)
+        return cut_tokens(tokens, count=count, side="right", around=list(around))
+
+    def _check(self, index: int, tokens: Sequence[int], *, kept_of_document: int) -> None:
+        name = self._pairs.named(index)
+        if self._cut_to and kept_of_document < 1:
+            raise InvalidParameter(
+                f"Invalid 'truncate_prompt_tokens': {self._cut_to} leave no room for '{name}' behind its query.",
+                param="truncate_prompt_tokens",
+                reason="invalid_value",
+            )
+        check_length(name, tokens, self._card, self._prompt_limit, f"'{name}' with its query")
+
+
+def _unfit(card: ModelCard, why: str) -> InvalidParameter:
+    return InvalidParameter(f"Invalid 'model': {card.model} {why}.", param="model", reason="unsupported_task")

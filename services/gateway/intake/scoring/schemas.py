@@ -1,0 +1,155 @@
+"""Bodies of rerank requests as Jina and Cohere have them, and of score and classify requests as vLLM has them."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.core.errors import (
+    InvalidParameter,
+    check_range,
+    check_size,
+    empty_array,
+    missing,
+)
+from services.gateway.intake.rules import check_neutral, check_truncation
+from services.gateway.intake.schemas import Count, LastTokens, PositiveCount, Priority, User, neutral
+from shared import limits
+from shared.messages import ModelCard
+
+Text = Annotated[str, Meta(min_length=1)]
+_Texts = Annotated[list[Text], limits.SCORED_TEXTS.length(min_length=1)]
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the three have in common."""
+
+    model: str
+    truncate_prompt_tokens: LastTokens | None = None
+    """vLLM's: so many tokens of each prompt, a pair's both texts together; the end of the document goes."""
+    use_activation: bool | None = None
+    """vLLM's: false shows the logits of classes as they are."""
+    priority: Priority | None = None
+    user: User | None = None
+
+
+class TextDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    text: Text
+
+
+class RerankRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/rerank, /rerank and /v2/rerank."""
+
+    query: Text
+    documents: Annotated[list[Text | TextDocument], limits.SCORED_TEXTS.length(min_length=1)]
+    top_n: Count | None = None
+    """So many of the documents, the best ones, no more than there are; left out or 0: all."""
+    return_documents: bool | None = None
+    """Whether results have the documents' texts; true where it is left out."""
+    max_tokens_per_doc: PositiveCount | None = None
+    """So many tokens of each document, its first ones; left out: a document that is too long is refused."""
+    max_chunks_per_doc: Annotated[Any, neutral()] = None
+    rank_fields: Annotated[Any, neutral()] = None
+    relevant_spans: Annotated[Any, neutral()] = None
+
+
+class ScoreRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/score and /score: `text_1` and `text_2`, or the same as `queries` and `documents`. One with one, one
+    with each of several, or several with as many."""
+
+    text_1: Text | _Texts | None = None
+    text_2: Text | _Texts | None = None
+    queries: Text | _Texts | None = None
+    documents: Text | _Texts | None = None
+
+
+class ClassifyRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/classify and /classify. `input`: a string, strings, token ids, or lists of token ids."""
+
+    input: str | list[str | int | list[int]]
+
+
+Scored = RerankRequest | ScoreRequest
+ScoringRequest = RerankRequest | ScoreRequest | ClassifyRequest
+
+
+class Pairs(msgspec.Struct, frozen=True):
+    """What is compared: one query with every document, or each with its own."""
+
+    queries: list[str]
+    documents: list[str]
+    query_field: str
+    document_field: str
+
+    def query_of(self, index: int) -> str:
+        """Of the document at `index`."""
+        return self.queries[index if len(self.queries) > 1 else 0]
+
+    def named(self, index: int) -> str:
+        """The document at `index`, as errors name it."""
+        return f"{self.document_field}[{index}]"
+
+
+def pairs_of(request: Scored) -> Pairs:
+    """The texts of a request, within their bounds. Raises `InvalidParameter` for the first thing wrong in
+    `request`, as far as that needs no model."""
+    check_neutral(request)
+    if request.truncate_prompt_tokens is not None:
+        check_truncation(request.truncate_prompt_tokens)
+    pairs = _ranked(request) if isinstance(request, RerankRequest) else _scored(request)
+    queries = sum(len(pairs.query_of(index)) for index in range(len(pairs.documents)))
+    characters, most = queries + sum(map(len, pairs.documents)), limits.SCORED_CHARACTERS
+    if characters > most.value:
+        raise InvalidParameter(
+            f"Invalid '{pairs.document_field}': with the query before each of them they have {characters:,} "
+            f"characters; send fewer at a time ({most.cited()}).",
+            param=pairs.document_field,
+            reason="string_above_max_length",
+        )
+    return pairs
+
+
+def _ranked(request: RerankRequest) -> Pairs:
+    documents = [one if isinstance(one, str) else one.text for one in request.documents]
+    if request.top_n is not None:
+        check_range("top_n", request.top_n, 0, len(documents))
+    return Pairs([request.query], documents, "query", "documents")
+
+
+def _scored(request: ScoreRequest) -> Pairs:
+    names = ("queries", "documents")
+    if request.text_1 is not None or request.text_2 is not None:
+        if (other := next((name for name in names if getattr(request, name) is not None), "")) != "":
+            raise InvalidParameter(
+                f"Invalid '{other}': it says what 'text_1' and 'text_2' say; send one of both ways.",
+                param=other,
+                reason="invalid_value",
+            )
+        names = ("text_1", "text_2")
+    for name in names:
+        if getattr(request, name) is None:
+            raise missing(name, "'text_1' and 'text_2', or 'queries' and 'documents'")
+    queries, documents = (_listed(name, getattr(request, name)) for name in names)
+    if len(queries) not in (1, len(documents)):
+        raise InvalidParameter(
+            f"Invalid '{names[0]}': {len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
+            f"as in '{names[1]}'.",
+            param=names[0],
+            reason="invalid_value",
+        )
+    return Pairs(queries, documents, *names)
+
+
+def _listed(name: str, given: str | list[str]) -> list[str]:
+    """msgspec holds no limits of one member of a union apart: they are looked at here."""
+    texts = [given] if isinstance(given, str) else given
+    if not texts:
+        raise empty_array(name)
+    check_size(name, texts, limits.SCORED_TEXTS)
+    return texts
+
+
+def check_lengths(request: ScoringRequest, card: ModelCard) -> None:
+    """Raises `InvalidParameter` where more tokens are asked for than the model reads."""
+    if request.truncate_prompt_tokens is not None:
+        check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)
