@@ -122,12 +122,24 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
         body["items"] = [{"role": "user", "content": "Hi"}]
     if path == "/v1/uploads":
         body |= {"bytes": 1 + number % 100, "filename": "a.txt", "expires_after": None}
+    if path.endswith(("/rerank", "/score")):
+        _fit_pairs(body)
     if path.startswith("/v1/messages"):
         _fit_messages(body, number)
     if path == "/v1/batches":
         if number % 4:
             body["input_file_id"] = FILE
         body["completion_window"] = f"{1 + number % 7}{'smhd'[number % 4]}"  # the most of it is a setting
+
+
+def _fit_pairs(body: dict[str, Any]) -> None:
+    """Few texts, as many as belong together, and the query longer than what is cut to."""
+    body.pop("truncate_prompt_tokens", None)
+    for name in ("text_1", "text_2", "queries", "documents"):
+        if isinstance(body.get(name), list):
+            body[name] = body[name][:1] if name in ("text_1", "queries") else body[name][:4]
+    if isinstance(body.get("top_n"), int):
+        body["top_n"] %= 2
 
 
 def _fit_messages(body: dict[str, Any], number: int) -> None:

@@ -1,0 +1,65 @@
+"""A cross-encoder through the whole house: its scores are those of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenizers import Tokenizer, processors
+
+from tests.e2e.stack import Stack
+from tests.unit.executor.model.encoders.tiny import make_encoder
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+QUERY, DOCUMENTS = "what", ["is it", "so", "it is what it is"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT with one class, whose tokenizer joins pairs as BERT's does."""
+    made = tmp_path_factory.mktemp("model") / "tiny-reranker"
+    make_encoder(made, "bert", "classes", vocab_size=258, num_labels=1)
+    files = tiny_files(template=None)
+    tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A <|end|>",
+        pair="<|start|> $A <|end|> $B:1 <|end|>:1",
+        special_tokens=[("<|start|>", 0), ("<|end|>", 1)],
+    )
+    files["tokenizer.json"] = tokenizer.to_str().encode()
+    for name, data in files.items():
+        (made / name).write_bytes(data)
+    return made
+
+
+@pytest.fixture(scope="module")
+def stack(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Stack(tmp_path_factory.mktemp("data"), "--model", str(directory), "--dtype", "fp32") as running:
+        yield running
+
+
+def test_scores_over_http(stack: Stack, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(directory)).eval()
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    expected = []
+    for document in DOCUMENTS:
+        pair = tokenizer.encode(QUERY, document)
+        with torch.inference_mode():
+            logits = model(torch.tensor([pair.ids]), token_type_ids=torch.tensor([pair.type_ids])).logits
+        expected.append(logits[0, 0].item())
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        body = {"model": "tiny-reranker", "query": QUERY, "documents": DOCUMENTS}
+        ranked = http.post("/v1/rerank", json=body | {"use_activation": False})
+        assert ranked.status_code == 200, ranked.text
+        shown = {one["index"]: one["relevance_score"] for one in ranked.json()["results"]}
+        assert [shown[index] for index in range(3)] == pytest.approx(expected, abs=1e-4)
+        scores = http.post(
+            "/v1/score", json={"model": "tiny-reranker", "text_1": QUERY, "text_2": DOCUMENTS}
+        ).json()
+        likely = torch.sigmoid(torch.tensor(expected)).tolist()
+        assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
