@@ -110,11 +110,11 @@ class _Maker:
         """Each pair as its tokenizer joins it."""
         given = [(self._pairs.query_of(index), one) for index, one in enumerate(self._pairs.documents)]
         found = await self._tokenizer.encode_pairs(given)
-        excess, around = await self._excess(), await self._around()
+        lengths, around = await self._lengths(), await self._around()
         prompts = []
         for index, (tokens, second) in enumerate(found):
-            kept = self._shortened(tokens, excess[index], around)
-            self._check(index, kept, kept_of_document=len(kept) - second - 1)
+            kept = self._shortened(tokens, lengths[index], around)
+            self._check(index, kept, left=lengths[index] - (len(tokens) - len(kept)))
             prompts.append(Prompt(kept, second))
         return Prompts("classes", prompts)
 
@@ -125,15 +125,13 @@ class _Maker:
             f"<Instruct>: {INSTRUCT}\n<Query>: {self._pairs.query_of(index)}\n<Document>: {document}"
             for index, document in enumerate(self._pairs.documents)
         ]
-        excess = await self._excess()
+        lengths = await self._lengths()
         prompts = []
         for index, body in enumerate(await self._tokenizer.encode_plain(bodies)):
-            most = len(body) - excess[index]
-            if self._cut_to:
-                limit = self._cut_to if self._cut_to > 0 else self._most
-                most = min(most, limit - len(head) - len(tail))
-            tokens = [*head, *body[: max(0, most)], *tail]
-            self._check(index, tokens, kept_of_document=most)
+            around = len(head) + len(tail)
+            count = max(0, self._count(len(body) + around, lengths[index]) - around)
+            tokens = [*head, *body[:count], *tail]
+            self._check(index, tokens, left=lengths[index] - (len(body) - count))
             prompts.append(Prompt(tokens))
         return Prompts("answers", prompts, answers)
 
@@ -150,10 +148,10 @@ class _Maker:
             prefix = known.get(name, "")
             found = await self._tokenizer.encode_all([prefix + text for text in texts])
             documents = texts is self._pairs.documents
-            excess = await self._excess() if documents else [0] * len(texts)
+            lengths = await self._lengths() if documents else [0] * len(texts)
             around = await self._around()
             for index, tokens in enumerate(found):
-                kept = self._shortened(tokens, excess[index], around)
+                kept = self._shortened(tokens, lengths[index], around)
                 shown = f"{field}[{index}]" if documents or len(texts) > 1 else field
                 check_length(shown, kept, self._card, self._prompt_limit)
                 prompts.append(Prompt(kept))
@@ -172,28 +170,35 @@ class _Maker:
         first, last = await self._tokenizer.encode_all([head, tail], special=False)
         return first, last
 
-    async def _excess(self) -> list[int]:
-        """Of each document: the tokens that it has more than may be read of it."""
-        most = self._of_document
-        if most is None:
+    @property
+    def _cuts(self) -> bool:
+        return bool(self._cut_to or self._of_document)
+
+    async def _lengths(self) -> list[int]:
+        """Of each document in tokens, where that is of interest."""
+        if not self._cuts:
             return [0] * len(self._pairs.documents)
-        found = await self._tokenizer.encode_all(self._pairs.documents, special=False)
-        return [max(0, len(tokens) - most) for tokens in found]
+        return list(map(len, await self._tokenizer.encode_all(self._pairs.documents, special=False)))
 
     async def _around(self) -> list[int]:
         """The special tokens around a text, which stay where it is cut."""
-        cuts = self._cut_to or self._of_document is not None
-        return await self._tokenizer.encode("") if cuts else []
+        return await self._tokenizer.encode("") if self._cuts else []
 
-    def _shortened(self, tokens: list[int], excess: int, around: Sequence[int]) -> list[int]:
-        count = len(tokens) - excess
+    def _count(self, whole: int, document: int) -> int:
+        """Tokens that are left of a prompt of `whole`, `document` of them of the document at its end."""
+        if self._of_document:
+            whole -= max(0, document - self._of_document)
         if self._cut_to:
-            count = min(count, self._cut_to if self._cut_to > 0 else self._most)
-        return cut_tokens(tokens, count=count, side="right", around=list(around))
+            whole = min(whole, self._cut_to if self._cut_to > 0 else self._most)
+        return whole
 
-    def _check(self, index: int, tokens: Sequence[int], *, kept_of_document: int) -> None:
+    def _shortened(self, tokens: list[int], document: int, around: list[int]) -> list[int]:
+        return cut_tokens(tokens, count=self._count(len(tokens), document), side="right", around=around)
+
+    def _check(self, index: int, tokens: Sequence[int], *, left: int) -> None:
+        """`left`: tokens of the document."""
         name = self._pairs.named(index)
-        if self._cut_to and kept_of_document < 1:
+        if self._cut_to and left < 1:
             raise InvalidParameter(
                 f"Invalid 'truncate_prompt_tokens': {self._cut_to} leave no room for '{name}' behind its query.",
                 param="truncate_prompt_tokens",

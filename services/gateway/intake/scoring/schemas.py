@@ -5,13 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from services.gateway.core.errors import (
-    InvalidParameter,
-    check_range,
-    check_size,
-    empty_array,
-    missing,
-)
+from services.gateway.core.errors import InvalidParameter, check_range, missing
 from services.gateway.intake.rules import check_neutral, check_truncation
 from services.gateway.intake.schemas import Count, LastTokens, PositiveCount, Priority, User, neutral
 from shared import limits
@@ -94,8 +88,6 @@ def pairs_of(request: Scored) -> Pairs:
     """The texts of a request, within their bounds. Raises `InvalidParameter` for the first thing wrong in
     `request`, as far as that needs no model."""
     check_neutral(request)
-    if request.truncate_prompt_tokens is not None:
-        check_truncation(request.truncate_prompt_tokens)
     pairs = _ranked(request) if isinstance(request, RerankRequest) else _scored(request)
     queries = sum(len(pairs.query_of(index)) for index in range(len(pairs.documents)))
     characters, most = queries + sum(map(len, pairs.documents)), limits.SCORED_CHARACTERS
@@ -129,7 +121,8 @@ def _scored(request: ScoreRequest) -> Pairs:
     for name in names:
         if getattr(request, name) is None:
             raise missing(name, "'text_1' and 'text_2', or 'queries' and 'documents'")
-    queries, documents = (_listed(name, getattr(request, name)) for name in names)
+    given = (getattr(request, name) for name in names)
+    queries, documents = ([one] if isinstance(one, str) else one for one in given)
     if len(queries) not in (1, len(documents)):
         raise InvalidParameter(
             f"Invalid '{names[0]}': {len(queries)} texts cannot be paired with {len(documents)}; send one, or as many "
@@ -140,16 +133,8 @@ def _scored(request: ScoreRequest) -> Pairs:
     return Pairs(queries, documents, *names)
 
 
-def _listed(name: str, given: str | list[str]) -> list[str]:
-    """msgspec holds no limits of one member of a union apart: they are looked at here."""
-    texts = [given] if isinstance(given, str) else given
-    if not texts:
-        raise empty_array(name)
-    check_size(name, texts, limits.SCORED_TEXTS)
-    return texts
-
-
 def check_lengths(request: ScoringRequest, card: ModelCard) -> None:
-    """Raises `InvalidParameter` where more tokens are asked for than the model reads."""
+    """Raises `InvalidParameter` where more tokens are asked for than the model reads, or none."""
     if request.truncate_prompt_tokens is not None:
+        check_truncation(request.truncate_prompt_tokens)
         check_range("truncate_prompt_tokens", request.truncate_prompt_tokens, -1, card.context_length)

@@ -181,9 +181,10 @@ async def test_a_language_model_answers_yes_or_no(
         await posted(http, "/v1/rerank", body | {"documents": ["good"]} | more)
         shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
         assert "<Document>: go<|end|>\n<|start|>assistant" in shown
-    refused = await http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": 9})
-    assert refused.status_code == 400, refused.text
-    assert "leave no room for 'documents[0]'" in refused.json()["error"]["message"]
+    for most in (9, whole - 4):
+        refused = await http.post("/v1/rerank", json=body | {"truncate_prompt_tokens": most})
+        assert refused.status_code == 400, refused.text
+        assert "leave no room for 'documents[0]'" in refused.json()["error"]["message"]
 
 
 async def test_pairs_are_joined_as_the_tokenizer_says(
@@ -378,6 +379,7 @@ async def test_lines_of_batches(http: httpx.AsyncClient, judged: FakeRing) -> No
         ("score", {"documents": ["b"] * 2049}, "array_above_max_length", "documents"),
         ("classify", {"input": []}, "empty_array", "input"),
         ("classify", {"input": ""}, "empty_prompt", "input"),
+        ("classify", {"truncate_prompt_tokens": 0}, "integer_below_min_value", "truncate_prompt_tokens"),
         ("classify", {"model": EMBEDDER}, "unsupported_task", "model"),
     ],
 )
