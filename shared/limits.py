@@ -153,6 +153,7 @@ UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's for
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")
 UPLOAD_FIELD_NAME = Limit("upload_field_name", 256, "characters", "the name of a field of an upload's form")
 UPLOAD_FORM = Limit("upload_form", 64 << 10, "bytes", "an upload's body that is not its file")
+UPLOAD_NAME = Limit("upload_name", 255, "characters", "the name of a file that is uploaded in parts")
 UPLOAD_PARTS = Limit("upload_parts", 10_000, "entries", "parts of an upload")
 UPLOAD_PART_BYTES = Limit("upload_part", 64 << 20, "bytes", "a part of an upload")
 UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")

@@ -30,7 +30,7 @@ class UploadExpiry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class NewUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(ge=1, le=2**53)]
-    filename: Annotated[str, Meta(min_length=1, max_length=255)]
+    filename: Annotated[str, limits.UPLOAD_NAME.length(min_length=1)]
     mime_type: str
     """Without effect: a file is its bytes."""
     purpose: Purpose

@@ -83,6 +83,7 @@ async def test_the_beginning_is_checked(client: openai.AsyncOpenAI, http: httpx.
         ({"bytes": 0}, "bytes"),
         ({"purpose": "fun"}, "purpose"),
         ({"filename": ""}, "filename"),
+        ({"filename": "a" * 256}, "filename"),
         ({"expires_after": {"anchor": "created_at", "seconds": 1}}, "expires_after.seconds"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
