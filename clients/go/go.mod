@@ -1,0 +1,3 @@
+module ryzanstein-client
+
+go 1.19
