@@ -187,6 +187,39 @@ async def test_a_language_model_answers_yes_or_no(
         assert "leave no room for 'documents[0]'" in refused.json()["error"]["message"]
 
 
+ASKING = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    "{{ message['content'] }}{% endfor %}"
+)
+
+
+async def test_templates_without_system_messages(http: httpx.AsyncClient, judged: FakeRing, bus: Bus) -> None:
+    files = answering_files() | {"chat_template.jinja": ASKING.encode()}
+    tokenizer = await add_tokenized(http, judged, bus, "plain", files)
+    await posted(http, "/rerank", {"model": "plain", "query": "q", "documents": ["d"]})
+    shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
+    assert shown == f"{JUDGE}\n<Instruct>: {INSTRUCT}\n<Query>: q\n<Document>: d"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(None, "has no chat template"), (b"{{ messages[0]['role'] }}", "does not show messages as they are")],
+)
+async def test_language_models_that_cannot_be_asked(
+    http: httpx.AsyncClient, judged: FakeRing, bus: Bus, template: bytes | None, message: str
+) -> None:
+    files = answering_files()
+    del files["chat_template.jinja"]
+    await add_tokenized(
+        http, judged, bus, "mute", files | ({"chat_template.jinja": template} if template else {})
+    )
+    answer = await http.post("/rerank", json={"model": "mute", "query": "q", "documents": ["d"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "unsupported_task")
+    assert message in error["message"]
+    assert not judged.requests
+
+
 async def test_pairs_are_joined_as_the_tokenizer_says(
     http: httpx.AsyncClient, judged: FakeRing, bus: Bus
 ) -> None:
