@@ -1,4 +1,4 @@
-"""A cross-encoder through the whole house: its scores are those of transformers."""
+"""Rerankers through the whole house, a cross-encoder and a language model: their scores are those of transformers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,10 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, processors
 
+from services.cli.target import LocalSettings
+from services.gateway.intake.scoring.prompts import INSTRUCT, JUDGE
+from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
+from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 from tests.unit.executor.model.encoders.tiny import make_encoder
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -63,3 +67,34 @@ def test_scores_over_http(stack: Stack, directory: Path) -> None:
         ).json()
         likely = torch.sigmoid(torch.tensor(expected)).tolist()
         assert [one["score"] for one in scores["data"]] == pytest.approx(likely, abs=1e-4)
+
+
+@pytest.mark.timeout(400)
+def test_a_language_model_answers_yes_or_no(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer
+
+    directory = ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
+    query, documents = (
+        "What is the capital of France?",
+        ["Bread is baked.", "Paris is the capital of France."],
+    )
+    with (
+        Stack(tmp_path, "--dtype", "fp32", "--no-smoke-test") as stack,
+        httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http,
+    ):
+        answer = http.post(
+            "/v1/score", json={"model": DEFAULT_MODEL, "queries": query, "documents": documents}
+        )
+        assert answer.status_code == 200, answer.text
+    tokenizer, model = AutoTokenizer.from_pretrained(str(directory)), load_reference(directory)
+    answers = [tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no")]
+    for document, scored in zip(documents, answer.json()["data"], strict=True):
+        pair = f"<Instruct>: {INSTRUCT}\n<Query>: {query}\n<Document>: {document}"
+        chat = [{"role": "system", "content": JUDGE}, {"role": "user", "content": pair}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.inference_mode():
+            logits = model(inputs["input_ids"]).logits[0, -1, answers]
+        assert scored["score"] == pytest.approx(logits.softmax(0)[0].item(), abs=1e-4)
