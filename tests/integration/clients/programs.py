@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,10 @@ ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "clients"
 CLIENT = ROOT / "clients" / "python" / "src"
 TYPESCRIPT = ROOT / "clients" / "typescript"
+RUST = ROOT / "clients" / "rust"
 BUILT = Path(tempfile.gettempdir()) / f"ryzanstein-examples-{os.getuid()}"
 """Kept between runs: what is built is built once."""
+CARGO_TARGET = BUILT / "cargo"
 NODE_WITH_WEBSOCKET = 22
 """The first major version whose WebSocket needs no flag."""
 
@@ -87,25 +89,41 @@ def javascript(name: str) -> Command:
     return [node, str(_javascript() / f"{name}.js")]
 
 
+@contextlib.contextmanager
+def copied(*folders: Path) -> Iterator[tuple[Path, Path | None]]:
+    """A copy of the folders, with their paths in the repository, and what to write once it is built; None: it is. It is
+    one for these sources, and of one test process at a time."""
+    made = {"node_modules", "dist", "target", "Cargo.lock"}
+    files = sorted(
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and not made & set(path.relative_to(folder).parts)
+    )
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    directory = BUILT / f"{folders[0].name}.{digest[:12]}"
+    BUILT.mkdir(exist_ok=True)
+    with Path(f"{directory}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = directory / "built"
+        if not built.exists():
+            for folder in folders:
+                target = directory / folder.relative_to(ROOT)
+                shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*made))
+        yield directory, None if built.exists() else built
+
+
 @functools.cache
 def typescript_client() -> Path:
-    """The TypeScript client, built in a copy: once for its sources, by whichever test process comes first."""
+    """The TypeScript client, built in a copy."""
     tool("node")
-    left_out = {"node_modules", "dist"}
-    sources = [path for path in TYPESCRIPT.rglob("*") if path.is_file() and not left_out & set(path.parts)]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
-    directory = BUILT / f"typescript-{digest[:12]}"
-    BUILT.mkdir(exist_ok=True)
-    with (BUILT / "typescript.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (directory / "built").exists():
-            shutil.copytree(
-                TYPESCRIPT, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*left_out)
-            )
-            npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
+    npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
+    with copied(TYPESCRIPT) as (copy, built):
+        directory = copy / TYPESCRIPT.relative_to(ROOT)
+        if built is not None:
             prepared(npm, directory, "npm cannot fetch the packages of clients/typescript")
             run_npm(directory, "run", "build")
-            (directory / "built").touch()
+            built.touch()
     return directory
 
 
@@ -147,29 +165,54 @@ def go(name: str) -> Command:
     return [str(target)]
 
 
-@functools.cache
-def _rust() -> Path:
-    """Cargo's own settings say where crates come from; without a network those of its cache do."""
+def cargo_offline(directory: Path) -> Command:
+    """Cargo with all crates at hand: those of its cache, of Debian's packages, or fetched now."""
     cargo = tool("cargo")
-    directory = BUILT / "rust"
-    shutil.copytree(
-        EXAMPLES / "rust",
-        directory,
-        dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns("target", "Cargo.lock"),
-    )
-    if _failure((cargo, "fetch", "--offline"), directory):
-        fetch = [cargo, "--config", "net.retry=0", "fetch"]
-        prepared(fetch, directory, "cargo cannot fetch the crates")
-    done = subprocess.run(
-        [cargo, "build", "--offline"], cwd=directory, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return directory / "target" / "debug"
+    debian = [
+        *(cargo, "--config", 'source.crates-io.replace-with="debian"'),
+        *("--config", 'source.debian.directory="/usr/share/cargo/registry"'),
+    ]
+    for command in ([cargo], debian):
+        if not _failure((*command, "fetch", "--offline"), directory):
+            return command
+    prepared([cargo, "--config", "net.retry=0", "fetch"], directory, "cargo cannot fetch the crates")
+    return [cargo]
+
+
+@functools.cache
+def rust_programs() -> Path:
+    """The examples, built in a copy; what cargo compiles of other crates is kept beside it."""
+    tool("cargo")
+    with copied(EXAMPLES / "rust", RUST) as (copy, built):
+        if built is not None:
+            directory = copy / "docs" / "clients" / "rust"
+            run_cargo(directory, "build")
+            for name in ("chat", "resume"):
+                shutil.copy2(CARGO_TARGET / "debug" / name, copy / name)
+            built.touch()
+    return copy
+
+
+def run_cargo(directory: Path, *arguments: str) -> str:
+    """What cargo prints, for one test process at a time; fails with it when it does not end well."""
+    BUILT.mkdir(exist_ok=True)
+    with Path(f"{CARGO_TARGET}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            [*cargo_offline(directory), *arguments, "--offline"],
+            cwd=directory,
+            env={**os.environ, "CARGO_TARGET_DIR": str(CARGO_TARGET)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def rust(name: str) -> Command:
-    return [str(_rust() / name)]
+    return [str(rust_programs() / name)]
 
 
 def curl(name: str) -> Command:
