@@ -53,7 +53,7 @@ async def ring(bus: Bus) -> AsyncIterator[FakeRing]:
     await fake.stop()
 
 
-@pytest.mark.timeout(360 + 8 * EXAMPLES)
+@pytest.mark.timeout(720 + 8 * EXAMPLES)
 @pytest.mark.slow
 async def test_schemathesis_finds_nothing(
     gateway: RunningGateway, ring: FakeRing, tmp_path: Path, capfd: pytest.CaptureFixture[str]
