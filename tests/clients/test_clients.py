@@ -155,15 +155,15 @@ def test_anthropic_npm(stack: Stack) -> None:
 
 
 def test_ollama(stack: Stack) -> None:
-    client = ollama.Client(host=stack.url, timeout=30)
-    options = {"num_predict": 8, "seed": 7}
-    messages = [{"role": "user", "content": "Hi"}]
-    whole = client.chat(MODEL, messages, options=options)
-    parts = list(client.chat(MODEL, messages, options=options, stream=True))
-    assert "".join(part.message.content or "" for part in parts) == whole.message.content
-    assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 8)
-    assert [one.model for one in client.list().models] == [f"{MODEL}:latest"]
-    assert [len(one) for one in client.embed(MODEL, ["Hi", "there"]).embeddings] == EMBEDDINGS
+    with ollama.Client(host=stack.url, timeout=30) as client:
+        options = {"num_predict": 8, "seed": 7}
+        messages = [{"role": "user", "content": "Hi"}]
+        whole = client.chat(MODEL, messages, options=options)
+        parts = list(client.chat(MODEL, messages, options=options, stream=True))
+        assert "".join(part.message.content or "" for part in parts) == whole.message.content
+        assert (parts[-1].done_reason, parts[-1].eval_count) == ("length", 8)
+        assert [one.model for one in client.list().models] == [f"{MODEL}:latest"]
+        assert [len(one) for one in client.embed(MODEL, ["Hi", "there"]).embeddings] == EMBEDDINGS
 
 
 def test_ollama_npm(stack: Stack) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from services.gateway.batches.files import Files
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.decoding import refusal
+from shared import limits
 from shared.errors import InvalidRequest
 from shared.messages.batches import BatchError, BatchJob
 
@@ -128,7 +129,6 @@ async def input_lines(files: Files, job: BatchJob, body_limit: int) -> AsyncGene
 # --- whether they are requests of one batch ------------------------------------------------------
 
 MAX_ERRORS = 100
-CUSTOM_ID_CHARACTERS = 512
 CheckBody = Callable[[msgspec.Raw], str]
 """Returns the model of a body; raises `InvalidRequest`."""
 
@@ -163,11 +163,11 @@ def parse(line: Line, url: str) -> Request:
     """The request of `line`. Raises `Wrong`."""
     fields = _fields(line)
     custom_id = fields.custom_id
-    if not 0 < len(custom_id) <= CUSTOM_ID_CHARACTERS:
+    if not 0 < len(custom_id) <= limits.CUSTOM_ID.value:
         raise Wrong(
             line.number,
             "invalid_custom_id",
-            f"A custom_id has 1 to {CUSTOM_ID_CHARACTERS} characters.",
+            f"A custom_id has 1 to {limits.CUSTOM_ID.value} characters.",
             "custom_id",
         )
     if fields.method != "POST":

@@ -25,7 +25,7 @@ from services.gateway.api.dialects import MESSAGES, AnthropicError
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
 from services.gateway.batches.dependencies import LineEndpoint
-from services.gateway.batches.lines import AT_ONCE, CUSTOM_ID_CHARACTERS, Checker, Line, LineSplitter
+from services.gateway.batches.lines import AT_ONCE, Checker, Line, LineSplitter
 from services.gateway.batches.service import BatchCreate
 from services.gateway.batches.states import needs_work
 from services.gateway.core.asgi import header
@@ -36,6 +36,7 @@ from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import check_idempotency_key
 from services.gateway.lifecycle.idempotency import fingerprint
+from shared import limits
 from shared.errors import UnknownModel
 from shared.messages.batches import BatchJob
 
@@ -48,7 +49,7 @@ _KEYS_OF = "messages "
 
 
 class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    custom_id: Annotated[str, Meta(min_length=1, max_length=CUSTOM_ID_CHARACTERS)]
+    custom_id: Annotated[str, limits.CUSTOM_ID.length(min_length=1)]
     params: MessagesRequest
 
 

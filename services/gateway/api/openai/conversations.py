@@ -71,6 +71,7 @@ CREATE = Operation(
     "A conversation, which responses read and add to.",
     TAG,
     request=NewConversation,
+    needs_body=False,
     example={"items": [{"role": "user", "content": "My name is Ada."}], "metadata": {"topic": "names"}},
     response=Conversation,
     errors=(404, 413),

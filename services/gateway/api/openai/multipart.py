@@ -15,11 +15,17 @@ from python_multipart.multipart import MultipartParser
 from services.gateway.core.asgi import header
 from services.gateway.core.errors import ClientGone, InvalidParameter, RequestTimeout
 from shared.errors import PayloadTooLarge
-from shared.limits import UPLOAD_BYTES, UPLOAD_FIELD, UPLOAD_FIELD_NAME, UPLOAD_FIELDS, UPLOAD_FORM
+from shared.limits import (
+    UPLOAD_BYTES,
+    UPLOAD_FIELD,
+    UPLOAD_FIELD_NAME,
+    UPLOAD_FIELDS,
+    UPLOAD_FORM,
+    UPLOAD_NAME,
+)
 from shared.service.endpoints import Receive, Scope
 
 FORM_ROOM = UPLOAD_FORM.value
-NAME_CHARACTERS = 255
 _END = b""
 
 
@@ -160,7 +166,7 @@ class MultipartForm:
             if self._file_seen:
                 raise InvalidParameter("Send one file at a time.", param=self._name, reason="invalid_value")
             self._file_seen = self._in_file = True
-            self.filename = filename.replace("\\", "/").rpartition("/")[2][:NAME_CHARACTERS]
+            self.filename = filename.replace("\\", "/").rpartition("/")[2][: UPLOAD_NAME.value]
         self._field = name
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:

@@ -1,5 +1,7 @@
 """The operations of chat, completions, models and generations, and of what every service answers."""
 
+from typing import Any
+
 from services.gateway.api.cluster import ClusterState
 from services.gateway.api.openai import shapes
 from services.gateway.api.openai.completions import Cancelled
@@ -126,7 +128,8 @@ GENERATION_STREAM = Operation(
     "The events of a generation, from where you stand.",
     "Generations",
     "In the format of the endpoint that began it; without `Last-Event-ID` from the beginning.",
-    events=(shapes.ChatCompletionChunk, shapes.Completion),
+    events=(shapes.ChatCompletionChunk, shapes.Completion, shapes.TypedEvent),
+    lines=(dict[str, Any],),
     parameters=(operation.LAST_EVENT,),
     errors=(504,),
 )

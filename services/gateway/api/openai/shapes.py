@@ -100,6 +100,12 @@ class ChatChunkChoice(msgspec.Struct):
     token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
+class TypedEvent(msgspec.Struct):
+    """The data of an event of a response or of a message of Anthropic's API."""
+
+    type: str
+
+
 class ChatCompletionChunk(msgspec.Struct):
     """The data of an event. The one with `usage` has no choices."""
 

@@ -38,7 +38,7 @@ class NewUpload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UploadCompletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    part_ids: Annotated[list[str], limits.UPLOAD_PARTS.length()]
+    part_ids: Annotated[list[str], limits.UPLOAD_PARTS.length(min_length=1)]
     md5: str | None = None
 
 

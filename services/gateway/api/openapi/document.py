@@ -89,7 +89,7 @@ def _operation(operation: Operation, shown: dict[int, Any], settings: GatewaySet
         if operation.example is not None:
             content[JSON]["example"] = operation.example
     if content:
-        answer["requestBody"] = {"required": True, "content": content}
+        answer["requestBody"] = {"required": operation.needs_body, "content": content}
     return answer
 
 

@@ -67,6 +67,8 @@ class Operation(msgspec.Struct, frozen=True):
     description: str = ""
     request: Any = None
     """The type that the JSON body is decoded as; None: the request has no body."""
+    needs_body: bool = True
+    """Whether the request may not come without its body."""
     request_content: Mapping[str, Any] = {}
     """Bodies that are not JSON: their schemas by content type."""
     example: Any = None

@@ -114,10 +114,7 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
     if path == "/v1/chat/completions" and number % 2:
         body["store"] = True
     if path.startswith("/v1/responses"):
-        before = [body.pop(name, None) for name in ("previous_response_id", "conversation")]
-        body.pop("context_management", None)
-        if any(one is not None for one in before) or isinstance(body.get("input"), list):
-            body["input"] = "Hi"
+        _fit_response(path, body)
     if path.startswith("/v1/conversations") and body.get("items") is not None:
         body["items"] = [{"role": "user", "content": "Hi"}]
     if path == "/v1/uploads":
@@ -130,6 +127,17 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
         if number % 4:
             body["input_file_id"] = FILE
         body["completion_window"] = f"{1 + number % 7}{'smhd'[number % 4]}"  # the most of it is a setting
+
+
+def _fit_response(path: str, body: dict[str, Any]) -> None:
+    """What is before it is not known; to shorten a conversation there must be one."""
+    before = [body.pop(name, None) for name in ("previous_response_id", "conversation")]
+    body.pop("context_management", None)
+    given = body.get("input")
+    if any(one is not None for one in before) or isinstance(given, list):
+        body["input"] = "Hi"
+    if path == "/v1/responses/compact" and given is None:
+        body["input"] = "Hi"
 
 
 def _fit_pairs(body: dict[str, Any]) -> None:
@@ -199,7 +207,9 @@ def shallow(body: dict[str, Any]) -> dict[str, Any]:
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if name not in (*DEEP, "tool_call_id")}
     role = "user" if kept["role"] in ("tool", "function") else kept["role"]
-    return kept | {"role": role, "content": "Hi" if kept.get("content") is None else kept["content"]}
+    content = kept.get("content")
+    is_text = isinstance(content, str) or (content and all(part.get("file") is None for part in content))
+    return kept | {"role": role, "content": content if is_text else "Hi"}
 
 
 MOST = {
@@ -215,7 +225,8 @@ MOST = {
 def fitting(body: dict[str, Any]) -> dict[str, Any]:
     """`body` for the model that is there."""
     body = body | ({"model": MODEL} if "model" in body else {})
-    body.pop("max_completion_tokens", None)
+    for name in ("max_completion_tokens", "prompt_name"):
+        body.pop(name, None)
     for name, most in MOST.items():
         if isinstance(body.get(name), int):
             body[name] = min(body[name], most)

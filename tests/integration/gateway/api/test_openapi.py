@@ -8,6 +8,7 @@ import httpx
 import jsonschema_rs
 import msgspec
 import pytest
+from msgspec import inspect
 from starlette.routing import Route
 
 from services.gateway.api.app import GatewayApp
@@ -94,6 +95,35 @@ def test_limits_of_this_gateway_are_in_it(app: GatewayApp) -> None:
     made = document(app.routes, GatewaySettings(background_limit=77))
     given = {item["name"]: item for item in made["paths"]["/v1/completions"]["post"]["parameters"]}
     assert given["X-Ryzanstein-Background"]["schema"]["maximum"] == 77
+
+
+def test_every_most_of_a_request_is_a_limit_with_a_name(app: GatewayApp) -> None:
+    """A value that is longer is refused by the name of what it exceeds; lengths without one could not be."""
+    nameless = [
+        f"{operation.request.__name__}: {kind}"
+        for operation in operations(app)
+        if operation.request
+        for kind in unnamed(inspect.type_info(operation.request), {}, set())
+    ]
+    assert nameless == []
+
+
+def unnamed(kind: inspect.Type, extra: dict[str, Any], seen: set[type]) -> Iterator[str]:
+    """Types in `kind` that have a greatest length and no limit beside it."""
+    if isinstance(kind, inspect.Metadata):
+        yield from unnamed(kind.type, kind.extra or {}, seen)
+        return
+    if getattr(kind, "max_length", None) is not None and "limit" not in extra:
+        yield str(kind)
+    if isinstance(kind, inspect.StructType):
+        if kind.cls in seen:
+            return
+        seen.add(kind.cls)
+    parts = [getattr(kind, name, None) for name in ("item_type", "key_type", "value_type")]
+    parts += [field.type for field in getattr(kind, "fields", ())] + list(getattr(kind, "types", ()))
+    for part in parts:
+        if part is not None:
+            yield from unnamed(part, {}, seen)
 
 
 async def test_answers_are_what_it_says_to_the_last_field(
