@@ -37,7 +37,7 @@ class RerankRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     query: Text
     documents: Annotated[list[Text | TextDocument], limits.SCORED_TEXTS.length(min_length=1)]
     top_n: Count | None = None
-    """So many of the documents, the best ones, no more than there are; left out or 0: all."""
+    """So many of the documents, the best ones, or as many as there are; left out or 0: all."""
     return_documents: bool | None = None
     """Whether results have the documents' texts; true where it is left out."""
     max_tokens_per_doc: PositiveCount | None = None
@@ -103,8 +103,6 @@ def pairs_of(request: Scored) -> Pairs:
 
 def _ranked(request: RerankRequest) -> Pairs:
     documents = [one if isinstance(one, str) else one.text for one in request.documents]
-    if request.top_n is not None:
-        check_range("top_n", request.top_n, 0, len(documents))
     return Pairs([request.query], documents, "query", "documents")
 
 

@@ -100,8 +100,9 @@ async def test_some_are_shown_and_logits_as_they_are(http: httpx.AsyncClient, ju
         {"index": 1, "relevance_score": 1.0},
         {"index": 2, "relevance_score": 0.0},
     ]
-    everything = await posted(http, "/v1/rerank", RANK | {"top_n": 0})
-    assert len(everything["results"]) == 3
+    for more in (0, 4):  # clients name a number, however few documents there are
+        everything = await posted(http, "/v1/rerank", RANK | {"top_n": more})
+        assert len(everything["results"]) == 3
 
 
 async def test_long_documents_are_cut(http: httpx.AsyncClient, judged: FakeRing) -> None:
@@ -392,7 +393,6 @@ async def test_lines_of_batches(http: httpx.AsyncClient, judged: FakeRing) -> No
         ("rerank", {"documents": [{"title": "b"}]}, "unknown_parameter", "documents[0].title"),
         ("rerank", {"documents": ["b"] * 2049}, "array_above_max_length", "documents"),
         ("rerank", {"query": ""}, "empty_string", "query"),
-        ("rerank", {"top_n": 4}, "integer_above_max_value", "top_n"),
         ("rerank", {"top_n": -1}, "integer_below_min_value", "top_n"),
         ("rerank", {"rank_fields": ["title"]}, "unsupported_parameter", "rank_fields"),
         ("rerank", {"max_chunks_per_doc": 3}, "unsupported_parameter", "max_chunks_per_doc"),
