@@ -70,7 +70,7 @@ WRONG_CHATS = [
     (GOOD | {"min_tokens": 2046, "ignore_eos": True}, "integer_above_max_value", "min_tokens"),
     (GOOD | {"min_tokens": -1}, "integer_below_min_value", "min_tokens"),
     (GOOD | {"logit_bias": {"7": 101}}, "decimal_above_max_value", "logit_bias.7"),
-    (GOOD | {"prompt_cache_options": {"mode": "explicit"}}, "unsupported_parameter", "prompt_cache_options"),
+    (GOOD | {"prompt_cache_options": {"mode": "loud"}}, "invalid_value", "prompt_cache_options.mode"),
     (GOOD | {"seed": 2**70}, "integer_above_max_value", "seed"),
 ]
 WRONG_COMPLETIONS = [

@@ -171,8 +171,8 @@ async def test_a_tier_is_a_lane_and_the_answer_names_it(client: openai.AsyncOpen
         service_tier="flex",  # type: ignore[arg-type]
     )
     assert {chunk.service_tier async for chunk in stream} == {"flex"}
-    with pytest.raises(openai.BadRequestError, match="scale"):
-        await client.chat.completions.create(model=MODEL, messages=HELLO, service_tier="scale")  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="slow"):
+        await client.chat.completions.create(model=MODEL, messages=HELLO, service_tier="slow")  # type: ignore[arg-type]
 
 
 async def test_a_stored_answer_is_found_with_its_metadata(
@@ -278,7 +278,7 @@ async def test_seeds_can_be_compared_by_the_fingerprint(http: httpx.AsyncClient,
         (CHAT, {"verbosity": "loud"}, "verbosity"),
         (CHAT, {"verbosity": "low"}, "verbosity"),  # the stub has no template that could show it
         (CHAT, {"reasoning_effort": "huge"}, "reasoning_effort"),
-        (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        (CHAT, {"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
         (CHAT, {"bad_words": ["x"], "response_format": {"type": "json_object"}}, "bad_words"),
         (COMPLETIONS, {"min_tokens": 3, "guided_regex": "a|b"}, "min_tokens"),
         (COMPLETIONS, {"allowed_token_ids": [97], "guided_choice": ["a"]}, "allowed_token_ids"),
