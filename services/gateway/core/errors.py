@@ -1,8 +1,10 @@
 """Errors as clients see them: a status, a body in OpenAI's shape, and the words that many checks share."""
 
+import contextlib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -111,6 +113,27 @@ class InvalidParameter(InvalidRequest):
         self.reason = reason
         self.problems = problems
         """Everything that is wrong, where more than one thing is told."""
+
+
+@contextlib.contextmanager
+def renamed(
+    name_of: Callable[[str], str], prompt: str, words: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Errors of what a request was translated into, in the words of the request. `name_of`: of a field, its own name;
+    `prompt`: its field that may be too long; `words`: of the error that says so, in order."""
+    try:
+        yield
+    except InvalidParameter as error:
+        if not error.param:
+            raise
+        param = name_of(error.param)
+        message = error.message.replace(f"'{error.param}'", f"'{param}'")
+        raise InvalidParameter(message, param=param, reason=error.reason) from None
+    except ContextLengthExceeded as error:
+        message = error.message
+        for word, own in words.items():
+            message = message.replace(word, own)
+        raise ContextLengthExceeded(message, param=prompt) from None
 
 
 class RouteError(InvalidRequest):

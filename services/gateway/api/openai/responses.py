@@ -32,7 +32,7 @@ from services.gateway.intake.responses.schemas import (
     ResponseRequest,
     check_include,
 )
-from services.gateway.intake.responses.translation import renamed
+from services.gateway.intake.responses.translation import own_words
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.response_items import Item
@@ -307,7 +307,7 @@ async def compact(ask: Ask) -> CompactedResponse:
     intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
     body = await ask.body(ask.settings.body_limit)
     chat = await intake.responses.compact(body, context)
-    with renamed():
+    with own_words():
         run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))
     with reading(run, ask.scope, ask.receive):
         await run.begin()

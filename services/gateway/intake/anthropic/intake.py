@@ -11,8 +11,8 @@ from services.gateway.intake.anthropic.schemas import CountTokensRequest, InputF
 from services.gateway.intake.anthropic.translation import (
     asks_for_reasoning,
     chat_request,
+    own_words,
     reasoning_fields,
-    renamed,
     with_hint,
 )
 from services.gateway.intake.decoding import decode
@@ -66,14 +66,14 @@ class MessagesIntake:
         if asks_for_reasoning(request):
             await self._chat.loaded(request, context)
             reasoning = await self._reasoning(request, context.answer_headers)
-        with renamed():
+        with own_words():
             chat = chat_request(request, reasoning)
             return await self._chat.chat_run(chat, msgspec.structs.replace(context, endpoint="messages"))
 
     def check(self, body: bytes | msgspec.Raw) -> MessagesRequest:
         """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
         request = self._decoded(body, self._request, {})
-        with renamed():
+        with own_words():
             chat_request(request, {})
         return request
 
@@ -81,7 +81,7 @@ class MessagesIntake:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
         request = self._decoded(body, self._count, headers)
         reasoning = await self._reasoning(request, headers) if asks_for_reasoning(request) else {}
-        with renamed():
+        with own_words():
             return await self._chat.chat_tokens(chat_request(request, reasoning))
 
     def _decoded(

@@ -12,10 +12,9 @@
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from services.gateway.core.errors import InvalidParameter, check_range, missing, unsupported
+from services.gateway.core.errors import InvalidParameter, check_range, missing, renamed, unsupported
 from services.gateway.intake.anthropic.conversation import chat_messages
 from services.gateway.intake.anthropic.schemas import (
     LEAST_BUDGET,
@@ -29,7 +28,6 @@ from services.gateway.intake.decoding import convert
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
-from shared.errors import ContextLengthExceeded
 from shared.limits import USER_CHARACTERS
 from shared.messages import ModelCard
 
@@ -189,24 +187,12 @@ def with_hint(error: InvalidParameter) -> InvalidParameter:
     return InvalidParameter(f"{error.message.rstrip('.')}; {hint}.", param=error.param, reason=error.reason)
 
 
-@contextlib.contextmanager
-def renamed() -> Iterator[None]:
+def own_words() -> contextlib.AbstractContextManager[None]:
     """Errors of the chat path, in the words of this API."""
-    try:
-        yield
-    except InvalidParameter as error:
-        param = _renamed(error.param)
-        message = error.message
-        if error.param and param:
-            message = message.replace(f"'{error.param}'", f"'{param}'")
-        raise InvalidParameter(message, param=param, reason=error.reason) from None
-    except ContextLengthExceeded as error:
-        raise ContextLengthExceeded(error.message, param="messages") from None
+    return renamed(_name_of, "messages")
 
 
-def _renamed(param: str | None) -> str | None:
-    if param is None:
-        return None
+def _name_of(param: str) -> str:
     name = _FUNCTION.sub(r"\1", param)
     if name != param:
         return name.replace(".parameters", ".input_schema")

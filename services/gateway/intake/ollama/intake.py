@@ -19,7 +19,7 @@ from services.gateway.intake.ollama.translation import (
     completion_of,
     embedding_of,
     ignored_options,
-    renamed,
+    own_words,
     thinking_of,
 )
 from services.gateway.intake.record import Context
@@ -48,7 +48,7 @@ class OllamaIntake:
             endpoint = "ollama.chat"
         context = msgspec.structs.replace(context, endpoint=endpoint)
         print_ = fingerprint(body) if context.key else ""
-        with renamed(request):
+        with own_words(request):
             made = await self._translated(request, context)
             return await self._intake.prepare_decoded(endpoint, made, context, print_)
 

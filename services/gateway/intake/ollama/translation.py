@@ -10,12 +10,12 @@ What the way of a chat refuses is told under the name that the client knows.
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidParameter, RouteError, renamed
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.extra_fields import ignored_fields
 from services.gateway.intake.ollama.schemas import (
@@ -36,7 +36,6 @@ from services.gateway.intake.schemas import (
 )
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.schemas import CalledFunction, ToolCall
-from shared.errors import ContextLengthExceeded
 
 Asked = OllamaChatRequest | OllamaGenerateRequest
 LATEST = ":latest"
@@ -257,26 +256,14 @@ _NAMES = {
 """The chat's fields, and what they are called here; a longer name before its beginning."""
 
 
-@contextlib.contextmanager
-def renamed(request: Asked) -> Iterator[None]:
+def own_words(request: Asked) -> contextlib.AbstractContextManager[None]:
     """Errors of a chat's way, in the words of `request`."""
     whole = "prompt" if isinstance(request, OllamaGenerateRequest) else "messages"
-    try:
-        yield
-    except InvalidParameter as error:
-        param = _renamed(error.param, whole)
-        message = error.message
-        if error.param and param:
-            message = message.replace(f"'{error.param}'", f"'{param}'")
-        raise InvalidParameter(message, param=param, reason=error.reason) from None
-    except ContextLengthExceeded as error:
-        message = error.message.replace("max_tokens", "options.num_predict").replace("messages", whole)
-        raise ContextLengthExceeded(message, param=whole) from None
+    words = {"max_tokens": "options.num_predict", "messages": whole}
+    return renamed(lambda param: _name_of(param, whole), whole, words)
 
 
-def _renamed(param: str | None, whole: str) -> str | None:
-    if param is None:
-        return None
+def _name_of(param: str, whole: str) -> str:
     if param.startswith("messages"):
         return param if whole == "messages" else whole
     for name, ours in _NAMES.items():

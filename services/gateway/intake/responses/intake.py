@@ -26,7 +26,7 @@ from services.gateway.intake.responses.schemas import (
     check_request,
     conversation_of,
 )
-from services.gateway.intake.responses.translation import MakeResponse, chat_request, renamed
+from services.gateway.intake.responses.translation import MakeResponse, chat_request, own_words
 from services.gateway.intake.rules import check_streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.lifecycle.answer import new_identity
@@ -84,12 +84,12 @@ class ResponseIntake:
         identity = new_identity(self._writer, time.time())
         past, own = await self._items(request, identity, context.tenant)
         items = compaction.behind_last(past + own)
-        with renamed():
+        with own_words():
             if (shorter := await self._shortened(request, items, context)) is not None:
                 items = own = shorter
         make = MakeResponse(identity, request, own)
         context = self._in_background(request, context)
-        with renamed():
+        with own_words():
             return await self._fitting(request, items, context, make)
 
     async def compact(self, body: bytes, context: Context) -> ChatCompletionRequest:
@@ -98,7 +98,7 @@ class ResponseIntake:
         check_input_fields(request)
         card = await self._chat.loaded(request, context)
         past, own = await self._items(request, new_identity(self._writer, time.time()), context.tenant)
-        with renamed():
+        with own_words():
             return _summarizing(request, compaction.behind_last(past + own), card.context_length)
 
     async def _shortened(
@@ -131,7 +131,7 @@ class ResponseIntake:
         request = decode(body, self._count)
         check_input_fields(request)
         past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
-        with renamed():
+        with own_words():
             items = compaction.behind_last(past + own)
             return await self._chat.chat_tokens(chat_request(request, items), tenant)
 

@@ -18,6 +18,7 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.schemas import (
     AnyItem,
+    CallItem,
     CallOutputItem,
     CompactionItem,
     CustomToolCallItem,
@@ -97,33 +98,32 @@ def _read_message(raw: msgspec.Raw, path: str, identity: str, index: int) -> Ite
 
 def _read_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, FunctionCallItem, path)
-    _check_given(item, path, _REFUSED_IN_CALLS)
-    shown = {
-        "id": item.id or input_id("function_call", identity, index),
-        "type": "function_call",
-        "status": item.status or "completed",
-        "call_id": item.call_id,
-        "name": item.name,
-        "arguments": item.arguments,
-    }
-    return shown | _from_where(item)
+    return (
+        _called(item, path, "function_call", identity, index)
+        | {"arguments": item.arguments}
+        | _from_where(item)
+    )
 
 
 def _read_custom_call(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
     item = _decode(raw, CustomToolCallItem, path)
+    return (
+        _called(item, path, "custom_tool_call", identity, index) | {"input": item.input} | _from_where(item)
+    )
+
+
+def _called(item: CallItem, path: str, kind: str, identity: str, index: int) -> Item:
     _check_given(item, path, _REFUSED_IN_CALLS)
-    shown = {
-        "id": item.id or input_id("custom_tool_call", identity, index),
-        "type": "custom_tool_call",
+    return {
+        "id": item.id or input_id(kind, identity, index),
+        "type": kind,
         "status": item.status or "completed",
         "call_id": item.call_id,
         "name": item.name,
-        "input": item.input,
     }
-    return shown | _from_where(item)
 
 
-def _from_where(item: FunctionCallItem | CustomToolCallItem | CallOutputItem) -> Item:
+def _from_where(item: CallItem | CallOutputItem) -> Item:
     caller: Item = {"caller": {"type": item.caller.type}} if item.caller else {}
     return caller | ({"namespace": item.namespace} if item.namespace else {})
 

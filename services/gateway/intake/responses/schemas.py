@@ -327,38 +327,30 @@ class Caller(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a program."""
 
 
-class FunctionCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What calls of functions and of custom tools have in common."""
+
     type: str
     call_id: str
     name: str
+    id: str | None = None
+    status: Status | None = None
+    caller: Caller | None = None
+
+    namespace: str | None = None
+    """Of the function: the model reads it before the name."""
+
+    # refused where they are given
+    async_: Any = msgspec.field(default=None, name="async")
+    created_by: Any = None
+
+
+class FunctionCallItem(CallItem, frozen=True, forbid_unknown_fields=True, kw_only=True):
     arguments: str
-    id: str | None = None
-    status: Status | None = None
-    caller: Caller | None = None
-
-    namespace: str | None = None
-    """Of the function: the model reads it before the name."""
-
-    # refused where they are given
-    async_: Any = msgspec.field(default=None, name="async")
-    created_by: Any = None
 
 
-class CustomToolCallItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: str
-    call_id: str
-    name: str
+class CustomToolCallItem(CallItem, frozen=True, forbid_unknown_fields=True, kw_only=True):
     input: str
-    id: str | None = None
-    status: Status | None = None
-    caller: Caller | None = None
-
-    namespace: str | None = None
-    """Of the function: the model reads it before the name."""
-
-    # refused where they are given
-    async_: Any = msgspec.field(default=None, name="async")
-    created_by: Any = None
 
 
 class CallOutputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

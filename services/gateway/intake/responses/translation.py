@@ -9,12 +9,12 @@ What the chat path refuses is told under the name that the client knows.
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import renamed
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.responses.items import chat_messages
 from services.gateway.intake.responses.schemas import (
@@ -29,7 +29,6 @@ from services.gateway.intake.responses.schemas import (
 )
 from services.gateway.intake.schemas import ChatCompletionRequest, marked
 from services.gateway.streams.response_items import Item
-from shared.errors import ContextLengthExceeded
 from shared.messages import SamplingParams
 from shared.messages.records import ResponseRecord
 
@@ -89,7 +88,7 @@ def chat_request(
             "user": request.user,
         }
     given = {name: value for name, value in body.items() if value is not None}
-    with renamed():
+    with own_words():
         return convert(given, ChatCompletionRequest)
 
 
@@ -158,25 +157,12 @@ def _nested(tool: Any) -> Any:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def renamed() -> Iterator[None]:
+def own_words() -> contextlib.AbstractContextManager[None]:
     """Errors of the chat path, in the words of a response's request."""
-    try:
-        yield
-    except InvalidParameter as error:
-        param = _renamed(error.param)
-        message = error.message
-        if error.param and param:
-            message = message.replace(f"'{error.param}'", f"'{param}'")
-        raise InvalidParameter(message, param=param, reason=error.reason) from None
-    except ContextLengthExceeded as error:
-        message = error.message.replace("max_tokens", "max_output_tokens").replace("messages", "input")
-        raise ContextLengthExceeded(message, param="input") from None
+    return renamed(_name_of, "input", {"max_tokens": "max_output_tokens", "messages": "input"})
 
 
-def _renamed(param: str | None) -> str | None:
-    if param is None:
-        return None
+def _name_of(param: str) -> str:
     if _MESSAGE.match(param):
         return "input"
     param = _TOOL.sub(r"\1", param).replace(".format.grammar", ".format")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake import rules
 from services.gateway.intake.anthropic.schemas import MessagesRequest
-from services.gateway.intake.anthropic.translation import chat_request, reasoning_fields, renamed
+from services.gateway.intake.anthropic.translation import chat_request, own_words, reasoning_fields
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.tokenizer.templates import Traits
 from shared.errors import ContextLengthExceeded
@@ -231,8 +231,8 @@ def test_the_thinking_of_each_kind_of_model() -> None:
     ],
 )
 def test_errors_speak_of_the_clients_fields(param: str | None, shown: str | None) -> None:
-    with pytest.raises(InvalidParameter) as refused, renamed():
+    with pytest.raises(InvalidParameter) as refused, own_words():
         raise InvalidParameter(f"Invalid '{param}': no.", param=param, reason="invalid_value")
     assert (refused.value.param, refused.value.message) == (shown, f"Invalid '{shown}': no.")
-    with pytest.raises(ContextLengthExceeded), renamed():
+    with pytest.raises(ContextLengthExceeded), own_words():
         raise ContextLengthExceeded("Too long.", param="messages")

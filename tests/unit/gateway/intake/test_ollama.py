@@ -16,7 +16,7 @@ from services.gateway.intake.ollama.translation import (
     checked,
     completion_of,
     names_of,
-    renamed,
+    own_words,
     seconds_of,
     tagged,
     thinking_of,
@@ -133,7 +133,7 @@ def test_a_model_without_a_template_is_given_the_texts() -> None:
 def test_errors_in_the_words_of_the_client(ours: str | None, theirs: str | None) -> None:
     with (
         pytest.raises(InvalidParameter) as told,
-        renamed(OllamaGenerateRequest(model="m")),
+        own_words(OllamaGenerateRequest(model="m")),
     ):
         raise InvalidParameter(f"Invalid '{ours}'.", param=ours, reason="x")
     assert (told.value.param, told.value.message) == (theirs, f"Invalid '{theirs}'.")
@@ -142,6 +142,6 @@ def test_errors_in_the_words_of_the_client(ours: str | None, theirs: str | None)
 def test_a_conversation_that_is_too_long_in_the_words_of_the_client() -> None:
     with (
         pytest.raises(ContextLengthExceeded, match=r"shorten the messages or options\.num_predict"),
-        renamed(chat()),
+        own_words(chat()),
     ):
         raise ContextLengthExceeded("Please shorten the messages or max_tokens.", param="messages")

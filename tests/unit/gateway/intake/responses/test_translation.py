@@ -13,7 +13,7 @@ from services.gateway.intake.chat import plan_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.items import chat_messages, droppable, read_input
 from services.gateway.intake.responses.schemas import ResponseRequest, check_request
-from services.gateway.intake.responses.translation import chat_request, renamed, shown_fields
+from services.gateway.intake.responses.translation import chat_request, own_words, shown_fields
 from services.gateway.intake.rules import check_chat
 from services.gateway.intake.structured_output import wanted_by
 from services.gateway.streams.response_items import Item
@@ -86,13 +86,13 @@ def test_thoughts_belong_to_the_turn_behind_them() -> None:
     ],
 )
 def test_errors_have_the_clients_names(theirs: str | None, ours: str | None) -> None:
-    with pytest.raises(InvalidParameter) as caught, renamed():
+    with pytest.raises(InvalidParameter) as caught, own_words():
         raise InvalidParameter(f"Invalid '{theirs}'.", param=theirs, reason="invalid_value")
     assert (caught.value.param, caught.value.message) == (ours, f"Invalid '{ours}'.")
 
 
 def test_a_context_that_is_too_short_is_the_inputs_fault() -> None:
-    with pytest.raises(ContextLengthExceeded) as caught, renamed():
+    with pytest.raises(ContextLengthExceeded) as caught, own_words():
         raise ContextLengthExceeded("reduce the messages or max_tokens", param="messages")
     assert caught.value.message == "reduce the input or max_output_tokens"
 
@@ -143,7 +143,7 @@ def taken(body: dict[str, Any]) -> tuple[ResponseRequest, list[Item]]:
     request = decode(msgspec.json.encode(body), msgspec.json.Decoder(ResponseRequest))
     check_request(request)
     items = [item for item in read_input(request.input or [], IDENTITY) if isinstance(item, dict)]
-    with renamed():
+    with own_words():
         chat = chat_request(request, items)
         check_chat(chat)
         wanted_by(chat)
