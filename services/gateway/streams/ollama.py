@@ -114,9 +114,10 @@ class OllamaFormat(Format):
         )
 
     def _figures(self, tokens: int) -> dict[str, int]:
-        """No time is 0: clients divide by it."""
+        """No time is 0: clients divide by it. What is shown at its end alone has all its time as that of its tokens, so
+        that a rate made of it is too low and never absurd."""
         now = time.perf_counter_ns()
-        first = now if self._open else self._first
+        first = self._began if self._open else self._first
         return {
             "total_duration": max(1, now - self._began),
             "load_duration": 0,

@@ -64,6 +64,7 @@ async def test_a_chat_as_a_whole(client: ollama.AsyncClient, ring: FakeRing) -> 
     assert (answer.model, answer.done, answer.done_reason) == (MODEL, True, "stop")
     assert (answer.prompt_eval_count, answer.eval_count) == (3, 12)
     assert all((answer.total_duration, answer.eval_duration, answer.prompt_eval_duration))
+    assert answer.eval_duration == answer.total_duration, "when its first token came is not known"
     (request,) = ring.requests
     sampling = request.sampling
     assert request.max_tokens == 2048 - 3, "lowered to what the context leaves"
