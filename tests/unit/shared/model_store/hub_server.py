@@ -130,11 +130,12 @@ class HubServer(BaseHTTPRequestHandler):
         if file and (cuts := self.faults.cut_after.get(file)):
             body = body[: cuts.pop(0)]
             self.close_connection = True
+        sent = self.sent  # this hub's: a thread that a client left waiting may end while the next hub serves
         with contextlib.suppress(ConnectionError):
             half = len(body) // 2 if file and self.faults.gate else 0
             for piece in (body[:half], body[half:]):
                 self.wfile.write(piece)
-                self.sent[file] += len(piece)
+                sent[file] += len(piece)
                 if half and self.faults.gate:
                     self.faults.gate.wait(60)
 
