@@ -2,9 +2,9 @@
 
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
-    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, litellm, instructor,
-                               lm-eval, pydantic-ai, claude-agent-sdk or cohere (the extra `clients`), with colons
-                               between them
+    RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, langchain-cohere with
+                               langchain-community, litellm, instructor, lm-eval, pydantic-ai, claude-agent-sdk or
+                               cohere (the extra `clients`), with colons between them
     RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk` was run
 
 A test whose client is nowhere is skipped, and says so.
@@ -74,6 +74,10 @@ def test_litellm(stack: Stack) -> None:
     assert tokens == len(text) == 8
     assert seen["streamed"] == text
     assert seen["embeddings"] == EMBEDDINGS
+    ranked = seen["ranked"]
+    assert ranked["hosted_vllm"] == ranked["jina_ai"] == ranked["cohere"]
+    (_, best, _), (_, second, _) = ranked["cohere"]
+    assert best >= second
 
 
 def test_cohere(stack: Stack) -> None:
@@ -83,7 +87,15 @@ def test_cohere(stack: Stack) -> None:
     assert sorted(index for index, _ in seen["everything"]) == [0, 1, 2]
     assert seen["ranked"] == seen["everything"][:2]
     assert seen["tokens"] == sum(len(f"Which is it?\n{one}") for one in ("This one.", "That one.", "None."))
+    assert seen["many"] == 3, "more than there are: all"
     assert seen["refused"] == [400, "top_n"]
+
+
+def test_langchain_rerank(stack: Stack) -> None:
+    seen = run(python_with("langchain_cohere"), str(HERE / "use_langchain_rerank.py"), stack.url, MODEL)
+    assert seen["cohere"] == seen["jina"]
+    assert len(seen["jina"]) == 2
+    assert seen["jina"][0][1] >= seen["jina"][1][1]
 
 
 def test_instructor(stack: Stack) -> None:

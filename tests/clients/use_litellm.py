@@ -14,11 +14,23 @@ whole = litellm.completion(**common, messages=messages, max_tokens=8, seed=7)
 stream = litellm.completion(**common, messages=messages, max_tokens=8, seed=7, stream=True)
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 vectors = litellm.embedding(**common, input=["Hi", "there"])
+ranked = {}
+for provider in ("hosted_vllm", "jina_ai", "cohere"):
+    asked = {
+        "model": f"{provider}/{model}",
+        "query": "Which?",
+        "documents": ["This one.", "That one.", "None."],
+    }
+    answer = litellm.rerank(**asked, top_n=2, api_base=url, api_key="none")
+    ranked[provider] = [
+        [one["index"], one["relevance_score"], one["document"]["text"]] for one in answer.results
+    ]
 json.dump(
     {
         "whole": [whole.choices[0].message.content, whole.usage.completion_tokens],
         "streamed": streamed,
         "embeddings": [len(item["embedding"]) for item in vectors.data],
+        "ranked": ranked,
     },
     sys.stdout,
 )
