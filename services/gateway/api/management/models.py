@@ -31,7 +31,7 @@ from shared.model_store.catalog import BUILT_IN
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.pins import Pins, pins_of, promises_more
-from shared.registry import Problem, of_hub, problems_of, read_partly
+from shared.registry import MAX_IDLE, Problem, of_hub, problems_of, read_partly
 
 log = structlog.get_logger(__name__)
 
@@ -150,6 +150,27 @@ class Management:
             raise _conflict(f"The model '{model}' is pinned; unpin it before it is unloaded.", "model_pinned")
         await self._registry.ask(model, "unload", force=force)
         log.info("model_unload_asked", model=model, force=force)
+
+    async def keep(self, model: str, seconds: float) -> None:
+        """Has a model stay as a request wants it: pinned below 0, else unloaded after so many idle seconds (0: as its
+        entry says), without the pin of an earlier request. Raises `ModelDoesNotFit` as `patch`."""
+
+        def change(known: ModelSpec) -> ModelSpec:
+            if seconds < 0 and not known.pinned:
+                # An earlier unload, after which requests have loaded it again, is not repeated.
+                action = "" if known.action == "unload" else known.action
+                spec = msgspec.structs.replace(known, pinned=True, kept=True, action=action)
+                self._check_pins(spec, known)
+                return spec
+            if seconds < 0:
+                return known
+            idle = min(seconds, MAX_IDLE) or known.idle
+            return msgspec.structs.replace(known, pinned=known.pinned and not known.kept, kept=False, idle=idle)
+
+        known = self._spec(model)
+        if change(known) != known:
+            await self._registry.change(model, change)
+            log.info("model_changed", model=model, fields=["idle", "pinned"])
 
     async def pull(self, name: str, hosts: int) -> None:
         """Has the files of a model fetched by so many hosts; one that is not registered is, under that name."""

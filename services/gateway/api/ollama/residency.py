@@ -3,6 +3,8 @@
     keep_alive 0      unload behind the answer       below 0   pin
     keep_alive 5m     idle time of its entry         left out  as its entry says
 
+The last request's counts: a time or 0 takes back what another one has pinned, and never a pin by hand or of a file.
+
 They change the registry, so they ask for what every such change asks for: a key with the right to manage models, once
 there is a key. With another key `keep_alive` is named among the fields that change nothing.
 """
@@ -22,8 +24,6 @@ from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.ollama.translation import names_of, not_found, seconds_of
 from shared.errors import DeadlineExceeded, RyzansteinError
-from shared.messages import ModelSpec
-from shared.registry import MAX_IDLE
 
 log = structlog.get_logger(__name__)
 
@@ -62,23 +62,11 @@ async def _kept(ask: Ask, name: str, seconds: float) -> bool:
     model = ask.parts.catalog.resolve(name).model
     spec = ask.parts.catalog.registry.specs.get(model)
     may = ask.settings.manage_models and ask.principal.manages_models
-    if not may or spec is None or (spec.pinned and seconds >= 0):
+    if not may or spec is None or (spec.pinned and not spec.kept and seconds >= 0):
         tell_ignored(["keep_alive"], ask.answer_headers, strict=ask.settings.strict_fields)
         return False
-    if seconds == 0:
-        return True
-    if seconds < 0:
-        if not spec.pinned:
-            await ask.parts.catalog.registry.change(model, _pinned)
-    elif spec.idle != min(seconds, MAX_IDLE):
-        await ask.parts.management.patch(model, {"idle": min(seconds, MAX_IDLE)}, None)
-    return False
-
-
-def _pinned(spec: ModelSpec) -> ModelSpec:
-    """An earlier unload, after which requests have loaded it again, is not repeated."""
-    action = "" if spec.action == "unload" else spec.action
-    return msgspec.structs.replace(spec, pinned=True, action=action)
+    await ask.parts.management.keep(model, seconds)
+    return seconds == 0
 
 
 async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) -> str:
@@ -90,6 +78,8 @@ async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) ->
     if keep_alive is not None and seconds_of(keep_alive) == 0:
         ask.check_manages_models()
         if catalog.status(model).state != "unloaded":
+            if model in catalog.registry.specs:
+                await management.keep(model, 0)
             await management.unload(model, force=False)
         return "unload"
     async with staying(ask, name, keep_alive):

@@ -103,10 +103,30 @@ async def test_how_long_a_model_stays(
     await until(lambda: specs[MODEL].action == "unload")
     assert (await client.chat(MODEL, HI, keep_alive=-1)).done
     assert specs[MODEL].pinned
+    assert (await client.chat(MODEL, HI, keep_alive="10m")).done
+    assert (specs[MODEL].pinned, specs[MODEL].idle) == (False, 600), "the last request's counts"
+    await client.chat(MODEL, keep_alive=-1)
+    assert (await client.generate(MODEL, keep_alive=0)).done_reason == "unload"
+    assert (specs[MODEL].pinned, specs[MODEL].action, specs[MODEL].idle) == (False, "unload", 600)
+
+
+async def test_a_pin_by_hand_is_not_taken_back_by_a_request(
+    gateway: RunningGateway,
+    client: ollama.AsyncClient,
+    http: httpx.AsyncClient,
+    hosts: FakeHosts,
+    ring: FakeRing,
+) -> None:
+    await ready(gateway, ring, hosts, idle=60.0)
+    specs = gateway.service.work.catalog.registry.specs
+    assert (await client.chat(MODEL, HI, keep_alive=-1)).done
+    declared = await http.patch(f"/v1/registry/models/{MODEL}", json={"pinned": True})
+    assert declared.status_code == 200
     body = {"model": MODEL, "messages": HI, "stream": False, "keep_alive": "5m"}
     answer = await http.post("/api/chat", json=body)
     assert answer.headers[IGNORED] == "keep_alive", "what is pinned stays"
-    assert specs[MODEL].idle == 5400
+    assert specs[MODEL].pinned
+    assert specs[MODEL].idle == 60
     with pytest.raises(ollama.ResponseError, match="pinned"):
         await client.chat(MODEL, keep_alive=0)
 
