@@ -32,6 +32,7 @@ TOOL: Any = {
     },
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 Event = dict[str, Any]
 
 
@@ -263,6 +264,26 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
                 ]
             },
             "'base64'; this server reads documents",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+            "'messages[0].content[1]' is an image, and this model does not see images",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}],
+                    },
+                ]
+            },
+            "'messages[2].content[0].content[0]' is an image",
         ),
         ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
         ({"tools": [TOOL, TOOL]}, "'tools[1].name'"),
