@@ -48,6 +48,8 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     limits: KeyLimits = KeyLimits()
     manage_models: bool = False
     """Whether it may register, load, unload and remove models and adapters over the API."""
+    view_keys: bool = False
+    """Whether it may see all keys and their use over the API; no secret is among that."""
 
     def state(self, now: float) -> str:
         """`active`, `expired` or `revoked`."""
@@ -72,6 +74,7 @@ def new_key(
     expires: float = 0.0,
     limits: KeyLimits | None = None,
     manage_models: bool = False,
+    view_keys: bool = False,
 ) -> NewKey:
     """A key of 256 random bits. Times are unix seconds."""
     identity, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
@@ -83,6 +86,7 @@ def new_key(
         expires,
         limits=limits or KeyLimits(),
         manage_models=manage_models,
+        view_keys=view_keys,
     )
     return NewKey(f"rz-{identity}-{secret}", identity, record)
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.api.backend import Backend, Parts, shutting_down
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management.adapters import AdapterManagement
+from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
@@ -145,6 +146,7 @@ class Work:
             Cluster(bus, catalog, answers),
             management,
             AdapterManagement(bus, catalog, management),
+            KeyManagement(authenticator, self.limiter),
         )
 
     async def start(self) -> None:

@@ -51,14 +51,18 @@ async def test_a_key_is_made_shown_and_revoked_and_only_its_digest_is_kept(
     assert record.manage_models
     assert abs(record.expires - time.time() - 30 * 86_400) < 60
 
-    other = (await command.run("create", "nightly evaluation")).stdout.strip()
+    other = (await command.run("create", "nightly evaluation", "--view-keys")).stdout.strip()
     twice = await command.run("create", "one", "--name", "two")
     assert "named twice" in str(twice.exception)
     table = (await command.run("list")).stdout
     assert [line.split()[0] for line in table.splitlines()] == ["id", identity, (parse(other) or "")[0]]
-    assert [line.split()[-1] for line in table.splitlines()] == ["models", "manage", "-"]
+    assert [line.split()[-2:] for line in table.splitlines()] == [
+        ["models", "keys"],
+        ["manage", "-"],
+        ["-", "view"],
+    ]
     shown = json.loads((await command.run("show", token, "--json")).stdout)
-    assert shown["manage_models"] is True
+    assert (shown["manage_models"], shown["view_keys"]) == (True, False)
     assert (shown["id"], shown["state"], shown["limits"]["tokens_per_minute"]) == (identity, "active", 700)
 
     assert (await command.run("revoke", identity)).exit_code == 0

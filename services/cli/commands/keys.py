@@ -34,6 +34,7 @@ HEADINGS = [
     "tokens/min",
     "concurrent",
     "models",
+    "keys",
 ]
 
 keys_app = typer.Typer(
@@ -58,6 +59,7 @@ class KeyStatus(msgspec.Struct, frozen=True):
     revoked: float
     limits: KeyLimits
     manage_models: bool
+    view_keys: bool
 
 
 @keys_app.command()
@@ -79,6 +81,10 @@ def create(
         bool,
         typer.Option("--manage-models", help="It may register, load, unload and remove models over the API."),
     ] = False,
+    view_keys: Annotated[
+        bool,
+        typer.Option("--view-keys", help="It may see all keys and their use over the API, never a secret."),
+    ] = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
@@ -95,6 +101,7 @@ def create(
         expires=when(expires, now),
         limits=KeyLimits(requests_per_minute, tokens_per_minute, concurrent),
         manage_models=manage_models,
+        view_keys=view_keys,
     )
     _with_bucket(data_dir, nats_url, lambda bucket: _store(bucket, key))
     print(key.token)  # noqa: T201  # alone on standard output: scripts take it from there
@@ -206,6 +213,7 @@ def _all(data_dir: Path | None, nats_url: str) -> list[KeyStatus]:
             record.revoked,
             record.limits,
             record.manage_models,
+            record.view_keys,
         )
         for identity, record in sorted(records.items(), key=lambda item: item[1].created)
     ]
@@ -222,6 +230,7 @@ def _row(key: KeyStatus) -> list[str]:
         *times,
         *map(_limit, limits),
         "manage" if key.manage_models else "-",
+        "view" if key.view_keys else "-",
     ]
 
 

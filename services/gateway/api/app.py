@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 from services.gateway.api.anthropic.batches import message_batch_routes
 from services.gateway.api.anthropic.messages import message_routes
 from services.gateway.api.backend import Backend, route
-from services.gateway.api.console.pages import PATHS, cluster, page_routes
+from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
 from services.gateway.api.dialects import MESSAGES, anthropic_headers, of_request
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
@@ -122,6 +122,7 @@ class GatewayApp:
                 one(*((item, vllm.ping) for item in operations.PINGS)),
                 one((operations.LOAD, vllm.load)),
                 one((operations.CLUSTER, cluster)),
+                one((operations.KEYS, keys)),
                 *page_routes(),
                 ApiRoute(DocumentRoute(lambda: document(self.routes, settings)), operations.DOCUMENT),
             ],

@@ -14,6 +14,7 @@ import msgspec
 
 from services.gateway.api.cluster import Cluster
 from services.gateway.api.management.adapters import AdapterManagement
+from services.gateway.api.management.keys import KeyManagement
 from services.gateway.api.management.models import Management
 from services.gateway.api.openapi.operation import ApiRoute, Operation
 from services.gateway.auth.authenticator import Authenticator, Principal
@@ -59,6 +60,7 @@ class Parts(msgspec.Struct, frozen=True):
     cluster: Cluster
     management: Management
     adapters: AdapterManagement
+    keys: KeyManagement
 
 
 class Backend:
@@ -179,6 +181,16 @@ class Ask:
             raise RouteError(
                 "This API key may not manage models; use one that was made with `ryzanstein keys create "
                 "--manage-models`.",
+                status=403,
+                reason="insufficient_permissions",
+            )
+
+    def check_views_keys(self) -> None:
+        """Raises `RouteError`."""
+        if not self.principal.views_keys:
+            raise RouteError(
+                "This API key may not see who has keys; use one that was made with `ryzanstein keys create "
+                "--view-keys`.",
                 status=403,
                 reason="insufficient_permissions",
             )

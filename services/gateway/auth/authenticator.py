@@ -10,7 +10,7 @@ date with the KV bucket `keys`; the rest does no I/O.
 import asyncio
 import hmac
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -34,12 +34,18 @@ class Principal(msgspec.Struct, frozen=True):
     vouched: bool = False
     """Work that was accepted from this principal earlier: what becomes of its key since then stops it not."""
     manage_models: bool = False
-    """As its key says."""
+    """As its key says, and so does `view_keys`."""
+    view_keys: bool = False
 
     @property
     def manages_models(self) -> bool:
         """Whether it may say what is served: with a key of that right or, while no key exists, as everybody."""
         return self.manage_models or not self.key
+
+    @property
+    def views_keys(self) -> bool:
+        """Whether it may see who has keys."""
+        return self.view_keys or not self.key
 
 
 ANONYMOUS = Principal()
@@ -57,6 +63,7 @@ class Authenticator:
     def __init__(self, *, required: bool = False, clock: Callable[[], float] = time.time) -> None:
         """`required`: keys are asked for also before the first one exists. `clock` gives unix seconds."""
         self._records: dict[str, KeyRecord] = {}
+        self._used: dict[str, float] = {}
         self._known = False
         self._closed = required
         self._clock = clock
@@ -67,6 +74,7 @@ class Authenticator:
         """A key has this record now; None: none any more."""
         if record is None:
             self._records.pop(identity, None)
+            self._used.pop(identity, None)
             return
         self._records[identity] = record
         self._closed = True
@@ -79,6 +87,15 @@ class Authenticator:
     def open(self) -> bool:
         """Whether everybody is let in, since there is no key yet."""
         return self._known and not self._closed
+
+    @property
+    def records(self) -> Mapping[str, KeyRecord]:
+        """All keys by their id, those that are good no longer among them."""
+        return self._records
+
+    def used_at(self, identity: str) -> float | None:
+        """When this key let somebody in here last; None: not since this gateway started."""
+        return self._used.get(identity)
 
     # --- from requests ---------------------------------------------------------------------------
 
@@ -93,8 +110,14 @@ class Authenticator:
         record = self._records.get(identity, _NOBODY)
         if not hmac.compare_digest(digest_of(secret), record.digest) or record is _NOBODY:
             raise AuthenticationFailed(f"Incorrect API key provided. Send a key that is valid {_HOW}")
-        self._check_state(record)
-        return Principal(identity, record.tenant, record.limits, manage_models=record.manage_models)
+        self._used[identity] = self._check_state(record)
+        return Principal(
+            identity,
+            record.tenant,
+            record.limits,
+            manage_models=record.manage_models,
+            view_keys=record.view_keys,
+        )
 
     def check(self, principal: Principal) -> None:
         """For a connection that was let in earlier: raises as `authenticate` where its key is good no longer."""
@@ -124,11 +147,14 @@ class Authenticator:
                 retry_after=1,
             )
 
-    def _check_state(self, record: KeyRecord) -> None:
-        state = record.state(self._clock())
+    def _check_state(self, record: KeyRecord) -> float:
+        """Returns the time of the check."""
+        now = self._clock()
+        state = record.state(now)
         if state != "active":
             what = "was revoked" if state == "revoked" else "has expired"
             raise AuthenticationFailed(f"The API key provided {what}; use another.")
+        return now
 
 
 PUBLIC_PATHS = frozenset(OpsApp.paths)

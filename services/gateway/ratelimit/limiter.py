@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from services.gateway.auth.authenticator import Principal
 from services.gateway.core.errors import RateLimited
 from services.gateway.core.settings import GatewaySettings
@@ -46,6 +48,23 @@ class Scope(NamedTuple):
     whose: str
     """In words."""
     limits: KeyLimits
+
+
+class Use(msgspec.Struct, frozen=True):
+    """What of a limit is used by all gateways together; what they have taken ahead of need counts for a second."""
+
+    limit: int
+    used: int
+    remaining: int
+
+
+class LimitsInUse(msgspec.Struct, frozen=True):
+    """null: no limit."""
+
+    requests_per_minute: Use | None = None
+    tokens_per_minute: Use | None = None
+    concurrent: Use | None = None
+    """Generations at the same time."""
 
 
 class Limiter:
@@ -82,10 +101,11 @@ class Limiter:
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""
         if self._unlimited and principal.limits == NO_LIMITS:
             return None
-        scopes = [scope for scope in self._scopes(principal) if scope.limits != NO_LIMITS]
+        scopes = [scope for scope in self.scopes(principal) if scope.limits != NO_LIMITS]
         return Admission(self, scopes, headers, batch=lane == "batch") if scopes else None
 
-    def _scopes(self, principal: Principal) -> Iterator[Scope]:
+    def scopes(self, principal: Principal) -> Iterator[Scope]:
+        """Its key, then its tenant, with the limits that hold for them."""
         own, default = principal.limits, self._default
         limits = KeyLimits(
             own.requests_per_minute or default.requests_per_minute,
@@ -99,8 +119,25 @@ class Limiter:
         if tenant:
             yield Scope(f"tenant/{tenant}", f"tenant {tenant}", self._tenant)
 
+    async def in_use(self, scope: Scope) -> LimitsInUse:
+        """Raises `BrokerUnavailable`."""
+        limits = scope.limits
+        return LimitsInUse(
+            await self._window_use(f"{scope.name}/requests", limits.requests_per_minute),
+            await self._window_use(f"{scope.name}/tokens", limits.tokens_per_minute),
+            _use(limits.concurrent, self.counts.count(scope.name, time.monotonic())),
+        )
+
+    async def _window_use(self, name: str, limit: int) -> Use | None:
+        entry = await self.windows.bucket.get(name) if limit else None
+        return _use(limit, windows.used(entry.value, time.time()) if entry else 0)
+
     async def _hear(self, news: InUse) -> None:
         self.counts.hear(news, time.monotonic())
+
+
+def _use(limit: int, used: int) -> Use | None:
+    return Use(limit, used, max(0, limit - used)) if limit else None
 
 
 class _Taken(NamedTuple):

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,8 +19,9 @@ class Keys:
     def __init__(self, bucket: Bucket[KeyRecord]) -> None:
         self.bucket = bucket
 
-    async def make(self, tenant: str, *, manage_models: bool = False) -> NewKey:
-        key = new_key(tenant, time.time(), manage_models=manage_models)
+    async def make(self, tenant: str, **fields: Any) -> NewKey:
+        """`fields`: as of `new_key`."""
+        key = new_key(tenant, time.time(), **fields)
         await self.bucket.put(key.identity, key.record)
         return key
 

@@ -14,7 +14,9 @@ from starlette.routing import Route
 
 from services.gateway.api.backend import Ask
 from services.gateway.api.cluster import ClusterState
+from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.core.asgi import header
+from services.gateway.core.pagination import PageQuery
 from shared.service.endpoints import Receive, Scope, Send
 
 TYPES = {
@@ -112,3 +114,10 @@ async def cluster(ask: Ask) -> ClusterState:
     """The cluster's state, as this gateway sees it."""
     ask.answer_headers["cache-control"] = "no-store"
     return await ask.backend.started.cluster.state(ask.tenant)
+
+
+async def keys(ask: Ask) -> ApiKeyList:
+    """Who has keys. Raises `RouteError`, `InvalidParameter`, `BrokerUnavailable`."""
+    ask.check_views_keys()
+    ask.answer_headers["cache-control"] = "no-store"
+    return await ask.backend.started.keys.listed(ask.query(PageQuery))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from services.gateway.api.cluster import ClusterState
+from services.gateway.api.management.keys import ApiKeyList
 from services.gateway.api.openai import shapes
 from services.gateway.api.openai.completions import Cancelled
 from services.gateway.api.openai.vllm import (
@@ -19,6 +20,7 @@ from services.gateway.api.openai.vllm import (
 )
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, TEXT, Operation
+from services.gateway.core.pagination import PageQuery
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.streams.reading import GenerationState
@@ -140,6 +142,16 @@ CLUSTER = Operation(
     "Operations",
     "Nothing of what anybody wrote or reads, and no id with which it could be read.",
     response=ClusterState,
+)
+KEYS = Operation(
+    "GET /v1/keys",
+    "listKeys",
+    "Who has API keys, and what of their limits is used.",
+    "Operations",
+    "The newest first; no secrets. For keys made with `--view-keys`; others get 403 `insufficient_permissions`.",
+    response=ApiKeyList,
+    query=PageQuery,
+    errors=(404,),
 )
 SERVER_VERSION = Operation(
     "GET /version", "version", "Which Ryzanstein this is, as in vLLM.", "Operations", response=Version

@@ -153,3 +153,15 @@ def test_accepted_work_goes_on_though_its_key_is_gone() -> None:
 )
 def test_where_a_key_may_stand(headers: list[tuple[bytes, bytes]], token: str | None) -> None:
     assert token_of({"headers": headers}) == token
+
+
+def test_when_a_key_was_used_last_is_forgotten_with_its_record() -> None:
+    house = ready(clock=lambda: 5.0)
+    assert house.used_at(KEY.identity) is None
+    with pytest.raises(AuthenticationFailed):
+        house.authenticate(f"rz-{KEY.identity}-{'a' * 43}")
+    assert house.used_at(KEY.identity) is None
+    house.authenticate(KEY.token)
+    assert house.used_at(KEY.identity) == 5.0
+    house.update(KEY.identity, None)
+    assert house.used_at(KEY.identity) is None

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from shared.keys import KeyLimits, NewKey
 from shared.messages import HostCommand, HostModel, HostReply
 from shared.messages.registry import AdapterRecord, PullAdapter, PullModel
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import console
-from tests.integration.gateway.api_keys import Keys
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
@@ -118,9 +119,50 @@ async def test_adapters_are_loaded_and_unloaded(page: Tab, host: Host) -> None:
 async def test_a_key_is_asked_for_and_used(tab: Tab, keys: Keys) -> None:
     key = await keys.make("t")
     trouble = "document.getElementById('trouble').textContent"
-    await tab.until(f"{trouble}.includes('Enter an API key under Settings.')")
-    field = "document.getElementById('key')"
-    await tab.run(f"{field}.value = '{key.token}', {field}.dispatchEvent(new Event('input'))")
+    await tab.until(f"{trouble}.includes('Enter an API key under Keys.')")
+    await write_key(tab, key)
     await tab.until(f"{trouble} === '' && document.getElementById('link').dataset.state === 'ready'")
     assert key.token not in await tab.run("JSON.stringify(localStorage)")
     tab.errors.clear()  # Chromium itself writes each refusal to its console
+
+
+async def test_the_page_of_keys_shows_who_has_them_and_their_use(
+    tab: Tab, keys: Keys, gateway: RunningGateway
+) -> None:
+    rows = ROWS.replace("registry", "owners")
+    note = "document.getElementById('keys-note')"
+    more = "document.getElementById('more-keys')"
+    await tab.run("document.getElementById('to-keys').click()")
+    await tab.until(f"{rows}[0]?.[0] === 'none: everybody is let in'")
+    viewer = await keys.make("ops", name="<b>viewer</b>", view_keys=True, manage_models=True)
+    limited = await keys.make("acme", limits=KeyLimits(requests_per_minute=60))
+    await changes_to(gateway, bearer(limited), 200)
+    await write_key(tab, limited)
+    await tab.until(f"{note}.textContent.includes('--view-keys') && {note}.getAttribute('role') === 'alert'")
+    assert await tab.run(rows) == [["not shown"]]
+    await write_key(tab, viewer)
+    await tab.until(f"{rows}.length === 2 && {note}.hidden")
+    first, second = await tab.run(rows)
+    assert first[:8] == [
+        f"rz-{limited.identity}-***", "\u2013", "acme", "active", "generate", "0 of 60", "\u2013", "\u2013",
+    ]  # fmt: skip
+    assert second[:5] == [
+        f"rz-{viewer.identity}-***", "<b>viewer</b>", "ops", "active", "generate, manage models, view keys",
+    ]  # fmt: skip
+    assert second[8].endswith(" ago")
+    assert second[10] == "never"
+    assert await tab.run("document.getElementById('keys-count').textContent") == "(2)"
+    assert await tab.run(f"{more}.hidden")
+    for number in range(50):
+        await keys.make("many", name=str(number))
+    await tab.until(f"{rows}.length === 50 && !{more}.hidden")
+    await tab.run(f"{more}.click()")
+    await tab.until(f"{rows}.length === 52 && {more}.hidden")
+    await keys.revoke(limited)
+    await tab.until(f"{rows}.at(-1)[3] === 'active' && {rows}.at(-2)[3] === 'revoked'")
+    tab.errors.clear()  # Chromium itself writes each refusal to its console
+
+
+async def write_key(tab: Tab, key: NewKey) -> None:
+    field = "document.getElementById('key')"
+    await tab.run(f"{field}.value = '{key.token}', {field}.dispatchEvent(new Event('input'))")

@@ -24,7 +24,7 @@ async function refusalOf(answer) {
   } catch {
     // not in our shape: a proxy's page, perhaps
   }
-  if (answer.status === 401) words += " Enter an API key under Settings.";
+  if (answer.status === 401) words += " Enter an API key under Keys.";
   return new Refusal(answer.status, words, code);
 }
 

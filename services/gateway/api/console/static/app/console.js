@@ -5,6 +5,7 @@ import { $ } from "./dom.js";
 import { Chat } from "../chat/chat.js";
 import { watchBatches } from "../operator/batches.js";
 import { ClusterPage } from "../operator/cluster.js";
+import { watchKeys } from "../operator/keys.js";
 import { ModelsPage } from "../operator/models.js";
 
 const PARTS = ["chat", "cluster", "models", "batches", "keys"];
@@ -67,5 +68,6 @@ addEventListener("hashchange", () => show(chat));
 show(chat);
 models.watch();
 watchBatches();
+watchKeys();
 new ClusterPage().watch();
 document.body.dataset.begun = "true";

@@ -39,6 +39,7 @@ export const state = (name) => element("span", { "data-state": name }, name);
 
 /** Rows of cells, each a text or a node, into a table; `none` stands where there are no rows. */
 export function fill(id, rows, none) {
+  const table = $(id);
   const lines = rows.map((cells) => {
     const line = document.createElement("tr");
     for (const cell of cells) {
@@ -48,8 +49,9 @@ export function fill(id, rows, none) {
     }
     return line;
   });
-  if (!lines.length) lines.push(element("tr", {}, element("td", { className: "none", colSpan: 9 }, none)));
-  $(id).tBodies[0].replaceChildren(...lines);
+  const columns = table.tHead.rows[0].cells.length;
+  if (!lines.length) lines.push(element("tr", {}, element("td", { className: "none", colSpan: columns }, none)));
+  table.tBodies[0].replaceChildren(...lines);
 }
 
 /** Words into a place that is read out when they change. */
