@@ -62,6 +62,24 @@ type State struct {
 	Response json.RawMessage `json:"response"`
 }
 
+// Ranking has documents by how well they answer a query, the best first.
+type Ranking struct {
+	Model   string   `json:"model"`
+	Results []Ranked `json:"results"`
+	Usage   struct {
+		TotalTokens int `json:"total_tokens"`
+	} `json:"usage"`
+}
+
+// Ranked is a document of a ranking.
+type Ranked struct {
+	Index          int     `json:"index"` // in the request
+	RelevanceScore float64 `json:"relevance_score"`
+	Document       struct {
+		Text string `json:"text"`
+	} `json:"document"` // empty with return_documents false
+}
+
 // New makes a client of gateways of which any will do, each as http://HOST:8000.
 func New(gateways ...string) (*Client, error) {
 	client := &Client{
@@ -84,6 +102,13 @@ func New(gateways ...string) (*Client, error) {
 // Chat is a whole chat completion: body has the endpoint's fields, answer takes its JSON.
 func (c *Client) Chat(ctx context.Context, body, answer any, options Options) error {
 	return c.Call(ctx, "/v1/chat/completions", body, answer, options)
+}
+
+// Rerank ranks documents: body has the endpoint's fields model, query, documents, top_n, ...
+func (c *Client) Rerank(ctx context.Context, body any, options Options) (Ranking, error) {
+	var ranking Ranking
+	err := c.Call(ctx, "/v1/rerank", body, &ranking, options)
+	return ranking, err
 }
 
 // Call posts body to a path of the API that answers in JSON, and takes the answer.

@@ -251,6 +251,8 @@ func TestCalls(t *testing.T) {
 			io.WriteString(w, `{"data": [{"id": "a"}, {"id": "b"}]}`)
 		case "DELETE/v1/generations/x":
 			io.WriteString(w, `{"cancelled": true}`)
+		case "POST/v1/rerank":
+			io.WriteString(w, `{"results": [{"index": 1, "relevance_score": 0.5, "document": {"text": "b"}}]}`)
 		default:
 			if number == 1 {
 				panic(http.ErrAbortHandler)
@@ -268,6 +270,12 @@ func TestCalls(t *testing.T) {
 	asked := server.requests()
 	if asked[0].header.Get("Idempotency-Key") == "" || asked[0].header.Get("Idempotency-Key") != asked[1].header.Get("Idempotency-Key") {
 		t.Fatal(asked)
+	}
+	ranking, err := client.Rerank(context.Background(), map[string]any{"documents": []string{"a", "b"}}, Options{})
+	if err != nil || ranking.Results[0] != (Ranked{1, 0.5, struct {
+		Text string `json:"text"`
+	}{"b"}}) {
+		t.Fatal(ranking, err)
 	}
 	var wrong []int
 	if err := client.Chat(context.Background(), chat, &wrong, Options{}); err == nil || errors.Is(err, ErrLost) {

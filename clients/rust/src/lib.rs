@@ -59,6 +59,16 @@ pub struct Client {
     answers: ureq::Agent,
 }
 
+/// A document of a ranking.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ranked {
+    /// Of the document in the request.
+    pub index: usize,
+    pub relevance_score: f64,
+    /// None with `return_documents` false.
+    pub text: Option<String>,
+}
+
 pub(crate) struct Request {
     pub method: &'static str,
     pub path: String,
@@ -127,6 +137,21 @@ impl Client {
     /// A whole chat completion. However often it is repeated on the way, it is generated once.
     pub fn chat(&self, body: Value, options: &Options) -> Result<Value, Error> {
         self.json(&request("/v1/chat/completions", body, Some(false), options))
+    }
+
+    /// Documents by how well they answer a query, the best first; the body has the endpoint's fields `model`, `query`,
+    /// `documents`, `top_n`, ...
+    pub fn rerank(&self, body: Value, options: &Options) -> Result<Vec<Ranked>, Error> {
+        let answer = self.call("/v1/rerank", body, options)?;
+        let results = answer["results"].as_array();
+        results
+            .and_then(|found| found.iter().map(ranked).collect())
+            .ok_or_else(|| {
+                Error::Api(Box::new(ApiError {
+                    message: "The server's answer is not a ranking.".to_string(),
+                    ..ApiError::default()
+                }))
+            })
     }
 
     /// Posts a body to a path of the API that answers in JSON.
@@ -280,6 +305,14 @@ pub(crate) fn plain(method: &'static str, path: String) -> Request {
         headers: Vec::new(),
         body: None,
     }
+}
+
+fn ranked(result: &Value) -> Option<Ranked> {
+    Some(Ranked {
+        index: result["index"].as_u64()? as usize,
+        relevance_score: result["relevance_score"].as_f64()?,
+        text: result["document"]["text"].as_str().map(str::to_string),
+    })
 }
 
 /// The path of a generation; what its id may not have is left out, so that it is of one segment.

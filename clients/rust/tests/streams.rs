@@ -1,6 +1,6 @@
 //! The client against a server that answers as the test says, and breaks its connections.
 
-use ryzanstein_client::{Client, Cursor, Error, Options, Times};
+use ryzanstein_client::{Client, Cursor, Error, Options, Ranked, Times};
 use serde_json::{json, Value};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
@@ -8,6 +8,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const TEXT: &str = "A cursor – ok.";
+
+const RANKING: &str =
+    r#"{"results": [{"index": 1, "relevance_score": 0.5, "document": {"text": "b"}}]}"#;
 
 /// Head (in lower case) and body of a request.
 type Asked = (String, String);
@@ -241,6 +244,7 @@ fn with_nobody_there_patience_ends() {
 fn whole_answers_are_repeated_under_one_key() {
     let server = Server::new(
         |asked, number| match (number, asked.0.split(' ').next().unwrap()) {
+            _ if asked.0.starts_with("post /v1/rerank ") => answer("200 OK", "", RANKING),
             (1, _) => Vec::new(),
             (_, "get") => answer("200 OK", "", r#"{"data": [{"id": "a"}, {"id": "b"}]}"#),
             (_, "delete") => answer("200 OK", "", r#"{"cancelled": true}"#),
@@ -257,6 +261,16 @@ fn whole_answers_are_repeated_under_one_key() {
     assert!(asked[0].1.contains(r#""stream":false"#));
     assert_eq!(client.models().unwrap(), ["a", "b"]);
     assert!(client.cancel("x").unwrap());
+    let documents = json!({"documents": ["a", "b"]});
+    let ranking = client.rerank(documents, &Options::default()).unwrap();
+    assert_eq!(
+        ranking,
+        [Ranked {
+            index: 1,
+            relevance_score: 0.5,
+            text: Some("b".to_string())
+        }]
+    );
     assert!(client
         .call("/v1/embeddings", json!({"input": "x"}), &Options::default())
         .is_ok());

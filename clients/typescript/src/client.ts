@@ -15,7 +15,11 @@ import type {
   GenerationState,
   Json,
   Piece,
+  Ranking,
+  RerankRequest,
   ResponseRequest,
+  ScoreRequest,
+  Scores,
   StreamOptions,
 } from "./types.js";
 
@@ -23,6 +27,8 @@ const CHAT = "/v1/chat/completions";
 const COMPLETIONS = "/v1/completions";
 const RESPONSES = "/v1/responses";
 const EMBEDDINGS = "/v1/embeddings";
+const RERANK = "/v1/rerank";
+const SCORE = "/v1/score";
 
 /** Pieces of one generation, whatever connections and gateways are lost on the way. Iterate once; `break` and `close`
  * leave early: the generation ends some seconds later, unless somebody reads it, or it was asked to go on.
@@ -148,6 +154,16 @@ export class Client {
 
   async embeddings<Body extends EmbeddingRequest>(body: Body, options: CallOptions = {}): Promise<Json> {
     return this.#answer(EMBEDDINGS, body, options);
+  }
+
+  /** Documents by how well they answer a query. */
+  async rerank<Body extends RerankRequest>(body: Body, options: CallOptions = {}): Promise<Ranking> {
+    return (await this.#answer(RERANK, body, options)) as Ranking;
+  }
+
+  /** How well texts belong together, pair by pair. */
+  async score<Body extends ScoreRequest>(body: Body, options: CallOptions = {}): Promise<Scores> {
+    return (await this.#answer(SCORE, body, options)) as Scores;
   }
 
   /** Names of the models that are served. */

@@ -15,7 +15,12 @@ export type {
   GenerationState,
   Json,
   Piece,
+  RankedDocument,
+  Ranking,
+  RerankRequest,
   ResponseRequest,
+  ScoreRequest,
+  Scores,
   Status,
   StreamOptions,
 } from "./types.js";

@@ -61,6 +61,48 @@ export interface EmbeddingRequest {
   input: string | readonly string[] | readonly number[] | readonly (readonly number[])[];
 }
 
+/** The endpoint's other fields go with it: `max_tokens_per_doc`, `priority`, ... */
+export interface RerankRequest {
+  model: string;
+  query: string;
+  documents: readonly (string | { text: string })[];
+  /** So many results, the best ones; left out: all. */
+  top_n?: number;
+  /** Whether results have the documents' texts; true where it is left out. */
+  return_documents?: boolean;
+}
+
+export interface RankedDocument {
+  /** Of the document in the request. */
+  readonly index: number;
+  readonly relevance_score: number;
+  readonly document?: { readonly text: string };
+}
+
+/** Documents by how well they answer a query. */
+export interface Ranking {
+  readonly id: string;
+  readonly model: string;
+  /** The best first. */
+  readonly results: readonly RankedDocument[];
+  readonly usage: { readonly prompt_tokens: number; readonly total_tokens: number };
+}
+
+/** One with one, one with each of several, or several with as many. */
+export interface ScoreRequest {
+  model: string;
+  queries: string | readonly string[];
+  documents: string | readonly string[];
+}
+
+export interface Scores {
+  readonly id: string;
+  readonly model: string;
+  /** Of each pair, in their order. */
+  readonly data: readonly { readonly index: number; readonly score: number }[];
+  readonly usage: { readonly prompt_tokens: number; readonly total_tokens: number };
+}
+
 export interface CallOptions {
   /** Yours, so that another process can repeat the request; else one is made up. 1 to 255 printable ASCII characters
    * without spaces. */

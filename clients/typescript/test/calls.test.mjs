@@ -37,6 +37,8 @@ test("each endpoint has its call", async (t) => {
   const client = new Client(server.url);
   assert.equal((await client.completion({ model: "m", prompt: "x" })).object, "/v1/completions");
   assert.equal((await client.embeddings({ model: "m", input: "x" })).object, "/v1/embeddings");
+  assert.equal((await client.rerank({ model: "m", query: "x", documents: ["a"], top_n: 1 })).object, "/v1/rerank");
+  assert.equal((await client.score({ model: "m", queries: "x", documents: ["a", "b"] })).object, "/v1/score");
   assert.equal(textOf(await client.response({ model: "m", input: "x" })), "Yes.");
   assert.deepEqual(await client.models(), ["a", "b"]);
   const state = await client.state({ generation: "cmpl-1", position: "" });

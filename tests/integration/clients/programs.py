@@ -6,6 +6,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,6 +55,11 @@ def prepared(command: Command, directory: Path, why: str) -> None:
     """Skips the test where the step fails."""
     if failure := _failure(tuple(command), directory):
         pytest.skip(f"EXAMPLES NOT RUN: {why}: {failure}")
+
+
+def blocks(package: Path, language: str) -> list[str]:
+    """The programs of a README."""
+    return re.findall(rf"```{language}\n(.*?)```", (package / "README.md").read_text(), re.DOTALL)
 
 
 def python(name: str) -> Command:
@@ -115,13 +121,17 @@ def copied(*folders: Path) -> Iterator[tuple[Path, Path | None]]:
 
 @functools.cache
 def typescript_client() -> Path:
-    """The TypeScript client, built in a copy."""
+    """The TypeScript client, built in a copy, with the README's programs among its examples."""
     tool("node")
     npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
     with copied(TYPESCRIPT) as (copy, built):
         directory = copy / TYPESCRIPT.relative_to(ROOT)
         if built is not None:
             prepared(npm, directory, "npm cannot fetch the packages of clients/typescript")
+            for number, source in enumerate(blocks(TYPESCRIPT, "js")):
+                (directory / "examples" / f"readme_{number}.mjs").write_text(
+                    source
+                )  # types are checked of it too
             run_npm(directory, "run", "build")
             built.touch()
     return directory
@@ -181,14 +191,19 @@ def cargo_offline(directory: Path) -> Command:
 
 @functools.cache
 def rust_programs() -> Path:
-    """The examples, built in a copy; what cargo compiles of other crates is kept beside it."""
+    """The examples, and those of the crate's README as `readme_0`, ..., built in a copy; what cargo compiles of other
+    crates is kept beside it. READMEs' models and keys are as they stand there."""
     tool("cargo")
     with copied(EXAMPLES / "rust", RUST) as (copy, built):
         if built is not None:
             directory = copy / "docs" / "clients" / "rust"
+            programs = directory / "src" / "bin"
+            for number, source in enumerate(blocks(RUST, "rust,no_run")):
+                asked = re.sub('"http://127[^"]*"', 'std::env::var("RYZANSTEIN_URL").unwrap()', source)
+                (programs / f"readme_{number}.rs").write_text(asked)
             run_cargo(directory, "build")
-            for name in ("chat", "resume"):
-                shutil.copy2(CARGO_TARGET / "debug" / name, copy / name)
+            for program in programs.glob("*.rs"):
+                shutil.copy2(CARGO_TARGET / "debug" / program.stem, copy / program.stem)
             built.touch()
     return copy
 

@@ -1,21 +1,18 @@
 """The examples of the Python client's README do what it says."""
 
-import re
-
 import pytest
 
-from tests.integration.clients.programs import ROOT, Command, python_script, run
+from tests.integration.clients.programs import ROOT, Command, blocks, python_script, run
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
 
-PAGE = (ROOT / "clients" / "python" / "README.md").read_text()
+BLOCKS = blocks(ROOT / "clients" / "python", "python")
 TEXT = "Once upon a time."
 
 
 def example(contains: str, *gateways: str) -> Command:
     """A block of the page, for these gateways."""
-    blocks: list[str] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    (found,) = [block for block in blocks if contains in block]
+    (found,) = [block for block in BLOCKS if contains in block]
     for port, url in zip(("8000", "8001"), gateways, strict=False):
         found = found.replace(f"http://127.0.0.1:{port}", url)
     return python_script(found.replace("SmolLM2-135M-Instruct", MODEL))

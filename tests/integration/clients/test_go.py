@@ -1,13 +1,12 @@
 """The Go client: its own tests, and its README against real gateways. The example `resume` is in `test_examples.py`."""
 
 import asyncio
-import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.integration.clients.programs import ROOT, run, tool
+from tests.integration.clients.programs import ROOT, Command, blocks, run, tool
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying
 
@@ -30,19 +29,25 @@ async def test_its_own_tests() -> None:
     assert "ok" in await run_go(MODULE, "test", "-count=1", "./...")
 
 
-async def test_the_example_of_the_readme(
-    gateway: RunningGateway, other: RunningGateway, ring: FakeRing, tmp_path: Path
-) -> None:
+async def example(number: int, directory: Path, *gateways: str) -> Command:
+    """A program of the README, for these gateways."""
     tool("go")
-    ring.behave = saying(TEXT)
-    (source,) = re.findall(r"```go\n(.*?)```", (MODULE / "README.md").read_text(), re.DOTALL)
-    for port, url in (("8000", gateway.url), ("8001", other.url)):
+    source = blocks(MODULE, "go")[number]
+    for port, url in zip(("8000", "8001"), gateways, strict=False):
         source = source.replace(f"http://127.0.0.1:{port}", url)
-    (tmp_path / "main.go").write_text(source.replace("SmolLM2-135M-Instruct", MODEL))
-    (tmp_path / "go.mod").write_text(
+    (directory / "main.go").write_text(source.replace("SmolLM2-135M-Instruct", MODEL))
+    (directory / "go.mod").write_text(
         "module example\n\ngo 1.19\n\nrequire ryzanstein-client v0.1.0\n\n"
         f"replace ryzanstein-client => {MODULE}\n"
     )
-    await run_go(tmp_path, "build", "-o", "example", ".")
-    assert await run([str(tmp_path / "example")], gateway.url) == f"{TEXT}\n"
+    await run_go(directory, "build", "-o", "example", ".")
+    return [str(directory / "example")]
+
+
+async def test_the_stream_of_the_readme(
+    gateway: RunningGateway, other: RunningGateway, ring: FakeRing, tmp_path: Path
+) -> None:
+    ring.behave = saying(TEXT)
+    command = await example(0, tmp_path, gateway.url, other.url)
+    assert await run(command, gateway.url) == f"{TEXT}\n"
     assert len(ring.requests) == 1

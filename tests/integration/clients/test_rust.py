@@ -1,10 +1,14 @@
-"""The Rust client's own tests, the README's example compiled among them; `resume` is in `test_examples.py`."""
+"""The Rust client: its own tests, and its README against a real gateway. `resume` is in `test_examples.py`."""
 
 import asyncio
 
 import pytest
 
-from tests.integration.clients.programs import RUST, copied, run_cargo, tool
+from tests.integration.clients.programs import RUST, copied, run, run_cargo, rust, tool
+from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import FakeRing, saying, stub_card
+
+TEXT = "Once upon a time, a connection was lost, and nobody who listened noticed."
 
 
 @pytest.mark.slow
@@ -16,3 +20,11 @@ async def test_its_own_tests() -> None:
             return run_cargo(copy / "clients" / "rust", "test")
 
     assert "test result: ok. 7 passed" in await asyncio.to_thread(run)
+
+
+async def test_the_stream_of_the_readme(gateway: RunningGateway, ring: FakeRing) -> None:
+    await ring.add_model(stub_card("SmolLM2-135M-Instruct"))
+    ring.behave = saying(TEXT)
+    command = await asyncio.to_thread(rust, "readme_0")
+    assert await run(command, gateway.url) == f"{TEXT}\n"
+    assert len(ring.requests) == 1

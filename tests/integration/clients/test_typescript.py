@@ -15,6 +15,7 @@ from shared.nats.bus import Bus
 from tests.integration.clients.cutting import cutting
 from tests.integration.clients.programs import (
     TYPESCRIPT,
+    blocks,
     run,
     run_npm,
     running,
@@ -165,13 +166,9 @@ async def test_a_batch(
     assert len((await served.batches.list()).data) == 1
 
 
-PAGE = (TYPESCRIPT / "README.md").read_text()
-
-
 def example(contains: str, *gateways: str) -> str:
     """A block of the README, for these gateways."""
-    blocks: list[str] = re.findall(r"```js\n(.*?)```", PAGE, re.DOTALL)
-    (found,) = [block for block in blocks if contains in block]
+    (found,) = [block for block in blocks(TYPESCRIPT, "js") if contains in block]
     for port, url in zip(("8000", "8001"), gateways, strict=False):
         found = found.replace(f"http://127.0.0.1:{port}", url)
     return found.replace("SmolLM2-135M-Instruct", MODEL)

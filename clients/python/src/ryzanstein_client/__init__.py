@@ -1,4 +1,4 @@
-"""Streams that survive their connection, generations that others attach to, and batches over NATS.
+"""Streams that survive their connection, generations that others attach to, rankings, and batches over NATS.
 
 For everything else use OpenAI's client. `BatchQueue` needs the extra `batch`.
 """
@@ -7,6 +7,17 @@ from ryzanstein_client.asynchronous import AsyncClient, AsyncStream
 from ryzanstein_client.client import Client, Stream
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError
-from ryzanstein_client.types import GenerationState, Piece
+from ryzanstein_client.types import GenerationState, Piece, RankedDocument, Ranking
 
-__all__ = ["ApiError", "AsyncClient", "AsyncStream", "Client", "Cursor", "GenerationState", "Piece", "Stream"]
+__all__ = [
+    "ApiError",
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Cursor",
+    "GenerationState",
+    "Piece",
+    "RankedDocument",
+    "Ranking",
+    "Stream",
+]

@@ -12,7 +12,7 @@ from ryzanstein_client import requests
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, LostConnection, refusal, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState, Piece
+from ryzanstein_client.types import GenerationState, Piece, Ranking
 
 
 class AsyncStream:
@@ -60,10 +60,11 @@ class AsyncClient(requests.Streams[AsyncStream]):
         *,
         timeout: float = 60.0,
         patience: float = 120.0,
+        answer_timeout: float = 600.0,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         """As `Client`."""
-        super().__init__(url, api_key, patience)
+        super().__init__(url, api_key, patience, answer_timeout)
         self._owned = http is None
         self._http = http or httpx.AsyncClient(timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)))
 
@@ -94,6 +95,35 @@ class AsyncClient(requests.Streams[AsyncStream]):
     async def cancel(self, generation: str | Cursor) -> bool:
         """As `Client.cancel`."""
         return bool((await self._call(Ask("DELETE", requests.path_of(generation))))["cancelled"])
+
+    async def rerank(
+        self,
+        *,
+        model: str,
+        query: str,
+        documents: Sequence[str | Mapping[str, str]],
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> Ranking:
+        """As `Client.rerank`."""
+        body = {"model": model, "query": query, "documents": documents, **fields}
+        return requests.ranking_from(
+            await self._call(requests.new_ask(requests.RERANK, body, idempotency_key))
+        )
+
+    async def score(
+        self,
+        *,
+        model: str,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> list[float]:
+        """As `Client.score`."""
+        body = {"model": model, "queries": queries, "documents": documents, **fields}
+        answer = await self._call(requests.new_ask(requests.SCORE, body, idempotency_key))
+        return [pair["score"] for pair in answer["data"]]
 
     async def aclose(self) -> None:
         if self._owned:
@@ -164,7 +194,7 @@ class AsyncClient(requests.Streams[AsyncStream]):
     async def _answer(self, ask: Ask) -> dict[str, Any]:
         url = self._gateways.current
         try:
-            answer = await self._http.request(ask.method, url + ask.path, headers=self._headers)
+            answer = await self._http.request(ask.method, url + ask.path, **self._options(ask))
             if answer.status_code != 200:
                 raise refusal(answer.status_code, answer.headers, answer.content)
         except requests.LOST as error:

@@ -11,7 +11,7 @@ from ryzanstein_client import requests
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, LostConnection, refusal, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState, Piece
+from ryzanstein_client.types import GenerationState, Piece, Ranking
 
 
 class Stream:
@@ -65,12 +65,14 @@ class Client(requests.Streams[Stream]):
         *,
         timeout: float = 60.0,
         patience: float = 120.0,
+        answer_timeout: float = 600.0,
         http: httpx.Client | None = None,
     ) -> None:
         """`url`: a gateway, or several of which any will do. `timeout`: seconds of silence after which a connection
-        counts as lost. `patience`: seconds without anything new after which it gives up. `http`: a client
-        with certificates or a proxy of your own; you close it."""
-        super().__init__(url, api_key, patience)
+        counts as lost. `patience`: seconds since the first failure without anything new after which it gives up.
+        `answer_timeout`: seconds for a whole answer of a model. `http`: a client with certificates or a proxy of
+        your own; you close it."""
+        super().__init__(url, api_key, patience, answer_timeout)
         self._owned = http is None
         self._http = http or httpx.Client(timeout=httpx.Timeout(timeout, connect=min(timeout, 5.0)))
 
@@ -102,6 +104,34 @@ class Client(requests.Streams[Stream]):
     def cancel(self, generation: str | Cursor) -> bool:
         """Ends it for everybody; False when it had ended already."""
         return bool(self._call(Ask("DELETE", requests.path_of(generation)))["cancelled"])
+
+    def rerank(
+        self,
+        *,
+        model: str,
+        query: str,
+        documents: Sequence[str | Mapping[str, str]],
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> Ranking:
+        """Documents by how well they answer a query, the best first. `fields` are those of the endpoint: `top_n`,
+        `return_documents`, ... However often it is repeated on the way, it is computed once."""
+        body = {"model": model, "query": query, "documents": documents, **fields}
+        return requests.ranking_from(self._call(requests.new_ask(requests.RERANK, body, idempotency_key)))
+
+    def score(
+        self,
+        *,
+        model: str,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        idempotency_key: str | None = None,
+        **fields: Any,
+    ) -> list[float]:
+        """Of each pair of texts: one with one, one with each of several, or several with as many."""
+        body = {"model": model, "queries": queries, "documents": documents, **fields}
+        answer = self._call(requests.new_ask(requests.SCORE, body, idempotency_key))
+        return [pair["score"] for pair in answer["data"]]
 
     def close(self) -> None:
         if self._owned:
@@ -167,7 +197,7 @@ class Client(requests.Streams[Stream]):
     def _answer(self, ask: Ask) -> dict[str, Any]:
         url = self._gateways.current
         try:
-            answer = self._http.request(ask.method, url + ask.path, headers=self._headers)
+            answer = self._http.request(ask.method, url + ask.path, **self._options(ask))
             if answer.status_code != 200:
                 raise refusal(answer.status_code, answer.headers, answer.content)
         except requests.LOST as error:

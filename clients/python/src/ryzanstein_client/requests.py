@@ -1,5 +1,6 @@
 """What the blocking and the asynchronous client do alike. No I/O."""
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,11 +12,13 @@ import stamina
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState
+from ryzanstein_client.types import GenerationState, RankedDocument, Ranking
 
 StreamT = TypeVar("StreamT")
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RERANK = "/v1/rerank"
+SCORE = "/v1/score"
 FIRST_WAIT = 0.05
 """Seconds before the first repeat; the later ones wait longer."""
 LONGEST_WAIT = 1.0
@@ -42,14 +45,33 @@ class Gateways:
             self._at = (self._at + 1) % len(self._urls)
 
 
-def new_reading(
-    path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None
-) -> Reading:
+class Patience:
+    """For stamina: whether to try again, until `length` seconds after the first of the failures in a row."""
+
+    def __init__(self, length: float) -> None:
+        self._length = length
+        self._end: float | None = None
+
+    def __call__(self, error: Exception) -> bool | float:
+        now = time.monotonic()
+        self._end = self._end or now + self._length
+        return now < self._end and when_again(error)
+
+
+def new_ask(
+    path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None = None
+) -> Ask:
     """A request that may be repeated: it always has a key."""
     headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
     if background is not None:
         headers["X-Ryzanstein-Background"] = f"{background:g}"
-    return Reading(Ask("POST", path, headers, {**body, "stream": True}))
+    return Ask("POST", path, headers, body)
+
+
+def new_reading(
+    path: str, body: Mapping[str, Any], idempotency_key: str | None, background: float | None
+) -> Reading:
+    return Reading(new_ask(path, {**body, "stream": True}, idempotency_key, background))
 
 
 def resumed(generation: str | Cursor, after: str | None) -> Reading:
@@ -81,11 +103,22 @@ def state_from(answer: Mapping[str, Any]) -> GenerationState:
     )
 
 
+def ranking_from(answer: Mapping[str, Any]) -> Ranking:
+    results = [
+        RankedDocument(found["index"], found["relevance_score"], (found.get("document") or {}).get("text"))
+        for found in answer["results"]
+    ]
+    return Ranking(results, answer)
+
+
 class Streams(Generic[StreamT]):
     """The streams that both clients open; each says what a stream is to it (`open`)."""
 
-    def __init__(self, url: str | Sequence[str], api_key: str, patience: float) -> None:
+    def __init__(
+        self, url: str | Sequence[str], api_key: str, patience: float, answer_timeout: float
+    ) -> None:
         self._gateways = Gateways(url)
+        self._answer_timeout = httpx.Timeout(answer_timeout, connect=min(answer_timeout, 5.0))
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._patience = patience
 
@@ -132,11 +165,16 @@ class Streams(Generic[StreamT]):
         if when_again(error):
             self._gateways.leave(url)
 
+    def _options(self, ask: Ask) -> dict[str, Any]:
+        """What httpx is given; what has a body is work of a model, which takes longer than a look at a state."""
+        work = {} if ask.body is None else {"json": ask.body, "timeout": self._answer_timeout}
+        return {"headers": {**self._headers, **ask.headers}, **work}
+
     def _attempts(self) -> Any:
         return stamina.retry_context(
-            on=when_again,
+            on=Patience(self._patience),
             attempts=None,
-            timeout=self._patience,
+            timeout=None,
             wait_initial=FIRST_WAIT,
             wait_max=LONGEST_WAIT,
             wait_jitter=FIRST_WAIT,

@@ -1,6 +1,6 @@
 """What callers get."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,25 @@ class Piece:
     """`stop`, `length`, `tool_calls`, ... on the last piece of a choice."""
     chunk: Mapping[str, Any]
     """OpenAI's chunk: tool calls, log probabilities, usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    index: int
+    """Of the document in the request."""
+    relevance_score: float
+    text: str | None
+    """None with `return_documents=False`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Documents by how well they answer a query."""
+
+    results: Sequence[RankedDocument]
+    """The best first."""
+    raw: Mapping[str, Any]
+    """The endpoint's answer: the model, usage."""
 
 
 @dataclass(frozen=True, slots=True)
