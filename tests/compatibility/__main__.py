@@ -2,7 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
+import signal
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,21 +20,37 @@ PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
 STUB = ("--engine", "stub", "--no-smoke-test")
 REASONING = (*STUB, "--reasoning-parser", "think")
 """It reasons where the prompt ends so."""
+FAILING = {
+    "RYZANSTEIN_STUB_FAULT": "error",
+    "RYZANSTEIN_STUB_STEP_MS": "20",
+    "RYZANSTEIN_DRAIN_TIMEOUT": "0.1",
+}
+"""It fails on `operations.FAULT`, and has streams under way when it ends."""
 
 
-async def found_at(url: str, reasoning_url: str = "") -> list[Found]:
-    """`reasoning_url`: of a server whose model reasons; empty: the same."""
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
-        httpx.AsyncClient(base_url=reasoning_url or url, timeout=60, trust_env=False) as reasoning,
-    ):
-        return await Prober(http, reasoning).probe()
+async def found_at(
+    url: str, reasoning_url: str = "", failing_url: str = "", end: Callable[[], None] | None = None
+) -> list[Found]:
+    """`reasoning_url`: of a server whose model reasons; empty: the same. `failing_url`: of one that fails where it is
+    asked to, and that `end` tells to end; empty: none."""
+    bases = (url, reasoning_url or url, failing_url)
+    async with contextlib.AsyncExitStack() as stack:
+        http, reasoning, failing = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=base, timeout=60, trust_env=False))
+            for base in bases
+        ]
+        return await Prober(http, reasoning, failing if failing_url else None, end).probe()
 
 
 def found_on_a_stack(directory: Path) -> list[Found]:
     """On stacks of their own with the stub engine."""
-    with Stack(directory / "plain", *STUB) as stack, Stack(directory / "reasoning", *REASONING) as reasoning:
-        return asyncio.run(found_at(stack.url, reasoning.url))
+    with (
+        Stack(directory / "plain", *STUB) as stack,
+        Stack(directory / "reasoning", *REASONING) as reasoning,
+        Stack(directory / "failing", *STUB, **FAILING) as failing,
+    ):
+        end = partial(failing.process.send_signal, signal.SIGTERM)
+        return asyncio.run(found_at(stack.url, reasoning.url, failing.url, end))
 
 
 def main() -> None:

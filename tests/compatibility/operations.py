@@ -49,7 +49,11 @@ from openai.types.responses import (
 )
 from openai.types.uploads import UploadPart
 
+from services.executor.worker.stub import FAULT_TOKEN
+
 HELLO = [{"role": "user", "content": "Hi"}]
+FAULT = chr(FAULT_TOKEN)
+"""A prompt on which a stub engine with a fault fails: a token is a byte."""
 
 
 class Operation(NamedTuple):
@@ -76,6 +80,10 @@ class Operation(NamedTuple):
     """Changes of the least, whose answers show fields and events that no single parameter brings about."""
     reasoning: tuple[dict[str, Any], ...] = ()
     """The same for a model that reasons."""
+    failing: tuple[dict[str, Any], ...] = ()
+    """The same for a server whose engine fails on `FAULT`."""
+    cut: tuple[dict[str, Any], ...] = ()
+    """The same, streamed, for a server that ends in the middle."""
     in_query: tuple[str, ...] = ()
     """Parameters that are sent in the query although there is a body."""
     anew: str = ""
@@ -164,6 +172,8 @@ OPERATIONS = (
             },
         ),
         reasoning=({"stream": True, "input": "<think>", "reasoning": {"summary": "auto"}},),
+        failing=({"stream": True, "input": FAULT},),
+        cut=({"stream": True, "max_output_tokens": 4000},),
     ),
     Operation(
         "conversations.create",

@@ -13,7 +13,7 @@ in its place is refused, or a filter finds something else.
 import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import httpx
@@ -63,10 +63,19 @@ class Found(NamedTuple):
 class Prober:
     """Asks one server."""
 
-    def __init__(self, http: httpx.AsyncClient, reasoning: httpx.AsyncClient) -> None:
-        """Both with a server's address as their base, that of a model that reasons the second."""
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        reasoning: httpx.AsyncClient,
+        failing: httpx.AsyncClient | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        """All with a server's address as their base: that of a model that reasons the second, and the third one whose
+        engine fails where it is asked to, and which `end` tells to end. None: there is no such server."""
         self._http = http
         self._reasoning = reasoning
+        self._failing = failing
+        self._end = end
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._ids: dict[str, str] = {}
 
@@ -106,8 +115,10 @@ class Prober:
         )
         more = [await self._send(operation, self._filled(operation.base | body)) for body in operation.also]
         more += [
-            await self._send(operation, operation.base | body, reasons=True) for body in operation.reasoning
+            await self._send(operation, operation.base | body, http=self._reasoning)
+            for body in operation.reasoning
         ]
+        more += await self._faults(operation)
         answers = [plain, *more, *(answer for several, _ in tried for answer in several)]
         seen = {path for answer in answers if answer.status_code < 400 for path in _paths(answer)}
         names = event_types(operation.events) if operation.events else []
@@ -118,6 +129,25 @@ class Prober:
         rows = [row for _, row in tried]
         return Found(operation, plain.status_code < 400, rows, _fields(operation, seen), events)
 
+    async def _faults(self, operation: Operation) -> list[httpx.Response]:
+        """What a server tells whose engine fails, and one that ends."""
+        if self._failing is None:
+            return []
+        found = [
+            await self._send(operation, operation.base | body, http=self._failing)
+            for body in operation.failing
+        ]
+        for body in operation.cut:
+            sent = {"json": operation.base | body}
+            async with self._failing.stream(operation.method, f"/v1{operation.path}", **sent) as answer:
+                text = ""
+                async for piece in answer.aiter_text():
+                    if not text and self._end is not None:
+                        self._end()
+                    text += piece
+            found.append(httpx.Response(answer.status_code, headers=answer.headers, text=text))
+        return found
+
     async def _parameter(self, operation: Operation, one: Parameter) -> tuple[list[httpx.Response], Row]:
         excluded = why_excluded(operation.name, one.path)
         if operation.method == "GET" or one.path in operation.in_query:
@@ -125,8 +155,8 @@ class Prober:
             return [answer], Row(one.path, verdict, excluded)
         values = values_for(operation.name, operation.base, one)
         bodies = [self._filled(request_for(operation.name, operation.base, one, value)) for value in values]
-        reasons = re.search(REASONS, one.path) is not None
-        answers = [await self._send(operation, body, reasons=reasons) for body in bodies]
+        http = self._reasoning if re.search(REASONS, one.path) else None
+        answers = [await self._send(operation, body, http=http) for body in bodies]
         tried = [_tried(body, operation, one) for body in bodies]
         verdicts = [verdict_of(answer, names) for answer, names in zip(answers, tried, strict=True)]
         refused = [
@@ -157,7 +187,7 @@ class Prober:
         query: dict[str, Any] | None = None,
         *,
         file: bytes = BATCH_FILE,
-        reasons: bool = False,
+        http: httpx.AsyncClient | None = None,
     ) -> httpx.Response:
         path = f"/v1{operation.path}".format(**self._ids) if self._ids else f"/v1{operation.path}"
         options: dict[str, Any] = {"params": _bracketed(query)} if query else {}
@@ -166,8 +196,7 @@ class Prober:
         elif operation.method in ("POST", "PUT") and body:
             options["json"] = body
         async with self._gate:
-            http = self._reasoning if reasons else self._http
-            answer = await http.request(operation.method, path, **options)
+            answer = await (http or self._http).request(operation.method, path, **options)
         assert answer.status_code != 500, f"{operation.name} {body}: {answer.text}"
         return answer
 

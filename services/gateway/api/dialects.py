@@ -77,10 +77,12 @@ def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
 
 
 OPENAI = Dialect(describe)
+RESPONSES = Dialect(describe, error_event=b"error")
 ANTHROPIC = Dialect(_anthropic, error_event=b"error", done=False)
 OLLAMA = Dialect(_ollama, LineStream, done=False)
 ENDPOINTS = defaultdict(
-    lambda: OPENAI, {"messages": ANTHROPIC, "ollama.chat": OLLAMA, "ollama.generate": OLLAMA}
+    lambda: OPENAI,
+    {"responses": RESPONSES, "messages": ANTHROPIC, "ollama.chat": OLLAMA, "ollama.generate": OLLAMA},
 )
 """By the API whose generation it is (`GenerationRecord.endpoint`)."""
 _PATHS: Sequence[tuple[str, Dialect]] = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, status_of
+from services.gateway.core.errors import ErrorBody, InvalidParameter, status_of
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
@@ -105,6 +105,13 @@ class ResponseRun(Run):
     def position(self) -> str:
         """The number of the last event that `snapshot` has seen."""
         return str(self._events.count - 1)
+
+    def error_event(self, described: object) -> object:
+        """OpenAI's, with the number of the last event before it: behind that one a client goes on elsewhere."""
+        assert isinstance(described, ErrorBody)
+        told = described.error
+        about = {"code": told.code, "message": told.message, "param": told.param}
+        return {"type": "error", "sequence_number": self._events.count - 1, **about}
 
     # --- inside ----------------------------------------------------------------------------------
 

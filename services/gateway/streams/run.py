@@ -265,6 +265,11 @@ class Run:
             if isinstance(news, TokenEntry) and not self._outputs[choice].finish:
                 self._feed(choice, news)
 
+    def error_event(self, described: object) -> object:
+        """`described`, an error in the API's shape, as an event of this stream: it is of this reading, and not of the
+        log."""
+        return described
+
     @property
     def finished(self) -> bool:
         """Whether the text of every choice has ended."""

@@ -126,7 +126,7 @@ async def stream(run: Run, send: Send, request_id: str, *, positions: bool = Fal
         raise
     except Exception as error:
         if events.started:
-            told = msgspec.json.encode(dialect.describe(error, request_id))
+            told = msgspec.json.encode(run.error_event(dialect.describe(error, request_id)))
             await events.write([(told, b"", dialect.error_event)], end=True)
         raise
 

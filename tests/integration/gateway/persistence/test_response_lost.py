@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import pytest
 
 from shared.config import CommonSettings
+from shared.messages import TokenFrame
+from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
 from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process, mourn, read_until_killed
-from tests.integration.gateway.responding import drop_journal, kept
+from tests.integration.gateway.responding import drop_journal, kept, prompts, text_of
 from tests.integration.gateway.resuming import Event, Paced, read_events
 
 RESPONSES = "/v1/responses"
@@ -111,3 +116,81 @@ async def test_an_heir_keeps_what_had_ended(
         await heirs._try_to_inherit(lost.service.instance, time.time() + 1)
         stored = await kept(gateway, made["id"])
     assert json.loads(stored.response) == made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_heir_adds_to_a_conversation_what_had_ended(
+    bus: Bus,
+    nats_settings: CommonSettings,
+    gateway: RunningGateway,
+    ring: FakeRing,
+    tmp_path: Path,
+    stream: bool,
+) -> None:
+    """Its gateway is killed between the response's end, which is in the log, and the conversation's turn: it is
+    stopped before the end comes, and never goes on."""
+    ring.behave = paced = Paced(b"Ada.", 4)
+    async with gateway_process(bus, nats_settings, tmp_path) as doomed, gateway.openai() as client:
+        made = await client.conversations.create(items=[{"role": "user", "content": "I am Ada."}])
+        sent = {"model": MODEL, "input": "Who am I?", "conversation": made.id, "stream": stream}
+        events: list[Event] = []
+        reader = asyncio.create_task(read_until_killed(doomed.http, sent, events, RESPONSES))
+        if stream:
+            await until(lambda: deltas(events) == "Ada.")
+        else:
+            await until(lambda: ring.requests)
+        doomed.process.process.send_signal(signal.SIGSTOP)
+        paced.allow()
+
+        async def has_ended() -> bool:
+            last = await bus.jetstream().get_last_msg(subjects.JOURNAL_STREAM, subjects.tokens("doomed"))
+            frame = msgspec.msgpack.decode(last.data or b"", type=TokenFrame)
+            return frame.entries[-1].finish == "stop"
+
+        await until(lambda: ring.answered)
+        await until(has_ended)
+        await doomed.kill()
+        await reader
+        conversations = gateway.service._backend.parts.conversations
+        assert len((await conversations.get(made.id, "")).begun) == 1
+        await mourn(bus, "doomed")
+
+        async def settled() -> bool:
+            return not (await conversations.get(made.id, "")).begun
+
+        await until(settled)
+        listed = [item async for item in client.conversations.items.list(made.id, order="asc")]
+        said = [item.model_dump()["content"][0]["text"] for item in listed]
+        assert said == ["I am Ada.", "Who am I?", "Ada."]
+        await client.responses.create(model=MODEL, input="Sure?", conversation=made.id)
+    assert prompts(ring) == ["I am Ada.\nWho am I?\n", "I am Ada.\nWho am I?\nAda.\nSure?\n"]
+
+
+async def test_a_gateway_that_ends_says_where_to_go_on(
+    nats_settings: CommonSettings, gateway: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = paced = Paced(b"Hello.", 2)
+    async with (
+        run_gateway(nats_settings, drain_timeout=0.1) as ending,
+        ending.openai() as client,
+        gateway.openai() as elsewhere,
+    ):
+        stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+        events = []
+        async for event in stream:
+            events.append(event)
+            if text_of(events) == "He":
+                ending.service.end()
+        *before, last = events
+        assert last.type == "error"
+        assert (last.code, last.param) == ("unavailable", None)
+        assert "shutting down" in last.message
+        assert last.sequence_number == before[-1].sequence_number
+        assert before[0].type == "response.created"
+        paced.allow()
+        rest = await elsewhere.responses.retrieve(
+            before[0].response.id, stream=True, starting_after=last.sequence_number
+        )
+        whole = before + [event async for event in rest]
+    assert (text_of(whole), whole[-1].type) == ("Hello.", "response.completed")
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
