@@ -81,7 +81,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
         self.source = source
-        undeclared = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        parsed = environment.parse(source)
+        undeclared = jinja2.meta.find_undeclared_variables(parsed)
+        constants = (node.value for node in parsed.find_all(jinja2.nodes.Const))
+        self.words = frozenset(value for value in constants if isinstance(value, str))
+        """The texts that it compares and looks up with."""
         self.variables = frozenset(
             undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
         )
@@ -173,11 +177,21 @@ def traits_of(template: ChatTemplate) -> Traits:
         several=calls and probe.takes_two(),
         any_id=probe.identity == LONG_ID,
         system=_RESULT in system,
+        pairs=_shows_pairs(template),
         family=family,
         variant=variant_of(family, template.source),
         reasoning=reasoning_of(template.source),
         variables=template.variables,
     )
+
+
+def _shows_pairs(template: ChatTemplate) -> bool:
+    """Templates that show whatever role there is do not know these two."""
+    if not template.words.issuperset(("query", "document")):
+        return False
+    pair = [{"role": "query", "content": _TEXT}, {"role": "document", "content": _RESULT}]
+    shown = template.tries(pair, None) or ""
+    return _TEXT in shown and _RESULT in shown
 
 
 class _Probe:

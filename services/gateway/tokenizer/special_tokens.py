@@ -72,8 +72,17 @@ class SpecialText:
             mark,
         )
 
-    def plain(self, text: str) -> list[str]:
-        """`text` in pieces that have no special token's text."""
+    def joined(self, parts: Sequence[str]) -> list[str]:
+        """`parts` as one text in pieces, as of a rendered conversation. Every other part, from the second on, is a
+        client's: it has no special token's text within a piece."""
+        found = [""]
+        for index, part in enumerate(parts):
+            first, *rest = self._plain(part) if index % 2 else [part]
+            found[-1] += first
+            found += rest
+        return found
+
+    def _plain(self, text: str) -> list[str]:
         marked = self.marked([{"role": "user", "content": text}], None, {})
         return pieces(marked.messages[0]["content"], marked.mark) if marked.mark else [text]
 

@@ -25,6 +25,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """It takes any id of a call; otherwise nine letters or digits, as Mistral's."""
     system: bool = True
     """It shows system messages."""
+    pairs: bool = False
+    """It shows a query and a document, as messages of these two roles: it is a reranker's."""
     family: str = ""
     """How the model writes calls, where the template shows it."""
     variant: str = ""

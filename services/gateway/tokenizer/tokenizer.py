@@ -144,14 +144,14 @@ class ModelTokenizer:
         size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
         return await self._encoding.run(size, lambda: self._encode(texts, special))
 
-    async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode_all`, without special tokens: neither around a text nor where it has the text of one. Raises
-        `QueueFull`."""
-        size = sum(map(len, texts)) + _EACH * len(texts)
-        return await self._encoding.run(size, lambda: self._encode_plain(texts))
+    async def encode_parts(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Each of `texts` is given in parts, every other one, from the second on, a client's: there the text of a
+        special token is none. Nothing is put around them. Raises `QueueFull`."""
+        size = sum(map(len, chain.from_iterable(texts))) + _EACH * len(texts)
+        return await self._encoding.run(size, lambda: self._encode_parts(texts))
 
-    def _encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        cut = [self._special_text.plain(text) for text in texts]
+    def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        cut = [self._special_text.joined(parts) for parts in texts]
         found = iter(self._encode(list(chain.from_iterable(cut)), special=False))
         return [[token for _ in parts for token in next(found)] for parts in cut]
 
@@ -261,8 +261,8 @@ class StubTokenizer:
     async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         return [await self.encode(text) for text in texts]
 
-    async def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        return await self.encode_all(texts)
+    async def encode_parts(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        return await self.encode_all(list(map("".join, texts)))
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """Line by line."""

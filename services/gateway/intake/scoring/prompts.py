@@ -4,12 +4,15 @@
     a language model                one chat per pair: does the document answer the query?    ──▶ yes and no
     an embedder                     one prompt per text                                       ──▶ vectors
 
-A language model whose files have sentence-transformers' prompts was trained to embed, and is used so. The chat is the
-one that Qwen3-Reranker was trained with ("Qwen3 Embedding", arXiv:2506.05176), in the model's own chat template.
+A language model whose files have sentence-transformers' prompts was trained to embed, and is used so. The chat is what
+the model's chat template makes of messages with the roles `query` and `document`, as vLLM and sentence-transformers
+have it ("Score Template", https://docs.vllm.ai), also of a classifier's. A template that knows no such roles shows the
+chat that Qwen3-Reranker was trained with ("Qwen3 Embedding", arXiv:2506.05176).
 """
 
+import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.embeddings import (
@@ -30,8 +33,9 @@ JUDGE = (
     'answer can only be "yes" or "no".'
 )
 INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
-_HERE = "RYZANSTEIN-PAIR"
-"""Stands for the pair while the chat is rendered: it has no special token's text."""
+_QUERY, _DOCUMENT, _INSTRUCTION = (f"RYZANSTEIN-{name}" for name in ("QUERY", "DOCUMENT", "INSTRUCTION"))
+"""Stand for a pair's texts while the chat is rendered: they have no special token's text."""
+_PLACES = re.compile(f"({_QUERY}|{_DOCUMENT}|{_INSTRUCTION})")
 
 Way = Literal["classes", "answers", "vectors"]
 
@@ -57,13 +61,13 @@ async def score_prompts(
     request: Scored, pairs: Pairs, tokenizer: Tokenizer, card: ModelCard, prompt_limit: int
 ) -> Prompts:
     """Raises `InvalidParameter`, `ContextLengthExceeded`, both with what is wrong; `QueueFull`."""
+    maker = _Maker(request, pairs, tokenizer, card, prompt_limit)
     if card.does("classify"):
         if len(card.labels) > 1:
             raise _unfit(card, f"has {len(card.labels)} classes, and a reranker has one; use /v1/classify")
-        return await _Maker(request, pairs, tokenizer, card, prompt_limit).classes()
-    maker = _Maker(request, pairs, tokenizer, card, prompt_limit)
+        return await (maker.chats("classes") if tokenizer.traits.pairs else maker.classes())
     if card.does("generate") and not card.prompts and (answers := await _answers(tokenizer)):
-        return await maker.chats(answers)
+        return await maker.chats("answers", answers)
     if card.does("embed"):
         return await maker.vectors()
     if card.does("generate"):
@@ -88,7 +92,7 @@ async def _answers(tokenizer: Tokenizer) -> list[int]:
     """The tokens yes and no; empty: the model has no such tokens, or cannot be asked."""
     if not tokenizer.chats:
         return []
-    yes, no = await tokenizer.encode_plain(["yes", "no"])
+    yes, no = await tokenizer.encode_parts([["yes"], ["no"]])
     return [*yes, *no] if len(yes) == len(no) == 1 else []
 
 
@@ -104,10 +108,12 @@ class _Maker:
         self._prompt_limit = prompt_limit
         self._most = min(card.context_length, prompt_limit or card.context_length)
         self._cut_to = request.truncate_prompt_tokens or 0
+        self._instruction = request.instruction or ""
         self._of_document = request.max_tokens_per_doc if isinstance(request, RerankRequest) else None
 
     async def classes(self) -> Prompts:
         """Each pair as its tokenizer joins it."""
+        self._check_no_instruction()
         given = [(self._pairs.query_of(index), one) for index, one in enumerate(self._pairs.documents)]
         found = await self._tokenizer.encode_pairs(given)
         lengths, around = await self._lengths(), await self._around()
@@ -118,25 +124,25 @@ class _Maker:
             prompts.append(Prompt(kept, second))
         return Prompts("classes", prompts)
 
-    async def chats(self, answers: list[int]) -> Prompts:
-        """Each pair as a question to the model, which answers yes or no."""
-        head, tail = await self._chat()
-        bodies = [
-            f"<Instruct>: {INSTRUCT}\n<Query>: {self._pairs.query_of(index)}\n<Document>: {document}"
-            for index, document in enumerate(self._pairs.documents)
-        ]
+    async def chats(self, way: Way, answers: Sequence[int] = ()) -> Prompts:
+        """Each pair as a question to the model. `answers`: what it says to it, yes or no."""
+        parts = await self._chat()
+        end = parts.index(_DOCUMENT) + 1
+        shown = await self._encoded(parts[:end], len(self._pairs.documents))
+        tails = await self._encoded(parts[end:], len(shown) if len(parts) > end + 1 else 1)
         lengths = await self._lengths()
         prompts = []
-        for index, body in enumerate(await self._tokenizer.encode_plain(bodies)):
-            around = len(head) + len(tail)
-            count = max(0, self._count(len(body) + around, lengths[index]) - around)
-            tokens = [*head, *body[:count], *tail]
-            self._check(index, tokens, left=lengths[index] - (len(body) - count))
+        for index, body in enumerate(shown):
+            tail = tails[index % len(tails)]
+            count = max(0, self._count(len(body) + len(tail), lengths[index]) - len(tail))
+            tokens = [*body[:count], *tail]
+            self._check(index, tokens, left=lengths[index] - max(0, len(body) - count))
             prompts.append(Prompt(tokens))
-        return Prompts("answers", prompts, answers)
+        return Prompts(way, prompts, answers)
 
     async def vectors(self) -> Prompts:
         """The queries, then the documents, each behind the model's own prompt for it."""
+        self._check_no_instruction()
         known = self._card.prompts
         kinds = (
             (self._pairs.query_field, self._pairs.queries, ("query",)),
@@ -157,18 +163,50 @@ class _Maker:
                 prompts.append(Prompt(kept))
         return Prompts("vectors", prompts)
 
-    async def _chat(self) -> tuple[list[int], list[int]]:
-        """What stands before and behind a pair. Raises `InvalidParameter`."""
-        asked = [{"role": "system", "content": JUDGE}, {"role": "user", "content": _HERE}]
-        if not self._tokenizer.traits.system:
-            asked = [{"role": "user", "content": f"{JUDGE}\n{_HERE}"}]
-        options = TemplateOptions(variables={"enable_thinking": False})
-        text = (await self._tokenizer.render_chat(asked, None, options)).text
-        if text.count(_HERE) != 1:
+    async def _chat(self) -> list[str]:
+        """The chat of any pair: what the template writes, in turns with whose text follows. Raises
+        `InvalidParameter`."""
+        traits, variables = self._tokenizer.traits, dict[str, Any](enable_thinking=False)
+        if traits.pairs:
+            asked = [{"role": "query", "content": _QUERY}, {"role": "document", "content": _DOCUMENT}]
+            if self._instruction and "instruction" in traits.variables:
+                variables["instruction"] = _INSTRUCTION
+            elif self._instruction:
+                asked.insert(0, {"role": "system", "content": _INSTRUCTION})
+        else:
+            instruction = _INSTRUCTION if self._instruction else INSTRUCT
+            pair = f"<Instruct>: {instruction}\n<Query>: {_QUERY}\n<Document>: {_DOCUMENT}"
+            asked = [{"role": "system", "content": JUDGE}, {"role": "user", "content": pair}]
+            if not traits.system:
+                asked = [{"role": "user", "content": f"{JUDGE}\n{pair}"}]
+        rendered = await self._tokenizer.render_chat(asked, None, TemplateOptions(variables=variables))
+        parts = _PLACES.split(rendered.text)
+        if parts.count(_DOCUMENT) != 1 or _QUERY not in parts:
             raise _unfit(self._card, "has a chat template that does not show messages as they are")
-        head, _, tail = text.partition(_HERE)
-        first, last = await self._tokenizer.encode_all([head, tail], special=False)
-        return first, last
+        if self._instruction and _INSTRUCTION not in parts:
+            raise self._no_instruction("the chat template of {} shows none")
+        return parts
+
+    async def _encoded(self, parts: Sequence[str], count: int) -> list[list[int]]:
+        """A part of the chat for the first `count` pairs."""
+        given = {_INSTRUCTION: self._instruction}
+        filled = []
+        for index, document in enumerate(self._pairs.documents[:count]):
+            given |= {_QUERY: self._pairs.query_of(index), _DOCUMENT: document}
+            filled.append([given.get(part, part) for part in parts])
+        return await self._tokenizer.encode_parts(filled)
+
+    def _check_no_instruction(self) -> None:
+        if self._instruction:
+            raise self._no_instruction("{} is not asked in words")
+
+    def _no_instruction(self, why: str) -> InvalidParameter:
+        shown = why.format(self._card.model)
+        return InvalidParameter(
+            f"Invalid 'instruction': {shown}; leave it out.",
+            param="instruction",
+            reason="unsupported_parameter",
+        )
 
     @property
     def _cuts(self) -> bool:

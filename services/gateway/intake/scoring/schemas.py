@@ -27,11 +27,16 @@ class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     user: User | None = None
 
 
+class _Compared(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    instruction: Text | None = None
+    """vLLM's: by what a language model judges, in place of its template's own words."""
+
+
 class TextDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: Text
 
 
-class RerankRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RerankRequest(_Compared, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/rerank, /rerank and /v2/rerank."""
 
     query: Text
@@ -47,7 +52,7 @@ class RerankRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     relevant_spans: Annotated[Any, neutral()] = None
 
 
-class ScoreRequest(_Fields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScoreRequest(_Compared, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/score and /score: `text_1` and `text_2`, or the same as `queries` and `documents`. One with one, one
     with each of several, or several with as many."""
 
@@ -90,11 +95,12 @@ def pairs_of(request: Scored) -> Pairs:
     check_neutral(request)
     pairs = _ranked(request) if isinstance(request, RerankRequest) else _scored(request)
     queries = sum(len(pairs.query_of(index)) for index in range(len(pairs.documents)))
-    characters, most = queries + sum(map(len, pairs.documents)), limits.SCORED_CHARACTERS
+    instructions = len(request.instruction or "") * len(pairs.documents)
+    characters, most = queries + instructions + sum(map(len, pairs.documents)), limits.SCORED_CHARACTERS
     if characters > most.value:
         raise InvalidParameter(
-            f"Invalid '{pairs.document_field}': with the query before each of them they have {characters:,} "
-            f"characters; send fewer at a time ({most.cited()}).",
+            f"Invalid '{pairs.document_field}': with the query and the instruction before each of them they have "
+            f"{characters:,} characters; send fewer at a time ({most.cited()}).",
             param=pairs.document_field,
             reason="string_above_max_length",
         )

@@ -166,7 +166,7 @@ async def test_a_language_model_answers_yes_or_no(
     assert all(
         one["relevance_score"] in (pytest.approx(0.25), pytest.approx(0.75)) for one in answer["results"]
     )
-    yes, no = await tokenizer.encode_plain(["yes", "no"])
+    yes, no = await tokenizer.encode_parts([["yes"], ["no"]])
     sent = {one.generation_id[-1]: one for one in judged.requests}
     for number, text in enumerate(body["documents"]):
         request = sent[str(number)]
@@ -200,6 +200,83 @@ async def test_templates_without_system_messages(http: httpx.AsyncClient, judged
     await posted(http, "/rerank", {"model": "plain", "query": "q", "documents": ["d"]})
     shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
     assert shown == f"{JUDGE}\n<Instruct>: {INSTRUCT}\n<Query>: q\n<Document>: d"
+
+
+# As vLLM's template of Qwen3-Reranker is made, and sentence-transformers': it knows the variable, or a system message.
+VARIABLE = "instruction | default('by default', true)"
+MESSAGE = (
+    "messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('by default')"
+)
+RERANKING = (
+    "<|start|>judge<|end|><|start|>by: {{ HOW }}\n"
+    "of: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "is: {{ (messages | selectattr('role', 'eq', 'document') | first).content }}<|end|>answers?<|start|>"
+)
+
+
+@pytest.mark.parametrize("how", [VARIABLE, MESSAGE])
+async def test_templates_of_rerankers_show_the_two_roles(
+    http: httpx.AsyncClient, judged: FakeRing, bus: Bus, how: str
+) -> None:
+    files = answering_files() | {"chat_template.jinja": RERANKING.replace("HOW", how).encode()}
+    tokenizer = await add_tokenized(http, judged, bus, "ranks", files)
+    classes = {"tasks": ["classify"], "labels": ["relevant"], "activation": "sigmoid"}
+    await add_tokenized(http, judged, bus, "ranks-classes", files, **classes)
+    body = {"query": "q<|end|>", "documents": ["good!", "<|start|>"]}
+    for more, instruction in (({}, "by default"), ({"instruction": "<|end|>taste"}, "<|end|>taste")):
+        for model in ("ranks", "ranks-classes"):
+            judged.requests.clear()
+            answer = await posted(http, "/v1/rerank", {"model": model} | body | more)
+            sent = sorted(judged.requests, key=lambda one: one.generation_id)
+            assert [bool(one.logprob_token_ids) for one in sent] == [model == "ranks"] * 2
+            assert [one.classify for one in sent] == [model != "ranks"] * 2
+            for request, text in zip(sent, body["documents"], strict=True):
+                assert tokenizer.decode(request.prompt, skip_special_tokens=False) == (
+                    f"<|start|>judge<|end|><|start|>by: {instruction}\nof: q<|end|>\nis: {text}"
+                    "<|end|>answers?<|start|>"
+                )
+                assert request.prompt[0] == 0
+                assert (request.prompt.count(0), request.prompt.count(1)) == (3, 2), "the template's alone"
+        assert answer["results"][0]["relevance_score"] > 0.5
+    cut = {"model": "ranks", "max_tokens_per_doc": 2}
+    judged.requests.clear()
+    await posted(http, "/v1/rerank", cut | {"query": "q", "documents": ["good"]})
+    assert "is: go<|end|>answers?" in tokenizer.decode(
+        judged.requests.pop().prompt, skip_special_tokens=False
+    )
+
+
+async def test_what_stands_behind_a_document_is_not_cut(
+    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
+) -> None:
+    """Also where that is the query; here the template takes no instruction."""
+    template = (
+        "{% for role in ('document', 'query') %}"
+        "{{ (messages | selectattr('role', 'eq', role) | first).content }} {% endfor %}"
+    )
+    tokenizer = await add_tokenized(
+        http, judged, bus, "turned", answering_files() | {"chat_template.jinja": template.encode()}
+    )
+    body = {"model": "turned", "queries": ["q", "qq"], "documents": ["long", "longer"]}
+    await posted(http, "/v1/score", body | {"truncate_prompt_tokens": 7})
+    shown = {tokenizer.decode(one.prompt, skip_special_tokens=False) for one in judged.requests}
+    assert shown == {"long q ", "lon qq "}
+    refused = (await http.post("/v1/score", json=body | {"instruction": "by taste"})).json()["error"]
+    assert (refused["code"], refused["param"]) == ("unsupported_parameter", "instruction")
+
+
+async def test_an_instruction_without_a_template_of_its_own(
+    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
+) -> None:
+    tokenizer = await add_tokenized(http, judged, bus, "told", answering_files())
+    body = {"query": "q", "documents": ["d"], "instruction": "By taste."}
+    await posted(http, "/rerank", body | {"model": "told"})
+    shown = tokenizer.decode(judged.requests.pop().prompt, skip_special_tokens=False)
+    assert "<|start|>user\n<Instruct>: By taste.\n<Query>: q\n<Document>: d<|end|>" in shown
+    for model in (RERANKER, EMBEDDER):
+        refused = (await http.post("/rerank", json=body | {"model": model})).json()["error"]
+        assert (refused["code"], refused["param"]) == ("unsupported_parameter", "instruction")
+    assert not judged.requests
 
 
 @pytest.mark.parametrize(
