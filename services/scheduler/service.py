@@ -67,8 +67,8 @@ class SchedulerService(Service):
         self.spawn(router.tick(), "tick")
         await self.bus.subscribe(subjects.CANCEL, CancelRequest, router.cancel)
         await self.bus.subscribe(subjects.HEALTH_EVENTS, GroupEvent, self._on_event)
-        await models.start(self.spawn)
         await self._follow_groups(models)
+        await models.start(self.spawn)
         self.spawn(intake.look_after(), "intake")
         await intake.start()
 

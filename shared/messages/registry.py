@@ -263,6 +263,9 @@ class ModelPlacement(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: int = 0
     """Requests that wait for a model that no group serves, in queues and gateways: a few are counted, many are rounded
     up, so that each of them is no change."""
+    done_at: float = 0.0
+    """The `action_at` of the order that was carried out last: the model was loaded then, or has been asked for since it
+    was unloaded. Whoever decides next does not do it again."""
 
 
 class WaitingModel(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -93,6 +93,8 @@ class ModelController:
         self._hosts = Bucket(bus, subjects.HOSTS_BUCKET, HostRecord)
         self._placements = Bucket(bus, subjects.PLACEMENTS_BUCKET, ModelPlacement)
         self._leases = Bucket(bus, subjects.LEASES_BUCKET, ModelLease)
+        self._unread: set[object] = {self._registry, self._hosts, self._placements}
+        """What is not known whole yet: nobody decides by a part."""
         self._lease = Lease(self._leases, instance, lease)
         self._changed = asyncio.Event()
         self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
@@ -157,6 +159,7 @@ class ModelController:
     async def _follow_registry(self) -> None:
         async for update in self._registry.watch():
             if update is None:
+                self._has_read(self._registry)
                 continue
             name, spec = update
             if spec is None:
@@ -174,6 +177,7 @@ class ModelController:
     async def _follow_hosts(self) -> None:
         async for update in self._hosts.watch():
             if update is None:
+                self._has_read(self._hosts)
                 continue
             name, record = update
             if record is None:
@@ -184,14 +188,21 @@ class ModelController:
 
     async def _follow_placements(self) -> None:
         async for update in self._placements.watch():
-            if update is not None:
+            if update is None:
+                self._has_read(self._placements)
+            else:
                 self._note(*update)
+
+    def _has_read(self, bucket: object) -> None:
+        self._unread.remove(bucket)
+        self._changed.set()
 
     def _note(self, model: str, said: ModelPlacement | None) -> None:
         if said is None:
             self._said.pop(model, None)
         else:
             self._said[model] = said
+            self._placer.heard(said)
         self._on_placement(model, said)
 
     async def _on_scheduler(self, said: SchedulerDemand) -> None:
@@ -254,7 +265,7 @@ class ModelController:
         while True:
             await self._registered.wait()
             took = 0.0
-            if self._lease.held:
+            if self._lease.held and not self._unread:
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)

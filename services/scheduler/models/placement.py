@@ -99,8 +99,8 @@ class ModelPlacer:
         self._growth = Growth()
         self._refused: dict[str, Refused] = {}
         """Why models are not placed that are wanted, or were when they were last asked for."""
-        self._fulfilled: dict[str, float] = {}
-        """By model: the time of the wish to load it that was fulfilled last."""
+        self._done: dict[str, float] = {}
+        """By model: the time of the order to load or to unload it that was carried out last."""
         self._turn = 0
         """Passes so far."""
         self._again: dict[str, float] = {}
@@ -146,6 +146,11 @@ class ModelPlacer:
                 self._settled.pop(model, None)
                 self._idle_from.pop(model, None)
             changed.clear()
+
+    def heard(self, said: ModelPlacement) -> None:
+        """What was said of a model last, by whoever decided: what was carried out then is not carried out again."""
+        if said.done_at:
+            self._done[said.model] = said.done_at
 
     def refused(self, command: Command, code: str, size: int, error: str) -> None:
         """The host does not do it: `error` says why, `code` is one of `shared.errors`; `size`: bytes that the model
@@ -223,7 +228,7 @@ class ModelPlacer:
 
     def _forget(self) -> None:
         self._growth.keep(self._specs)
-        for known in (self._refused, self._fulfilled, self._again, self._settled, self._idle_from):
+        for known in (self._refused, self._done, self._again, self._settled, self._idle_from):
             for name in [name for name in known if name not in self._specs]:
                 del known[name]
 
@@ -284,16 +289,17 @@ class ModelPlacer:
 
     def _is_unloaded(self, spec: ModelSpec) -> bool:
         """Whether somebody has unloaded it, and no request has come since."""
-        demand = self._demand.get(spec.name, NO_DEMAND)
-        return spec.action == "unload" and demand.last <= spec.action_at
+        if spec.action != "unload" or self._done.get(spec.name) == spec.action_at:
+            return False
+        return self._demand.get(spec.name, NO_DEMAND).last <= spec.action_at
 
     def _missing(self, spec: ModelSpec) -> Iterator[Want]:
         """The replicas that the model should have and has not, nor gets."""
         if self._is_unloaded(spec):
             return
         demand = self._demand.get(spec.name, NO_DEMAND)
-        if self._wished(spec) and self._any_ready(spec.name):
-            self._fulfilled[spec.name] = spec.action_at
+        if spec.action == "unload" or (self._wished(spec) and self._any_ready(spec.name)):
+            self._done[spec.name] = spec.action_at
         have = self._plans.staying(spec.name) + self._plans.coming(spec.name)
         for _ in range(spec.least - have):
             yield Want(0, spec.action_at or spec.created, spec.name, "least")
@@ -321,7 +327,7 @@ class ModelPlacer:
 
     def _wished(self, spec: ModelSpec) -> bool:
         """Whether somebody has asked to load it, and it was not there since."""
-        return spec.action == "load" and self._fulfilled.get(spec.name) != spec.action_at
+        return spec.action == "load" and self._done.get(spec.name) != spec.action_at
 
     def _asked_for(self, spec: ModelSpec) -> bool:
         return self._wished(spec) and self._now - spec.action_at <= ACTION_KEPT
@@ -431,7 +437,14 @@ class ModelPlacer:
             waiting = rounded(self._demand.get(spec.name, NO_DEMAND).waiting)
         code, reason = refused if refused is not None else ("", "")
         said = ModelPlacement(
-            spec.name, heapq.nsmallest(HOSTS_NAMED, hosts), expected, code, reason, sorted(cordoned), waiting
+            spec.name,
+            heapq.nsmallest(HOSTS_NAMED, hosts),
+            expected,
+            code,
+            reason,
+            sorted(cordoned),
+            waiting,
+            self._done.get(spec.name, 0.0),
         )
         if ready and not moving:
             self._settled[spec.name] = spec, said

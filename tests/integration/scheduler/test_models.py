@@ -265,6 +265,22 @@ async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nob
         assert sorted(command.group for command in host.told) == ["h1/a", "h1/b"]
 
 
+async def test_a_scheduler_that_starts_leaves_alone_what_was_unloaded_and_asked_for_since(
+    nats_settings: CommonSettings, house: House, yard: Yard
+) -> None:
+    host = await yard.host()
+    asked_at = time.time() - 1.0
+    await yard.register("a", least=1, action="unload", action_at=asked_at)
+    async with scheduler(nats_settings):
+        await house.ask("r1", model="a")
+        await house.until(lambda: "h1/a" in host.leaders and len(host.leaders["h1/a"].requests) == 1)
+        await yard.until_said("a", lambda said: said.done_at == asked_at and not said.expected_at)
+    async with scheduler(nats_settings):
+        await yard.register("b", 10 * GB, least=1)
+        await house.until(lambda: "h1/b" in host.models)
+    assert [type(command) for command in host.told] == [LoadModel, LoadModel]
+
+
 async def _die(service: Scheduler) -> None:
     """Without a word: its connection breaks, and it does not come back."""
     client = service.bus.client

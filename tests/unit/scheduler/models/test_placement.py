@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from services.scheduler.models.placement import REPEAT, REPEATS, SEARCHES
+from services.scheduler.models.placement import REPEAT, REPEATS, SEARCHES, ModelPlacer
 from shared.messages import HostBeat, HostRecord, LoadModel, UnloadModel
 from tests.unit.scheduler.models.hosts import BEGIN, GB, FakeCluster, FakeGroup, spec
 
@@ -224,6 +224,30 @@ def test_load_and_unload_by_name() -> None:
     cluster.ask("a")  # a request brings it back
     cluster.run(10)
     assert cluster.serving("a")
+
+
+def test_a_scheduler_that_takes_over_does_not_carry_out_again_what_was_done() -> None:
+    cluster = one_host(a=20, b=20, c=20)
+    cluster.register(spec("a", action="load", action_at=BEGIN), spec("b", least=1), spec("c"))
+    cluster.run(10)
+    unload = cluster.now
+    cluster.register(
+        spec("b", least=1, action="unload", action_at=unload), spec("c", action="unload", action_at=unload)
+    )
+    cluster.run(10)
+    assert not cluster.serving("b")
+    cluster.ask("b")  # which brings it back
+    cluster.run(10)
+    cluster.register(spec("a", action="load", action_at=BEGIN, idle=5.0))
+    said = cluster.run(10)
+    assert (bool(cluster.serving("a")), bool(cluster.serving("b"))) == (False, True)
+    cluster.placer = ModelPlacer(cluster.view)
+    for placement in said.placements.values():
+        cluster.placer.heard(placement)
+    cluster.demand.clear()  # it has not heard of any request
+    cluster.commands.clear()
+    cluster.run(20)
+    assert not cluster.commands
 
 
 def test_idle_models_sleep_on_gpus_and_a_removed_one_goes() -> None:
