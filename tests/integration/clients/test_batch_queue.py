@@ -13,7 +13,7 @@ from ryzanstein_client import ApiError
 from ryzanstein_client.batch import BatchQueue
 from shared.config import CommonSettings
 from tests.integration.clients.programs import run
-from tests.integration.clients.test_client_readme import example
+from tests.integration.clients.test_client import example
 from tests.integration.gateway.batches.conftest import served
 from tests.integration.gateway.batches.helpers import custom_ids, jsonl, line, requests, text_of
 from tests.integration.gateway.conftest import RunningGateway, run_gateway

@@ -13,6 +13,7 @@ from ryzanstein_client import ApiError, AsyncClient, Client, Cursor, Piece
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.clients.cutting import Cutting, cutting
+from tests.integration.clients.programs import ROOT, Command, blocks, python_script, run
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence, until
 from tests.integration.gateway.lifecycle.test_gateway_lost import gateway_process
@@ -246,3 +247,27 @@ async def test_nobody_is_there(gateway: RunningGateway, ring: FakeRing, way: Cut
         with pytest.raises(httpx.ReadTimeout):
             await client.stream_chat(**CHAT).text()
     assert len(ring.requests) == 3  # the last one was sent more than once, and is one generation
+
+
+# --- the README -------------------------------------------------------------------------------------
+
+BLOCKS = blocks(ROOT / "clients" / "python", "python")
+STORY = "Once upon a time."
+
+
+def example(contains: str, *gateways: str) -> Command:
+    """A block of the page, for these gateways."""
+    (found,) = [block for block in BLOCKS if contains in block]
+    for port, url in zip(("8000", "8001"), gateways, strict=False):
+        found = found.replace(f"http://127.0.0.1:{port}", url)
+    return python_script(found.replace("SmolLM2-135M-Instruct", MODEL))
+
+
+@pytest.mark.parametrize("contains", ["for piece in", "Cursor.load"])
+async def test_streams_of_the_readme(
+    contains: str, gateway: RunningGateway, other: RunningGateway, ring: FakeRing
+) -> None:
+    ring.behave = saying(STORY)
+    shown = await run(example(contains, gateway.url, other.url), gateway.url)
+    assert shown.removesuffix("\n") == STORY
+    assert len(ring.requests) == 1

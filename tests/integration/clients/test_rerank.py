@@ -13,7 +13,7 @@ import pytest
 from ryzanstein_client import ApiError, AsyncClient, Client, RankedDocument, Ranking
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
-from tests.integration.clients import test_client_readme, test_go, test_typescript
+from tests.integration.clients import test_client, test_go, test_typescript
 from tests.integration.clients.cutting import Cutting, cutting
 from tests.integration.clients.programs import Command, running, rust, typescript_script
 from tests.integration.clients.test_typescript import run_script
@@ -69,7 +69,7 @@ async def readme(language: str, url: str, directory: Path) -> Command:
     if language == "rust":
         return await asyncio.to_thread(rust, "readme_1")
     if language == "python":
-        return test_client_readme.example("client.rerank", url)
+        return test_client.example("client.rerank", url)
     return await asyncio.to_thread(typescript_script, test_typescript.example(".rerank(", url))
 
 

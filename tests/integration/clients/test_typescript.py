@@ -1,4 +1,4 @@
-"""The TypeScript client: its own tests, its package, and real gateways."""
+"""The TypeScript client: its own tests, its package, and real gateways; browsers are in `test_browser.py`."""
 
 import asyncio
 import json
