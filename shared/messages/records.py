@@ -25,6 +25,8 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the request is answered before the response has ended."""
     conversation: str = ""
     """The id of the conversation that it is added to; empty: none."""
+    compacts: bool = False
+    """Whether what the model says is a summary of the conversation, and no message."""
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -164,6 +164,7 @@ OPERATIONS = (
             {"stream": True, "text": {"format": {"type": "json_object"}}, "max_output_tokens": 64},
             {"stream": True, "tools": [RESPONSE_TOOL], "tool_choice": "required", "max_output_tokens": 64},
             {"stream": True, "background": True},
+            {"stream": True, "input": [*HELLO, {"type": "compaction_trigger"}]},
             {
                 "stream": True,
                 "tools": [{"type": "custom", "name": "x"}],
@@ -341,7 +342,11 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
         "tools that run at OpenAI, or that its models alone are trained to call",
     ),
     (r" (web_search_options|max_tool_calls)", "tools that run at OpenAI"),
-    (r"url_citation|annotations\[\]", "what those tools cite"),
+    (r"url_citation|annotations\[\]|annotation\.added", "what OpenAI's tools cite, of which there are none here"),
+    (
+        r"type=response\.refusal",
+        "said in a channel of its own by OpenAI's models; those that are served refuse in words, as an ordinary text",
+    ),
     (r"moderation", "a service of OpenAI's, with models of its own"),
     (r"encrypted_content", "sealed by OpenAI, to be opened there"),
     (
@@ -351,11 +356,56 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
 )
 """(pattern of "operation path", why it has no meaning here). Tried out all the same: they must not be ignored.
 
-What this server merely does not do is not among them, and counts against it: cache breakpoints and lifetimes, files
-as input, conversations, expiry.
+What this server merely does not do is not among them, and counts against it: see `REFUSED`.
 """
+REFUSED: tuple[tuple[str, str], ...] = (
+    (
+        r"file_url",
+        "a server that fetches what clients name lets them reach whatever it reaches; send the file, or upload it",
+    ),
+    (
+        r"\basync$",
+        "a tool's result is awaited: no model that is served was trained to go on before it",
+    ),
+    (
+        r"defer_loading",
+        "a tool is there from the beginning: it is shown later by a tool search at OpenAI alone",
+    ),
+    (
+        r"allowed_callers",
+        "nothing but the model calls a tool here: `programmatic` is a program that runs at OpenAI",
+    ),
+    (
+        r"grammar\]\.(grammar\.)?syntax",
+        "models write the input of a tool as a JSON text, which a grammar in Lark's notation does not describe",
+    ),
+    (
+        r"^conversations\S* items\[type=compaction_trigger\]",
+        "it asks for a response, which adding items is not",
+    ),
+    (
+        r"comparison_response_id",
+        "what of another prompt's blocks is left is known to the ring alone, and not told",
+    ),
+    (r"prewarm", "a prompt is computed for the tokens behind it; `max_output_tokens: 16` warms it too"),
+    (
+        r"^completions.create suffix",
+        "filling in the middle has a format of its own in each family that does it",
+    ),
+    (r" modalities", "audio: the models that are served read and write text"),
+)
+"""(pattern of "operation path", why it is not taken) for each that has a meaning and is refused, wholly or in part."""
 
 
 def why_excluded(operation: str, path: str) -> str:
     """Empty where the parameter has a meaning here."""
-    return next((reason for pattern, reason in EXCLUDED if re.search(pattern, f"{operation} {path}")), "")
+    return _reason(EXCLUDED, operation, path)
+
+
+def why_refused(operation: str, path: str) -> str:
+    """Of one that has a meaning here; empty where no reason is known."""
+    return _reason(REFUSED, operation, path)
+
+
+def _reason(reasons: tuple[tuple[str, str], ...], operation: str, path: str) -> str:
+    return next((reason for pattern, reason in reasons if re.search(pattern, f"{operation} {path}")), "")

@@ -1,9 +1,10 @@
 """The page `docs/openai-compatibility.md`, from what was found. Pure."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from tests.compatibility.operations import EXCLUDED
+from tests.compatibility.operations import EXCLUDED, REFUSED, why_refused
 from tests.compatibility.probe import Found, Row
 
 COMMAND = "python -m tests.compatibility"
@@ -42,7 +43,7 @@ def _share(part: int, whole: int) -> str:
 
 def page(found: Sequence[Found], package: str) -> str:
     """`package`: the version of the official package whose types were walked."""
-    parts = [_head(package), _summary(found), _excluded()]
+    parts = [_head(package), _summary(found), _refused(found), _excluded()]
     return "\n".join(parts + [_operation(one) for one in found])
 
 
@@ -61,7 +62,7 @@ Made by `{COMMAND}`, and held by a test: every parameter that the type definitio
 - **taken in part**: some of its values are refused by name. It does not count as taken.
 - **refused by name**: the error names it. **missing**: there is no such operation or parameter.
 - What needs images, audio or a service of OpenAI's is named [below](#without-a-meaning-here) and left out of the last two columns. What
-  this server merely does not do is not left out.
+  this server merely does not do is not left out, and [says why](#with-a-meaning-and-not-taken).
 """
 
 
@@ -87,6 +88,50 @@ def _summary(found: Sequence[Found]) -> str:
         count = Count(rows)
         shares = f"{count.share_of_all} | {count.meant} | {count.share_of_meant}"
         lines.append(f"| {name} | {count.all} | {count.honoured} | {shares} |")
+    return "\n".join([*lines, *_events_left_out(events)]) + "\n"
+
+
+def _events_left_out(events: Sequence[Row]) -> list[str]:
+    """By their reasons: what is left out improves a share, so it is named."""
+    reasons: dict[str, list[str]] = {}
+    for row in events:
+        if row.excluded:
+            reasons.setdefault(row.excluded, []).append(f"`{row.path.removeprefix('response.')}`")
+    lines = [
+        "",
+        "Types of stream events that are left out of the last two columns (each begins with `response.`):",
+        "",
+    ]
+    return lines + [f"- {', '.join(names)}: {reason}." for reason, names in reasons.items()]
+
+
+def refused(found: Sequence[Found]) -> list[tuple[str, Row]]:
+    """(operation, parameter) of all that have a meaning here and are not taken wholly."""
+    return [
+        (one.operation.name, row)
+        for one in found
+        for row in one.parameters
+        if not row.excluded and row.verdict != "honoured"
+    ]
+
+
+def _refused(found: Sequence[Found]) -> str:
+    counts = Counter(why_refused(operation, row.path) for operation, row in refused(found))
+    names: dict[str, dict[str, None]] = {}
+    for operation, row in refused(found):
+        name = "compaction_trigger" if "compaction_trigger" in row.path else row.path.rpartition(".")[2]
+        names.setdefault(why_refused(operation, row.path), {})[f"`{name}`"] = None
+    lines = [
+        "## With a meaning, and not taken",
+        "",
+        "| parameters | how many | why |",
+        "| --- | ---: | --- |",
+    ]
+    lines += [
+        f"| {', '.join(names[reason])} | {counts[reason]} | {reason} |"
+        for _, reason in REFUSED
+        if counts[reason]
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -118,7 +163,12 @@ def _summary_line(name: str, there: str, rows: Sequence[Row]) -> str:
 
 
 def _excluded() -> str:
-    lines = ["## Without a meaning here", "", "| parameters whose path matches | why |", "| --- | --- |"]
+    lines = [
+        "## Without a meaning here",
+        "",
+        "| parameters and events whose path matches | why |",
+        "| --- | --- |",
+    ]
     for pattern, reason in EXCLUDED:
         escaped = pattern.replace("|", "\\|")
         lines.append(f"| `{escaped}` | {reason} |")

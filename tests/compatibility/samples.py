@@ -88,6 +88,7 @@ AROUND: tuple[tuple[str, list[dict[str, Any]], list[dict[str, Any]]], ...] = (
     (r"^(input|items)\[type=custom_tool_call\]", [_SAID], [_CUSTOM_OUTPUT]),
     (r"^(input|items)\[type=custom_tool_call_output\]", [_SAID, _CUSTOM_ITEM], []),
     (r"^(input|items)\[type=reasoning\]", [_SAID], [_SAID]),
+    (r"^(input|items)\[type=compaction_trigger\]", [_SAID], []),
 )
 """(pattern, what comes before, what comes after) in a conversation where a message alone would make no sense."""
 

@@ -4,8 +4,8 @@ import openai
 import pytest
 
 from tests.compatibility.__main__ import PAGE, found_on_a_stack
-from tests.compatibility.operations import OPERATIONS
-from tests.compatibility.page import COMMAND, Count, page
+from tests.compatibility.operations import OPERATIONS, why_refused
+from tests.compatibility.page import COMMAND, Count, page, refused
 from tests.compatibility.probe import Found
 from tests.compatibility.walk import parameters
 
@@ -38,6 +38,16 @@ def test_nearly_all_that_has_a_meaning_is_honoured(found: list[Found]) -> None:
         (one,) = (one for one in found if one.operation.name == name)
         count = Count(one.parameters)
         assert count.honoured_of_meant >= 0.9 * count.meant, name
+
+
+def test_what_has_a_meaning_and_is_not_taken_has_a_reason(found: list[Found]) -> None:
+    assert [row.path for operation, row in refused(found) if not why_refused(operation, row.path)] == []
+
+
+def test_every_event_with_a_meaning_is_sent(found: list[Found]) -> None:
+    events = [row for one in found for row in one.events if not row.excluded]
+    assert len(events) == 24
+    assert [row.path for row in events if row.verdict != "honoured"] == []
 
 
 def test_the_walk_finds_nested_parameters() -> None:

@@ -20,6 +20,7 @@ from services.gateway.streams.output import ScoredToken
 from services.gateway.streams.response_items import (
     INCOMPLETE,
     CallWriting,
+    CompactionWriting,
     CustomCallWriting,
     Item,
     ItemStatus,
@@ -92,7 +93,9 @@ class ResponseEvents:
     def text(self, text: str, scored: Sequence[ScoredToken] = ()) -> None:
         """What one token adds to the message, perhaps nothing."""
         self._scored += self._shape.logprobs(scored)
-        if text:
+        if text and self._shape.compacts:
+            self._add(self._summary().add(text))
+        elif text:
             logprobs, self._scored = self._scored, []
             self._add(self._message().add(text, logprobs))
 
@@ -108,9 +111,9 @@ class ResponseEvents:
             self._add(self._writing.add(text))
 
     def finish(self, reason: str, usage: Usage) -> None:
-        """The model has ended. An answer without any item is an empty message."""
+        """The model has ended. An answer without any item is an empty message; an empty summary is none."""
         incomplete = INCOMPLETE.get(reason)
-        if not self._output and self._writing is None:
+        if not self._output and self._writing is None and not self._shape.compacts:
             self._message()
         status: ItemStatus = "incomplete" if incomplete else "completed"
         self._close(status)
@@ -118,12 +121,12 @@ class ResponseEvents:
 
     def cancel(self, usage: Usage) -> None:
         """Somebody has cancelled it. OpenAI has no event of that name; the status in the object says it."""
-        self._close("incomplete")
+        self._break_off()
         self._end("response.incomplete", "cancelled", usage)
 
     def fail(self, error: dict[str, str], usage: Usage) -> None:
         """It has ended with an error."""
-        self._close("incomplete")
+        self._break_off()
         self._end("response.failed", "failed", usage, error=error)
 
     def response(self) -> dict[str, Any]:
@@ -144,6 +147,20 @@ class ResponseEvents:
         message = MessageWriting(self._shape.identity, self._next_index())
         self._begin(message)
         return message
+
+    def _summary(self) -> CompactionWriting:
+        """As `_message`, of a response that compacts."""
+        if isinstance(self._writing, CompactionWriting):
+            return self._writing
+        summary = CompactionWriting(self._shape.identity, self._next_index())
+        self._begin(summary)
+        return summary
+
+    def _break_off(self) -> None:
+        """What was being written stays as far as it has come; but half a summary must not stand for a conversation."""
+        if isinstance(self._writing, CompactionWriting):
+            self._writing = None
+        self._close("incomplete")
 
     def _next_index(self) -> int:
         """The index of an item that begins now."""

@@ -4,6 +4,7 @@ Pure.
 An item says by which events it begins, goes on and is done; numbers and the item's index are its owner's to add.
 """
 
+import base64
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ ABBREVIATIONS = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -41,6 +43,7 @@ class ResponseShape:
         assert record.response is not None, "it is of the endpoint responses"
         self.identity = record.identity
         self.background = record.response.background
+        self.compacts = record.response.compacts
         self._record = record
         self._shown: dict[str, Any] = msgspec.json.decode(record.response.shown)
         self.summary: str = (self._shown.get("reasoning") or {}).get("summary") or ""
@@ -289,6 +292,39 @@ class MessageWriting(PartWriting):
 
     def _part(self) -> Item:
         return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
+
+
+class CompactionContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is in a summary's `encrypted_content`."""
+
+    summary: str
+    version: int = 1
+
+
+def compaction_item(summary: str, item_id: str) -> Item:
+    """A summary as it is listed and sent."""
+    content = base64.b64encode(msgspec.json.encode(CompactionContent(summary))).decode()
+    return {"id": item_id, "type": "compaction", "encrypted_content": content}
+
+
+class CompactionWriting(Writing):
+    """A summary, which nobody sees before it is done."""
+
+    kind = "compaction"
+
+    def item(self, status: ItemStatus) -> Item:
+        item = compaction_item("".join(self._text), self._id)
+        return item | {"encrypted_content": ""} if status == "in_progress" else item
+
+    def begin(self) -> list[News]:
+        return [("response.output_item.added", {"item": self.item("in_progress")})]
+
+    def add(self, text: str) -> list[News]:
+        self._text.append(text)
+        return [("response.compaction.compacting", {"item_id": self._id})]
+
+    def done(self) -> list[News]:
+        return []
 
 
 class CallWriting(Writing):

@@ -17,10 +17,12 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.schemas import ChatCompletionRequest
-from services.gateway.streams.response_items import Item
+from services.gateway.streams.response_items import CompactionContent, Item, compaction_item
 from shared import limits
 
 KIND = "compaction"
+TRIGGER = "compaction_trigger"
+"""The last item of an input that is to be answered by its summary."""
 PART_OF_CONTEXT = 8
 """A summary has that part of the model's context at most."""
 _PROMPT = (
@@ -30,12 +32,7 @@ _PROMPT = (
 _BEFORE = "Summary of the conversation so far:\n"
 
 
-class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    summary: str
-    version: int = 1
-
-
-_decoder = msgspec.json.Decoder(_Content)
+_decoder = msgspec.json.Decoder(CompactionContent)
 
 
 class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,9 +44,8 @@ class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def item_of(summary: str, item_id: str = "") -> Item:
-    """As it is listed and sent."""
-    content = base64.b64encode(msgspec.json.encode(_Content(summary))).decode()
-    return {"id": item_id or f"cmp_{secrets.token_hex(16)}", "type": KIND, "encrypted_content": content}
+    """As it is listed and sent; by default with an id of its own."""
+    return compaction_item(summary, item_id or f"cmp_{secrets.token_hex(16)}")
 
 
 def summary_of(item: Item, path: str) -> str:
@@ -66,8 +62,11 @@ def summary_of(item: Item, path: str) -> str:
 
 
 def message_of(item: Item) -> dict[str, str]:
-    """What the model reads of it."""
-    return {"role": "user", "content": _BEFORE + summary_of(item, KIND)}
+    """What the model reads of a summary, or of what asks for one."""
+    return {
+        "role": "user",
+        "content": _PROMPT if item["type"] == TRIGGER else _BEFORE + summary_of(item, KIND),
+    }
 
 
 def behind_last(items: Sequence[Item]) -> list[Item]:
@@ -83,21 +82,35 @@ def split(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return list(items[:at]), list(items[at:])
 
 
+def is_wanted(items: Sequence[Item]) -> bool:
+    """Whether they end with a trigger. Raises `InvalidParameter` where there is nothing before it."""
+    wanted = bool(items) and items[-1]["type"] == TRIGGER
+    if wanted and len(items) == 1:
+        raise InvalidParameter(
+            f"Invalid 'input': there is nothing before the '{TRIGGER}' that could be summarized.",
+            param="input",
+            reason="invalid_value",
+        )
+    return wanted
+
+
 def question() -> Item:
     """Behind the items that are to be summarized."""
-    return {"type": "message", "role": "user", "content": _PROMPT}
+    return {"type": TRIGGER, "role": "user"}
 
 
-def summarizing(chat: ChatCompletionRequest, context_length: int) -> ChatCompletionRequest:
-    """`chat`, whose last message is `question`, as it is asked of a model that reads so many tokens."""
+def summarizing(
+    chat: ChatCompletionRequest, context_length: int, *, most: int | None = None
+) -> ChatCompletionRequest:
+    """`chat`, whose last message is `question`, as it is asked of a model that reads so many tokens. `most`: tokens of
+    the summary, where the client says that."""
+    room = max(1, min(context_length // PART_OF_CONTEXT, limits.SUMMARY_TOKENS.value))
     return msgspec.structs.replace(
         chat,
-        max_completion_tokens=max(1, min(context_length // PART_OF_CONTEXT, limits.SUMMARY_TOKENS.value)),
+        max_completion_tokens=min(room, most or room),
         response_format=None,
         tool_choice=None,
         tools=None,
-        stream=False,
-        stream_options=None,
         store=None,
         logprobs=None,
         top_logprobs=None,

@@ -84,10 +84,13 @@ class ResponseIntake:
         identity = new_identity(self._writer, time.time())
         past, own = await self._items(request, identity, context.tenant)
         items = compaction.behind_last(past + own)
-        with own_words():
-            if (shorter := await self._shortened(request, items, context)) is not None:
-                items = own = shorter
-        make = MakeResponse(identity, request, own)
+        if compacts := compaction.is_wanted(items):
+            own = own[:-1]  # what asks for the summary is no part of the conversation
+        else:
+            with own_words():
+                if (shorter := await self._shortened(request, items, context)) is not None:
+                    items = own = shorter
+        make = MakeResponse(identity, request, own, compacts)
         context = self._in_background(request, context)
         with own_words():
             return await self._fitting(request, items, context, make)
@@ -98,8 +101,11 @@ class ResponseIntake:
         check_input_fields(request)
         card = await self._chat.loaded(request, context)
         past, own = await self._items(request, new_identity(self._writer, time.time()), context.tenant)
+        items = compaction.behind_last(past + own)
         with own_words():
-            return _summarizing(request, compaction.behind_last(past + own), card.context_length)
+            return _summarizing(
+                request, items[:-1] if compaction.is_wanted(items) else items, card.context_length
+            )
 
     async def _shortened(
         self, request: ResponseRequest, items: list[Item], context: Context
@@ -173,14 +179,18 @@ class ResponseIntake:
         """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
         fewer items never have more tokens."""
 
+        context_length = self._chat.context_length(request.model)
+
         async def attempt(begin: int) -> Run:
             chat = chat_request(request, items[begin:], stream=bool(request.stream))
+            if make.compacts:
+                chat = compaction.summarizing(chat, context_length, most=request.max_output_tokens)
             return await self._chat.chat_run(chat, context, make)
 
         if request.truncation != "auto":
             return await attempt(0)
-        begins = [0, *droppable(items)]
-        begins = begins[_hopeless(items, begins, room_of(self._chat.context_length(request.model))) :]
+        begins = [0, *droppable(items[:-1] if make.compacts else items)]
+        begins = begins[_hopeless(items, begins, room_of(context_length)) :]
         try:
             return await attempt(begins.pop(0))
         except ContextLengthExceeded as error:

@@ -27,6 +27,7 @@ from services.gateway.intake.responses.schemas import (
     MessageItem,
     Part,
     ReasoningItem,
+    TriggerItem,
 )
 from services.gateway.streams.response_items import ABBREVIATIONS, Item
 
@@ -67,7 +68,17 @@ def read_input(
     """The items of a request, which stand in its field `param`, checked. Raises `InvalidParameter`."""
     if isinstance(given, str):
         return [_message(input_id("message", identity, 0), "user", given)]
-    return [_read_item(raw, f"{param}[{index}]", identity, index) for index, raw in enumerate(given)]
+    items = [_read_item(raw, f"{param}[{index}]", identity, index) for index, raw in enumerate(given)]
+    for index, item in enumerate(items):
+        last = param == "input" and index == len(items) - 1
+        if not last and isinstance(item, dict) and item["type"] == compaction.TRIGGER:
+            raise InvalidParameter(
+                f"Invalid '{param}[{index}].type': a '{compaction.TRIGGER}' is the last item of the 'input' of a "
+                "response, and stands nowhere else.",
+                param=f"{param}[{index}].type",
+                reason="invalid_value",
+            )
+    return items
 
 
 def _read_item(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item | Reference:
@@ -160,6 +171,11 @@ def _read_compaction(raw: msgspec.Raw, path: str, identity: str, index: int) -> 
     return compaction.item_of(compaction.summary_of(item, path), given.id or f"cmp_{identity}_in_{index}")
 
 
+def _read_trigger(raw: msgspec.Raw, path: str, identity: str, index: int) -> Item:
+    _decode(raw, TriggerItem, path)
+    return compaction.question()
+
+
 def _read_reference(raw: msgspec.Raw, path: str, identity: str, index: int) -> Reference:
     return Reference(f"{path}.id", _decode(raw, ItemReference, path).id)
 
@@ -171,7 +187,8 @@ _READERS: dict[str, Callable[[msgspec.Raw, str, str, int], Item | Reference]] = 
     "custom_tool_call": _read_custom_call,
     "custom_tool_call_output": _read_output,
     "reasoning": _read_reasoning,
-    "compaction": _read_compaction,
+    compaction.KIND: _read_compaction,
+    compaction.TRIGGER: _read_trigger,
     "item_reference": _read_reference,
 }
 
@@ -274,7 +291,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         thought = text_of(item.get("content") or "")
         if thought:
             messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
-    elif kind == compaction.KIND:
+    elif kind in (compaction.KIND, compaction.TRIGGER):
         messages.append(compaction.message_of(item))
     elif kind in _CALLS:
         member, content = _CALLS[kind]

@@ -382,6 +382,13 @@ class CompactionItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created_by: Any = None
 
 
+class TriggerItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """It is not listed again, so its id is of no use."""
+
+    type: str
+    id: str | None = None
+
+
 class ReasoningItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the model thought; templates show it or not. `summary` and `encrypted_content` are taken without effect."""
 

@@ -222,6 +222,7 @@ class MakeResponse(msgspec.Struct, frozen=True):
     identity: str
     request: ResponseRequest
     items: Sequence[Item]
+    compacts: bool = False
 
     def record(self, sampling: SamplingParams) -> ResponseRecord:
         request = self.request
@@ -233,4 +234,5 @@ class MakeResponse(msgspec.Struct, frozen=True):
             store=request.store is not False,
             background=bool(request.background),
             conversation=conversation_of(request),
+            compacts=self.compacts,
         )

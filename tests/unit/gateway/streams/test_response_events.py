@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.responses import compaction
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.persistence.keeper import answer_of, stored_of
@@ -23,7 +24,9 @@ Log = tuple[list[int], FinishReason, list[int]]
 IDENTITY = "0" * 32
 
 
-def answer_for(*, background: bool = False, logprobs: int = -1, parsing: Parsing | None = None) -> Answer:
+def answer_for(
+    *, background: bool = False, logprobs: int = -1, parsing: Parsing | None = None, compacts: bool = False
+) -> Answer:
     request = GenerationRequest(
         f"{IDENTITY}-0",
         "r",
@@ -42,7 +45,7 @@ def answer_for(*, background: bool = False, logprobs: int = -1, parsing: Parsing
         [request],
         stream=True,
         parsing=parsing,
-        response=ResponseRecord(shown, b"[]", background=background),
+        response=ResponseRecord(shown, b"[]", background=background, compacts=compacts),
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
     return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
@@ -80,11 +83,13 @@ def recut(log: Log, cuts: list[int], alone: bool) -> Log:
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_any_cut_and_any_place_to_go_on_from_give_the_same_events(
-    log: Log, cuts: list[int], places: list[int], alone: bool, background: bool, scored: bool
+    log: Log, cuts: list[int], places: list[int], alone: bool, background: bool, scored: bool, compacts: bool
 ) -> None:
-    first, other = (answer_for(background=background, logprobs=0 if scored else -1) for _ in range(2))
+    logprobs = 0 if scored else -1
+    first, other = (answer_for(background=background, logprobs=logprobs, compacts=compacts) for _ in range(2))
     feed(first, log, scored)
     feed(other, recut(log, cuts, alone), scored)
     events = read(first)
@@ -99,9 +104,9 @@ def test_any_cut_and_any_place_to_go_on_from_give_the_same_events(
 
 
 @settings(max_examples=40)
-@given(logs(), st.booleans(), st.sampled_from(["", "cancelled", "failed"]))
-def test_what_is_kept_is_shown_as_the_log_was(log: Log, scored: bool, end: str) -> None:
-    answer = answer_for(logprobs=1 if scored else -1)
+@given(logs(), st.booleans(), st.sampled_from(["", "cancelled", "failed"]), st.booleans())
+def test_what_is_kept_is_shown_as_the_log_was(log: Log, scored: bool, end: str, compacts: bool) -> None:
+    answer = answer_for(logprobs=1 if scored else -1, compacts=compacts)
     if end:
         tokens, _, _ = log
         entry = TokenEntry(
@@ -120,6 +125,17 @@ def test_what_is_kept_is_shown_as_the_log_was(log: Log, scored: bool, end: str) 
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(stored_of(answer, shown)), type=StoredResponse)
     assert read(answer_of(kept)) == events
     assert kept.record.requests[0].prompt == [0, 0]
+
+
+@given(logs())
+def test_a_summary_is_whole_or_not_there(log: Log) -> None:
+    answer = answer_for(compacts=True)
+    feed(answer, log, scored=False)
+    events: list[dict[str, Any]] = [json.loads(chunk.data) for chunk in read(answer)]
+    output = events[-1]["response"]["output"]
+    assert [compaction.summary_of(item, "") for item in output] == [text_of(log)] * bool(text_of(log))
+    begun = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert begun == [item | {"encrypted_content": ""} for item in output]
 
 
 @given(logs(), st.booleans())
