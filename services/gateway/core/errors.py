@@ -117,16 +117,20 @@ class InvalidParameter(InvalidRequest):
 
 @contextlib.contextmanager
 def renamed(
-    name_of: Callable[[str], str], prompt: str, words: Mapping[str, str] = MappingProxyType({})
+    names: Mapping[str, str],
+    prompt: str,
+    words: Mapping[str, str] = MappingProxyType({}),
+    place_of: Callable[[str], str] = str,
 ) -> Iterator[None]:
-    """Errors of what a request was translated into, in the words of the request. `name_of`: of a field, its own name;
-    `prompt`: its field that may be too long; `words`: of the error that says so, in order."""
+    """Errors of what a request was translated into, in the words of the request. `names`: see `own_name`; `prompt`: its
+    field that may be too long; `words`: of the error that says so, in order; `place_of`: the place in the request of
+    what stands elsewhere, before it is named."""
     try:
         yield
     except InvalidParameter as error:
         if not error.param:
             raise
-        param = name_of(error.param)
+        param = own_name(place_of(error.param), names)
         message = error.message.replace(f"'{error.param}'", f"'{param}'")
         raise InvalidParameter(message, param=param, reason=error.reason) from None
     except ContextLengthExceeded as error:
@@ -134,6 +138,24 @@ def renamed(
         for word, own in words.items():
             message = message.replace(word, own)
         raise ContextLengthExceeded(message, param=prompt) from None
+
+
+def own_name(param: str, names: Mapping[str, str]) -> str:
+    """What a field of a chat, or a part of one, is called in another API; a longer one of `names` stands before its
+    beginning."""
+    for name, ours in names.items():
+        if param == name or param.startswith((f"{name}.", f"{name}[")):
+            return ours + param[len(name) :]
+    return param
+
+
+def hinted(error: InvalidParameter, names: Mapping[str, str]) -> InvalidParameter:
+    """`error`, with the name of its own that an API has for an unknown field which is one of a chat."""
+    last = (error.param or "").rpartition(".")[2]
+    if error.reason != "unknown_parameter" or last not in names:
+        return error
+    message = f"{error.message.rstrip('.')}; this API has '{names[last]}' for it."
+    return InvalidParameter(message, param=error.param, reason=error.reason)
 
 
 class RouteError(InvalidRequest):

@@ -129,6 +129,12 @@ def reasoning_of(card: ModelCard, traits: Traits) -> str:
     return traits.reasoning if card.reasoning_parser == AUTO else reasoning_named(card.reasoning_parser)
 
 
+def switched(traits: Traits, *, on: bool) -> dict[str, Any]:
+    """The field of a request with which the model's template turns its reasoning on or off; none: it has no switch."""
+    switches = {name: on for name in SWITCHES if name in traits.variables}
+    return {"chat_template_kwargs": switches} if switches else {}
+
+
 def _options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
     continues = bool(request.continue_final_message)
     asked = request.add_generation_prompt

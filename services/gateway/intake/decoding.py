@@ -13,16 +13,17 @@ ours is read all the same, once it is refused:
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import inspect
 
-from services.gateway.core.errors import InvalidParameter, above, empty_array, out_of_range
+from services.gateway.core.errors import InvalidParameter, above, empty_array, hinted, out_of_range
 from services.gateway.intake.schemas import Message
 from shared.limits import Limit
 
@@ -32,10 +33,14 @@ _ENTRY = re.compile(r"(\w+)\[([^\[\]]*)\]")
 
 
 def decode(
-    body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], dropped: list[str] | None = None
+    body: bytes | msgspec.Raw,
+    decoder: msgspec.json.Decoder[T],
+    dropped: list[str] | None = None,
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
-    """`body` as a request. `dropped`: gets the unknown fields of messages; None: they are refused. Raises
-    `InvalidParameter`."""
+    """`body` as a request. `dropped`: gets the unknown fields of messages; None: they are refused. `names`: what fields
+    of a chat are called in an API that has other names for them. Raises `InvalidParameter`."""
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -44,7 +49,7 @@ def decode(
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise refusal(error, decoder.type, lambda: msgspec.json.decode(data)) from None
+        raise hinted(refusal(error, decoder.type, lambda: msgspec.json.decode(data)), names) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         why = f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
     except RecursionError:
@@ -88,6 +93,8 @@ _MISSING = re.compile(r"Object missing required field `(.+?)`(?: - at `\$\.?(.*)
 _TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`$")
 _BOUND = re.compile(r"Expected `(\w+)`( of length)? ([<>]=?) (\S+?)(?:\.0)?$")
 _VALUE = re.compile(r"Invalid enum value '?(.*?)'?$", re.DOTALL)
+_TAG = re.compile(r"Invalid value '?(.*?)'?$", re.DOTALL)
+"""Of the field that says which of several kinds an object is."""
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[\]]+)")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 """What msgspec takes for an integer among the keys of an object."""
@@ -168,6 +175,10 @@ def _beyond(
     what: str, path: str, in_key: bool, info: inspect.Type, given: Callable[[], Any]
 ) -> InvalidParameter:
     """Of a value that has the right type. Raises `LookupError` where nothing else is to be said."""
+    if match := _TAG.match(what):
+        kinds = _branches(_type_at(info, path.rpartition(".")[0], in_key))
+        tags = [str(kind.tag) for kind, _ in kinds if isinstance(kind, inspect.StructType) and kind.tag]
+        return _unknown_value(match[1], path, dict.fromkeys(tags))
     node = _type_at(info, path, in_key)
     if match := _BOUND.match(what):
         kind, of_length, sign, bound = match.groups()
@@ -187,9 +198,7 @@ def _beyond(
         return InvalidParameter(error.message, param=_without_index(name), reason=error.reason)
     if match := _VALUE.match(what):
         said = _said(node, "value")
-        known = ", ".join(f"'{value}'" for value in said["values"])
-        message = f"Invalid value: '{match[1][:64]}'. Supported values of '{path}' are: {known}."
-        return InvalidParameter(message, param=path, reason=said.get("reason", "invalid_value"))
+        return _unknown_value(match[1], path, said["values"], said.get("reason", "invalid_value"))
     if not what.startswith("Expected `str` matching"):
         raise LookupError(what)
     said = _said(node, "str")
@@ -198,6 +207,14 @@ def _beyond(
         param=_without_index(path),
         reason=said.get("reason", "invalid_value"),
     )
+
+
+def _unknown_value(
+    given: str, path: str, known: Iterable[object], reason: str = "invalid_value"
+) -> InvalidParameter:
+    supported = ", ".join(f"'{value}'" for value in known)
+    message = f"Invalid value: '{given[:64]}'. Supported values of '{path}' are: {supported}."
+    return InvalidParameter(message, param=path, reason=reason)
 
 
 def _wrong_length(name: str, value: Any, limit: Limit | None, in_key: bool) -> InvalidParameter:
@@ -234,8 +251,10 @@ _info = cache(inspect.type_info)
 
 
 def _type_at(node: inspect.Type, path: str, in_key: bool) -> inspect.Type:
+    """Of objects of several kinds, what stands there in any of them."""
     for index, field in _STEP.findall(path):
-        node = next(inner for branch, _ in _branches(node) for inner in _inner(branch, index, field))
+        inner = [one for branch, _ in _branches(node) for one in _inner(branch, index, field)]
+        node = inner[0] if len(inner) == 1 else inspect.UnionType(tuple(inner))
     if in_key:
         return next(one.key_type for one, _ in _branches(node) if isinstance(one, inspect.DictType))
     return node

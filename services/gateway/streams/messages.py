@@ -9,21 +9,17 @@ Invariant: the events are a function of the log alone, for each token is taken b
 that brought it. So event n is the same for every reader on every gateway, and a stream goes on exactly behind it.
 """
 
-import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
-from services.gateway.streams.formats import Format, Usage
-from services.gateway.streams.output import Piece, StopReason, output_of
-from services.gateway.streams.run import Chunk, Run, each_token
+from services.gateway.streams.formats import Usage
+from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.output import Piece, StopReason
+from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from shared.messages import TokenEntry
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'{"type":"ping"}'
@@ -59,23 +55,18 @@ class MessageEvents:
         self._capped = capped
         self.count = 0
         """Events so far."""
-        self._new: list[Chunk] = []
+        self.new: list[Chunk] = []
+        """Those that nobody has taken yet."""
         self._done: list[dict[str, Any]] = []
         """Blocks that have ended."""
-        self._block: dict[str, Any] | None = None
-        """The one that is being written, without its text."""
+        self._block: dict[str, Any] = {}
+        """The one that is being written, without its text; empty: there is none."""
         self._kind = ""
         self._template = b""
         self._texts: list[str] = []
-        self._called = False
         self.thinking_tokens = 0
         """Output tokens up to the last one of the thinking."""
         self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-
-    def take(self) -> list[Chunk]:
-        """The events since the last call."""
-        events, self._new = self._new, []
-        return events
 
     def start(self, usage: Usage) -> None:
         """The first token has come, or an end."""
@@ -98,28 +89,27 @@ class MessageEvents:
             self._delta(piece.text)
         for call in piece.calls:
             if call.id:
-                self._called = True
                 identity = call.id.replace("call_", "toolu_")
                 self._begin("tool_use", {"id": identity, "name": call.name, "input": {}})
                 self._delta(call.arguments)
 
     def finish(self, reason: str, stop: StopReason, usage: Usage) -> None:
         """The model has ended: with OpenAI's finish reason, perhaps at a stop string."""
-        if self._block is not None:
-            self._close(self._block)
+        self._close()
         if isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         elif reason == "length":
             self._end["stop_reason"] = "model_context_window_exceeded" if self._capped else "max_tokens"
         else:
-            self._end["stop_reason"] = "tool_use" if self._called else "end_turn"
+            called = any(block["type"] == "tool_use" for block in self._done)
+            self._end["stop_reason"] = "tool_use" if called else "end_turn"
         shown = usage_of(usage, self.thinking_tokens)
         self._event(b"message_delta", _encode({"type": "message_delta", "delta": self._end, "usage": shown}))
         self._event(b"message_stop", _STOP)
 
     def message(self, usage: Usage) -> dict[str, Any]:
         """As far as it has come; one that goes on has no stop reason."""
-        content = self._done if self._block is None else [*self._done, self._whole(self._block)]
+        content = [*self._done, self._whole()] if self._block else self._done
         shown = usage_of(usage, self.thinking_tokens) | {"service_tier": self._tier}
         return self._head | {"content": content, **self._end, "usage": shown}
 
@@ -127,8 +117,7 @@ class MessageEvents:
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> None:
         """What was being written is done."""
-        if self._block is not None:
-            self._close(self._block)
+        self._close()
         index = len(self._done)
         self._kind, self._block = kind, {"type": kind, **fields}
         self._template = b'{"type":"content_block_delta","index":%d,"delta":' % index + _DELTAS[kind] + b"}"
@@ -141,24 +130,26 @@ class MessageEvents:
         if text:
             self._texts.append(text)
             data = self._template % _encode(text)
-            self._new.append(Chunk(data, b"%d" % self.count, b"content_block_delta"))
+            self.new.append(Chunk(data, b"%d" % self.count, b"content_block_delta"))
             self.count += 1
 
-    def _close(self, block: dict[str, Any]) -> None:
+    def _close(self) -> None:
+        if not self._block:
+            return
         index = len(self._done)
         if self._kind == "thinking":
             delta = b'{"type":"content_block_delta","index":%d,"delta":%b}' % (index, _SIGNATURE)
             self._event(b"content_block_delta", delta)
         self._event(b"content_block_stop", b'{"type":"content_block_stop","index":%d}' % index)
-        self._done.append(self._whole(block))
-        self._block, self._kind, self._texts = None, "", []
+        self._done.append(self._whole())
+        self._block, self._kind, self._texts = {}, "", []
 
-    def _whole(self, block: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self) -> dict[str, Any]:
         text = "".join(self._texts)
-        return block | ({"input": input_of(text)} if self._kind == "tool_use" else {self._kind: text})
+        return self._block | ({"input": input_of(text)} if self._kind == "tool_use" else {self._kind: text})
 
     def _event(self, kind: bytes, data: bytes) -> None:
-        self._new.append(Chunk(data, b"%d" % self.count, kind))
+        self.new.append(Chunk(data, b"%d" % self.count, kind))
         self.count += 1
 
 
@@ -170,83 +161,21 @@ def input_of(arguments: str) -> Any:
         return {}
 
 
-class MessageRun(Run):
+class MessageRun(NumberedRun):
     """As `Run`; a position is the number of an event."""
 
-    ends_with_done = False
+    _events: MessageEvents
 
-    def __init__(
-        self,
-        answer: Answer,
-        tokenizer: Tokenizer,
-        answers: Answers | None,
-        metrics: ModelMetrics | None,
-        *,
-        after: Sequence[int] | None = None,
-    ) -> None:
-        """`after`: the number of the last event that the client has; None: it has none."""
+    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> MessageEvents:
         record = answer.record
-        self._output = output_of(record, record.requests[0], tokenizer)
-        super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
-        self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         tier = "batch" if record.requests[0].lane == "batch" else "standard"
         head = {"id": answer.public_id, "model": record.model_shown}
-        self._events = MessageEvents(head, tier, capped=record.capped)
-        self._known = -1 if after is None else after[0]
-        self._told = True
-        """Whether there are events; a whole message of text alone needs none."""
-
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """As `Run.chunks`."""
-        events = self._events
-        while self._open:
-            await self._advance()
-            batch = events.take()
-            if self._known >= 0:
-                batch = [chunk for chunk in batch if int(chunk.position) > self._known]
-            if batch:
-                if self._stored is not None:
-                    await self._until_stored()
-                yield batch
-                if self._metrics is not None:  # it has been handed to the connection
-                    self._metrics.delivery.observe(time.perf_counter() - self._since)
-        if self._known >= events.count:
-            raise InvalidParameter(
-                f"Invalid 'Last-Event-ID': event {self._known} is beyond the end of the message, which has "
-                f"{events.count} events; send the id of one of them.",
-                param="Last-Event-ID",
-                reason="invalid_position",
-            )
+        return MessageEvents(head, tier, capped=record.capped)
 
     def collect(self) -> Coroutine[Any, Any, bytes]:
-        """As `Run.collect`."""
+        """As `Run.collect`. A whole message of text alone is made without events."""
         self._told = self.answer.record.parsing is not None
         return super().collect()
-
-    @property
-    def position(self) -> str:
-        """The number of the last event that `snapshot` has seen; empty: there was none."""
-        return str(self._events.count - 1) if self._events.count else ""
-
-    def _feed(self, choice: int, entry: TokenEntry) -> None:
-        if not self._told:
-            super()._feed(choice, entry)
-            return
-        tokens, output, events = entry.tokens, self._output, self._events
-        if tokens and self._metrics is not None:
-            self._observe(choice, self._metrics)
-        alone = not tokens or (
-            len(tokens) == 1 and not entry.finish and tokens[0] not in self._stop_token_ids
-        )
-        for part in (entry,) if alone else each_token(entry, self._stop_token_ids):
-            output.feed(part)
-            self._show(output.take())
-            if output.finish:
-                events.finish(output.finish, output.stop_reason, self._usage())
-                self._open = 0
-                if self._answers is not None:
-                    self._answers.end_choice(self.answer, choice)
-                return
 
     def _show(self, piece: Piece) -> None:
         events = self._events
@@ -255,9 +184,20 @@ class MessageRun(Run):
         if piece.text or piece.reasoning or piece.calls:
             events.add(piece, self._output.tokens)
 
+    def _finish(self) -> None:
+        self._events.finish(self._output.finish, self._output.stop_reason, self._usage())
+
+    def _append(self, batch: list[Chunk], index: int) -> None:
+        """The new events that the client does not have."""
+        events = self._events
+        new, events.new = events.new, []
+        batch += new if self._known < 0 else [one for one in new if int(one.position) > self._known]
+        if not self._open:
+            self._check_known()
+
     def _whole(self) -> bytes:
         events = self._events
         if not self._told:
             events.add(self._output.take(), self._output.tokens)
-            events.finish(self._output.finish, self._output.stop_reason, self._usage())
+            self._finish()
         return _encode(events.message(self._usage()))

@@ -96,10 +96,7 @@ class OllamaFormat(Format):
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """One that goes on is not done, and has no figures."""
         (piece,) = choices
-        if piece.finish:
-            return self._done(piece, usage.completion_tokens)
-        more = self._logprobs(piece.scored) if piece.scored else b""
-        return b'%b,%b%b,"done":false}' % (self._head, self._said(piece), more)
+        return self._done(piece, usage.completion_tokens) if piece.finish else self.delta(0, piece)
 
     def _done(self, piece: Piece, tokens: int) -> bytes:
         more = self._logprobs(piece.scored) if piece.scored else b""

@@ -1,50 +1,39 @@
 """One connection's reading of a response: from the log to numbered events, or to the whole object."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import msgspec
 
-from services.gateway.core.errors import ErrorBody, InvalidParameter, status_of
-from services.gateway.core.metrics import ModelMetrics
+from services.gateway.core.errors import ErrorBody, status_of
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.lifecycle.answers import Answers
-from services.gateway.streams.formats import Format, padded
-from services.gateway.streams.output import Piece, output_of
+from services.gateway.streams.formats import padded
+from services.gateway.streams.numbered_run import NumberedRun
+from services.gateway.streams.output import Piece
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
-from services.gateway.streams.run import Chunk, Run, each_token
+from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
-from shared.messages import TokenEntry
 
 _json = msgspec.json.Encoder()
 
 
-class ResponseRun(Run):
+class ResponseRun(NumberedRun):
     """As `Run`; a position is the number of an event."""
 
-    ends_with_done = False
+    resumed_by = "starting_after"
+    _events: ResponseEvents
 
-    def __init__(
-        self,
-        answer: Answer,
-        tokenizer: Tokenizer,
-        answers: Answers | None,
-        metrics: ModelMetrics | None,
-        *,
-        after: Sequence[int] | None = None,
-    ) -> None:
-        """`after`: the number of the last event that the client has; None: it has none."""
-        self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
-        super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
-        self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
-        self._events = ResponseEvents(ResponseShape(answer.record, tokenizer))
-        self._known = -1 if after is None else after[0]
-        self._events.created()
-        self._failed = False
+    _failed = False
+    obfuscated = False
+    """Whether its deltas are padded for this reader."""
+
+    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> ResponseEvents:
         self.obfuscated = answer.record.obfuscate
-        """Whether its deltas are padded for this reader."""
+        events = ResponseEvents(ResponseShape(answer.record, tokenizer))
+        events.created()
+        return events
 
     @property
     def background(self) -> bool:
@@ -101,11 +90,6 @@ class ResponseRun(Run):
                 self._feed(0, news)
         return self._whole()
 
-    @property
-    def position(self) -> str:
-        """The number of the last event that `snapshot` has seen."""
-        return str(self._events.count - 1)
-
     def error_event(self, described: object) -> object:
         """OpenAI's, with the number of the last event before it: behind that one a client goes on elsewhere."""
         assert isinstance(described, ErrorBody)
@@ -115,21 +99,13 @@ class ResponseRun(Run):
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _feed(self, choice: int, entry: TokenEntry) -> None:
-        if entry.tokens and self._metrics is not None:
-            self._observe(choice, self._metrics)
-        for part in each_token(entry, self._stop_token_ids):
-            self._events.begin()
-            self._output.feed(part)
-            self._show(self._output.take())
-            if self._output.finish:
-                self._events.finish(self._output.finish, self._usage())
-                self._open = 0
-                return
+    def _finish(self) -> None:
+        self._events.finish(self._output.finish, self._usage())
 
     def _show(self, piece: Piece) -> None:
-        """What one token has made clear: more of a call that has begun, then the rest."""
+        """More of a call that has begun, then the rest."""
         events = self._events
+        events.begin()
         if piece.reasoning:
             events.reasoning_tokens = self._output.tokens
         for call in piece.calls:
@@ -162,16 +138,6 @@ class ResponseRun(Run):
             for event in self._events.take()
             if event.number > self._known
         ]
-
-    def _check_known(self) -> None:
-        """A position behind the end is one of another response."""
-        if self._known >= self._events.count:
-            raise InvalidParameter(
-                f"Invalid 'starting_after': event {self._known} is beyond the end of the response, which has "
-                f"{self._events.count} events; send the number of one of them.",
-                param="starting_after",
-                reason="invalid_position",
-            )
 
     def _whole(self) -> bytes:
         return _json.encode(self._events.response())

@@ -165,7 +165,9 @@ class Management:
             if seconds < 0:
                 return known
             idle = min(seconds, MAX_IDLE) or known.idle
-            return msgspec.structs.replace(known, pinned=known.pinned and not known.kept, kept=False, idle=idle)
+            return msgspec.structs.replace(
+                known, pinned=known.pinned and not known.kept, kept=False, idle=idle
+            )
 
         known = self._spec(model)
         if change(known) != known:

@@ -28,6 +28,7 @@ from services.gateway.intake.ollama.schemas import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
+from services.gateway.intake.ollama.translation import NAMES
 from services.gateway.intake.record import Context
 from services.gateway.streams.ollama import OllamaVectorFormat, OneVectorFormat, rfc3339
 from shared.service.endpoints import Receive, Scope, Send
@@ -170,7 +171,7 @@ async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[Asked
         context_of(ask.scope, ask.settings), gone=partial(disconnected, ask.receive)
     )
     body = await ask.body(ask.settings.body_limit)
-    request = decode(body, decoder)
+    request = decode(body, decoder, names=NAMES)
     return msgspec.structs.replace(request, model=named(parts.catalog, request.model)), body, context
 
 

@@ -4,16 +4,15 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
 from services.gateway.intake.anthropic.schemas import CountTokensRequest, InputFields, MessagesRequest
 from services.gateway.intake.anthropic.translation import (
+    NAMES,
     asks_for_reasoning,
     chat_request,
     own_words,
     reasoning_fields,
-    with_hint,
 )
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
@@ -87,10 +86,7 @@ class MessagesIntake:
     def _decoded(
         self, body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], headers: dict[str, str]
     ) -> T:
-        try:
-            request = decode(body, decoder)
-        except InvalidParameter as error:
-            raise with_hint(error) from None
+        request = decode(body, decoder, names=NAMES)
         check_neutral(request)
         names = extra_fields.ignored_fields(request)
         if request.thinking is not None:

@@ -168,8 +168,8 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     model: ModelName
     messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
     system: str | Annotated[list[TextBlock], _PARTS] | None = None
-    tools: Annotated[list[dict[str, Any]], limits.TOOLS.length()] | None = None
-    """Each a `CustomTool`; others are refused by name."""
+    tools: Annotated[list[CustomTool], limits.TOOLS.length()] | None = None
+    """What Anthropic's servers or models bring is refused by its type."""
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

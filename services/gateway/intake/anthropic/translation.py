@@ -14,7 +14,7 @@ import hashlib
 import re
 from typing import Any
 
-from services.gateway.core.errors import InvalidParameter, check_range, missing, renamed, unsupported
+from services.gateway.core.errors import check_range, missing, renamed, unsupported
 from services.gateway.intake.anthropic.conversation import chat_messages
 from services.gateway.intake.anthropic.schemas import (
     LEAST_BUDGET,
@@ -23,7 +23,7 @@ from services.gateway.intake.anthropic.schemas import (
     MessagesRequest,
     ToolChoice,
 )
-from services.gateway.intake.chat import SWITCHES, reasoning_of
+from services.gateway.intake.chat import reasoning_of, switched
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ChatCompletionRequest
@@ -31,39 +31,22 @@ from services.gateway.tokenizer.templates import Traits
 from shared.limits import USER_CHARACTERS
 from shared.messages import ModelCard
 
-_INSTEAD = {
-    "documents": "send document blocks",
-    "frequency_penalty": "this API has none",
-    "functions": "use 'tools'",
-    "image_url": "this API has image blocks",
-    "input": "use 'messages'",
-    "logprobs": "ask /v1/chat/completions",
-    "max_completion_tokens": "use 'max_tokens'",
-    "n": "send the request several times",
-    "parallel_tool_calls": "use 'tool_choice.disable_parallel_tool_use'",
-    "presence_penalty": "this API has none",
-    "reasoning_content": "send a thinking block",
-    "reasoning_effort": "use 'output_config.effort' or 'thinking'",
-    "response_format": "use 'output_config.format'",
-    "seed": "this API has none",
-    "stop": "use 'stop_sequences'",
-    "stream_options": "every stream tells its usage",
-    "tool_call_id": "send a tool_result block in a user's message",
-    "tool_calls": "send tool_use blocks",
-    "user": "use 'metadata.user_id'",
+NAMES = {
+    "functions": "tools",
+    "input": "messages",
+    "max_completion_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_content": "thinking",
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "safety_identifier": "metadata.user_id",
+    "stop": "stop_sequences",
+    "tool_call_id": "tool_use_id",
+    "tool_calls": "tool_use",
+    "user": "metadata.user_id",
 }
-"""Fields of OpenAI's API, by their last name, and what this one has in their place."""
-_ROLE = re.compile(r"messages\[\d+\]\.role")
-_TYPES = (
-    (re.compile(r"content\[\d+\]\.type$"), "blocks of text, thinking, tools, search results and documents"),
-    (re.compile(r"\.source\.type$"), "documents of the types 'text' and 'content'"),
-)
-_NAMES = (
-    ("max_completion_tokens", "max_tokens"),
-    ("response_format", "output_config.format"),
-    ("safety_identifier", "metadata.user_id"),
-    ("stop", "stop_sequences"),
-)
+"""The chat's fields, and what they are called here; a longer name before its beginning."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.function\b")
 
 
@@ -80,12 +63,9 @@ def reasoning_fields(
     effort = request.output_config.effort if request.output_config else None
     if thinking == "enabled" and not reasoning_of(card, traits):
         raise unsupported("thinking", "this model does not think; leave it out, or send 'adaptive'")
-    fields: dict[str, Any] = {}
-    ignored: list[str] = []
-    switches = [name for name in SWITCHES if name in traits.variables]
-    if thinking and switches:
-        fields["chat_template_kwargs"] = dict.fromkeys(switches, thinking != "disabled")
-    elif thinking == "disabled" and reasoning_of(card, traits):
+    fields = switched(traits, on=thinking != "disabled") if thinking else {}
+    ignored = list[str]()
+    if thinking == "disabled" and not fields and reasoning_of(card, traits):
         ignored.append("thinking.type")  # it always thinks
     if effort and "reasoning_effort" in traits.variables:
         fields["reasoning_effort"] = effort
@@ -139,21 +119,7 @@ def _generating(request: MessagesRequest) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _tool(path: str, given: dict[str, Any]) -> dict[str, Any]:
-    kind = given.get("type")
-    if kind not in (None, "custom"):
-        raise InvalidParameter(
-            f"Unsupported value: '{path}' is the tool '{str(kind)[:64]}', which Anthropic's servers or models bring; "
-            "this server has tools of the client alone; describe it with 'name' and 'input_schema'.",
-            param=f"{path}.type",
-            reason="unsupported_parameter",
-        )
-    try:
-        tool = convert(given, CustomTool)
-    except InvalidParameter as error:
-        name = f"{path}.{error.param}" if error.param else path
-        message = error.message.replace(f"'{error.param}'", f"'{name}'")
-        raise InvalidParameter(message, param=name, reason=error.reason) from None
+def _tool(path: str, tool: CustomTool) -> dict[str, Any]:
     check_neutral(tool, f"{path}.")
     function = {"name": tool.name, "parameters": tool.input_schema, "strict": tool.strict}
     if tool.description is not None:
@@ -173,30 +139,12 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def with_hint(error: InvalidParameter) -> InvalidParameter:
-    """What of OpenAI's dialect is told apart from a typing error."""
-    param = error.param or ""
-    hint = _INSTEAD.get(param.rpartition(".")[2]) if error.reason == "unknown_parameter" else None
-    for pattern, supported in _TYPES:
-        if pattern.search(param):
-            hint = f"this server reads {supported}"
-    if _ROLE.fullmatch(param):
-        hint = "use 'system' at the top of the request for instructions, and tool_result blocks for results"
-    if hint is None:
-        return error
-    return InvalidParameter(f"{error.message.rstrip('.')}; {hint}.", param=error.param, reason=error.reason)
-
-
 def own_words() -> contextlib.AbstractContextManager[None]:
     """Errors of the chat path, in the words of this API."""
-    return renamed(_name_of, "messages")
+    return renamed(NAMES, "messages", place_of=_place_of)
 
 
-def _name_of(param: str) -> str:
-    name = _FUNCTION.sub(r"\1", param)
-    if name != param:
-        return name.replace(".parameters", ".input_schema")
-    for theirs, ours in _NAMES:
-        if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
-            return ours
-    return param
+def _place_of(param: str) -> str:
+    """Of a tool: it is no object within another here."""
+    flat = _FUNCTION.sub(r"\1", param)
+    return param if flat == param else flat.replace(".parameters", ".input_schema")

@@ -69,17 +69,15 @@ class OllamaIntake:
                         name, "a raw prompt says all that the model is told; leave out one of them"
                     )
             return completion_of(request, request.model)
-        plain = chat_of(request, request.model, {})
+        chat = chat_of(request, request.model)
         if request.think is None and isinstance(request, OllamaChatRequest):
-            return plain
-        card = await self._intake.loaded(plain, context)
+            return chat
+        card = await self._intake.loaded(chat, context)
         _, tokenizer = await self._intake.tokenizer(card.model)
         if isinstance(request, OllamaGenerateRequest) and not tokenizer.chats:
             return completion_of(request, request.model)
         if request.think is None:
-            return plain
-        traits = tokenizer.traits
-        reasons = bool(reasoning_of(card, traits))
-        return chat_of(
-            request, request.model, thinking_of(request.think, request.model, traits, reasons=reasons)
-        )
+            return chat
+        reasons = bool(reasoning_of(card, tokenizer.traits))
+        thinking = thinking_of(request.think, request.model, tokenizer.traits, reasons=reasons)
+        return msgspec.structs.replace(chat, **thinking)

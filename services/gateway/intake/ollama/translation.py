@@ -11,11 +11,13 @@ What the way of a chat refuses is told under the name that the client knows.
 import contextlib
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter, RouteError, renamed
+from services.gateway.intake.chat import switched
 from services.gateway.intake.embeddings import EmbeddingRequest
 from services.gateway.intake.extra_fields import ignored_fields
 from services.gateway.intake.ollama.schemas import (
@@ -95,8 +97,8 @@ def ignored_options(options: Options | None, path: str = "options.") -> list[str
 # --- generating ----------------------------------------------------------------------------------
 
 
-def chat_of(request: Asked, model: str, thinking: dict[str, Any]) -> ChatCompletionRequest:
-    """`model`: its name here; `thinking`: see `thinking_of`. Raises `InvalidParameter`."""
+def chat_of(request: Asked, model: str) -> ChatCompletionRequest:
+    """`model`: its name here. Raises `InvalidParameter`."""
     if isinstance(request, OllamaChatRequest):
         messages, tools = _messages(request.messages or ()), request.tools
     else:
@@ -104,7 +106,7 @@ def chat_of(request: Asked, model: str, thinking: dict[str, Any]) -> ChatComplet
         messages, tools = [*system, Message("user", request.prompt)], None
     top = request.top_logprobs if request.logprobs else None
     scored: dict[str, Any] = {"logprobs": request.logprobs, "top_logprobs": top}
-    fields = _fields(request) | scored | thinking
+    fields = _fields(request) | scored
     return ChatCompletionRequest(model=model, messages=messages, tools=tools or None, **fields)
 
 
@@ -119,6 +121,13 @@ def completion_of(request: OllamaGenerateRequest, model: str) -> CompletionReque
     return CompletionRequest(model=model, prompt=prompt, **fields)
 
 
+_SAME_OPTIONS = (
+    *("temperature", "top_k", "top_p", "min_p", "stop", "seed"),
+    *("presence_penalty", "frequency_penalty"),
+)
+"""Options that a chat has as fields of the same name."""
+
+
 def _fields(request: Asked) -> dict[str, Any]:
     """What a chat and a completion have in common, as far as it is given."""
     fields: dict[str, Any] = {"stream": request.stream is not False}
@@ -127,16 +136,9 @@ def _fields(request: Asked) -> dict[str, Any]:
     options = request.options
     if options is None:
         return fields
-    given = {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
+    given = {name: getattr(options, name) for name in _SAME_OPTIONS} | {
         "seed": None if options.seed == -1 else options.seed,
-        "stop": options.stop,
         "repetition_penalty": options.repeat_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
         "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
     }
     return fields | {name: value for name, value in given.items() if value is not None}
@@ -195,10 +197,6 @@ def _answered(index: int, message: OllamaMessage, open_calls: list[tuple[str, st
     )
 
 
-_SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which templates turn reasoning on and off."""
-
-
 def thinking_of(think: bool | str, model: str, traits: Traits, *, reasons: bool) -> dict[str, Any]:
     """Fields of the chat that say so. To a model that does not reason False asks for nothing; one that cannot but
     reason does so, as in Ollama. `reasons`: whether it does at all. Raises `RouteError`."""
@@ -211,8 +209,7 @@ def thinking_of(think: bool | str, model: str, traits: Traits, *, reasons: bool)
         )
     if isinstance(think, str) and "reasoning_effort" in traits.variables:
         return {"reasoning_effort": think}
-    switches = {name: bool(think) for name in _SWITCHES if name in traits.variables}
-    return {"chat_template_kwargs": switches} if switches else {}
+    return switched(traits, on=bool(think))
 
 
 def not_found(given: str) -> RouteError:
@@ -244,7 +241,9 @@ def embedding_of(request: OllamaEmbedRequest | OllamaEmbeddingsRequest, model: s
 
 # --- errors --------------------------------------------------------------------------------------
 
-_NAMES = {
+_MESSAGE = re.compile(r"^messages\b.*$")
+_WORDS = {"max_tokens": "options.num_predict"}
+NAMES = {
     "max_completion_tokens": "options.num_predict",
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -252,21 +251,12 @@ _NAMES = {
     "response_format": "format",
     "reasoning_effort": "think",
     "chat_template_kwargs": "think",
-}
+} | {name: f"options.{name}" for name in _SAME_OPTIONS}
 """The chat's fields, and what they are called here; a longer name before its beginning."""
 
 
 def own_words(request: Asked) -> contextlib.AbstractContextManager[None]:
     """Errors of a chat's way, in the words of `request`."""
-    whole = "prompt" if isinstance(request, OllamaGenerateRequest) else "messages"
-    words = {"max_tokens": "options.num_predict", "messages": whole}
-    return renamed(lambda param: _name_of(param, whole), whole, words)
-
-
-def _name_of(param: str, whole: str) -> str:
-    if param.startswith("messages"):
-        return param if whole == "messages" else whole
-    for name, ours in _NAMES.items():
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return ours + param[len(name) :]
-    return param
+    if isinstance(request, OllamaChatRequest):
+        return renamed(NAMES, "messages", _WORDS)
+    return renamed(NAMES, "prompt", _WORDS | {"messages": "prompt"}, partial(_MESSAGE.sub, "prompt"))

@@ -159,17 +159,13 @@ def _nested(tool: Any) -> Any:
 
 def own_words() -> contextlib.AbstractContextManager[None]:
     """Errors of the chat path, in the words of a response's request."""
-    return renamed(_name_of, "input", {"max_tokens": "max_output_tokens", "messages": "input"})
+    return renamed(_NAMES, "input", {"max_tokens": "max_output_tokens", "messages": "input"}, _place_of)
 
 
-def _name_of(param: str) -> str:
-    if _MESSAGE.match(param):
-        return "input"
-    param = _TOOL.sub(r"\1", param).replace(".format.grammar", ".format")
-    for name, ours in _NAMES.items():
-        if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return ours + param[len(name) :]
-    return param
+def _place_of(param: str) -> str:
+    """Which message an item has become is nobody's business."""
+    param = _MESSAGE.sub("messages", param)
+    return _TOOL.sub(r"\1", param).replace(".format.grammar", ".format")
 
 
 # --- what is shown -------------------------------------------------------------------------------

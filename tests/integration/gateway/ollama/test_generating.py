@@ -193,7 +193,11 @@ async def test_what_is_refused_and_how(http: httpx.AsyncClient, client: ollama.A
     }.items():
         status, why = await refused(http, GENERATE, prompt="Hi", **{name: value})
         assert (status, f"'{name}'" in why) == (400, True), why
-    seen = [*HI, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "", "images": ["aGk="]}]
+    seen = [
+        *HI,
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "", "images": ["aGk="]},
+    ]
     assert "'messages[2].images' is not supported" in (await refused(http, CHAT, messages=seen))[1]
     assert "'options.typical_p'" in (await refused(http, CHAT, messages=HI, options={"typical_p": 0.5}))[1]
     assert "'options.temperature'" in (await refused(http, CHAT, messages=HI, options={"temperature": 9}))[1]

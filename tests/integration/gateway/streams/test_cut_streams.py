@@ -74,7 +74,9 @@ async def test_a_cut_stream_goes_on_at_a_whole_border(
             more = await rest_of(http, path, headers | {"Last-Event-ID": known[-1][1]})
             rest = whole(path, more)
             assert "".join(text for text, _ in known + rest) == TEXT
-            if not path.startswith("/api/"):  # lines tell times, and how much of the text each has is its reader's
+            if not path.startswith(
+                "/api/"
+            ):  # lines tell times, and how much of the text each has is its reader's
                 assert [one for _, one in known + rest] == [one for _, one in frames]
                 assert everything.endswith(more.removeprefix(b"retry: 500\n"))
     assert len(ring.requests) == 1

@@ -247,15 +247,18 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"n": 2}, "Unknown parameter: 'n'; send the request several times."),
-        ({"frequency_penalty": 1}, "Unknown parameter: 'frequency_penalty'; this API has none."),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "use 'system' at the top"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "send tool_use blocks"),
+        ({"n": 2}, "Unknown parameter: 'n'."),
+        ({"stop": "x"}, "Unknown parameter: 'stop'; this API has 'stop_sequences' for it."),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "are: 'assistant', 'system', 'user'"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}, "this API has 'tool_use'"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "'web_search_20250305'. Supported values of 'tools[0].type' are: 'custom'.",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "server_tool_use"}]}]},
-            "'server_tool_use'; this",
+            "'server_tool_use'. Supported values of 'messages[0].content[0].type' are: 'text', 'image'",
         ),
         (
             {
@@ -263,7 +266,7 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
                     {"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]},
                 ]
             },
-            "'base64'; this server reads documents",
+            "'base64'. Supported values of 'messages[0].content[0].source.type' are: 'text', 'content'.",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},

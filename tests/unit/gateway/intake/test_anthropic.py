@@ -221,7 +221,7 @@ def test_the_thinking_of_each_kind_of_model() -> None:
 @pytest.mark.parametrize(
     ("param", "shown"),
     [
-        ("stop[1]", "stop_sequences"),
+        ("stop[1]", "stop_sequences[1]"),
         ("max_completion_tokens", "max_tokens"),
         ("response_format.json_schema", "output_config.format"),
         ("tools[0].function.parameters", "tools[0].input_schema"),

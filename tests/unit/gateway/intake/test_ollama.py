@@ -93,7 +93,7 @@ def test_results_belong_to_calls() -> None:
         {"role": "tool", "content": "first", "tool_name": "f"},
         {"role": "tool", "content": "second"},
     ]
-    made = chat_of(chat(messages=messages), "m", {}).messages
+    made = chat_of(chat(messages=messages), "m").messages
     calls = made[1].tool_calls
     assert calls is not None
     assert [one.function and one.function.arguments for one in calls] == ['{"a":1}'] * 3
@@ -102,7 +102,7 @@ def test_results_belong_to_calls() -> None:
     assert by_id == {calls[0].id: "first", calls[1].id: "second", "x": "third"}
     for result in ({"tool_name": "g"}, {"tool_call_id": "y"}):
         with pytest.raises(InvalidParameter, match=r"'messages\[2\]'"):
-            chat_of(chat(messages=[*messages[:2], {"role": "tool", "content": "?", **result}]), "m", {})
+            chat_of(chat(messages=[*messages[:2], {"role": "tool", "content": "?", **result}]), "m")
 
 
 def test_what_changes_nothing_is_named() -> None:
@@ -126,7 +126,7 @@ def test_a_model_without_a_template_is_given_the_texts() -> None:
         ("max_tokens", "options.num_predict"),
         ("response_format.json_schema.schema", "format.schema"),
         ("messages[0].content", "prompt"),
-        ("stop", "stop"),
+        ("stop", "options.stop"),
         (None, None),
     ],
 )

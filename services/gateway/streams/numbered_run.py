@@ -1,0 +1,97 @@
+"""One connection's reading of an answer that is shown as numbered events.
+
+The events are a function of the log alone, for each token is taken by itself, however the frames were cut that brought
+it. So event n is the same for every reader on every gateway, and a position is the number of an event.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.metrics import ModelMetrics
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.lifecycle.answers import Answers
+from services.gateway.streams.formats import Format
+from services.gateway.streams.output import Piece, output_of
+from services.gateway.streams.run import Run, each_token
+from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import TokenEntry
+
+
+class Numbered(Protocol):
+    """The events of one answer, from its beginning."""
+
+    count: int
+    """Events so far."""
+
+
+class NumberedRun(Run):
+    """As `Run`, of one choice."""
+
+    ends_with_done = False
+    resumed_by: ClassVar[str] = "Last-Event-ID"
+    """What of a request says which event its client has."""
+    _events: Numbered
+    _told: bool = True
+    """Whether there are events; a whole answer may need none."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        tokenizer: Tokenizer,
+        answers: Answers | None,
+        metrics: ModelMetrics | None,
+        *,
+        after: Sequence[int] | None = None,
+    ) -> None:
+        """`after`: the number of the last event that the client has; None: it has none."""
+        self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
+        super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
+        self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
+        self._known = -1 if after is None else after[0]
+        self._events = self._begun_events(answer, tokenizer)
+
+    def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> Any:
+        """Those of `answer`, none of whose tokens have come."""
+        raise NotImplementedError
+
+    @property
+    def position(self) -> str:
+        """The number of the last event that `snapshot` has seen; empty: there was none."""
+        return str(self._events.count - 1) if self._events.count else ""
+
+    def _feed(self, choice: int, entry: TokenEntry) -> None:
+        if not self._told:
+            super()._feed(choice, entry)
+            return
+        if entry.tokens and self._metrics is not None:
+            self._observe(choice, self._metrics)
+        output, tokens, ends = self._output, entry.tokens, self._stop_token_ids
+        alone = not tokens or (len(tokens) == 1 and not entry.finish and tokens[0] not in ends)
+        for part in (entry,) if alone else each_token(entry, ends):
+            output.feed(part)
+            self._show(output.take())
+            if output.finish:
+                self._finish()
+                self._open = 0
+                if self._answers is not None:
+                    self._answers.end_choice(self.answer, choice)
+                return
+
+    def _show(self, piece: Piece) -> None:
+        """What one token, or the end, has made clear; perhaps nothing."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """The model has ended."""
+        raise NotImplementedError
+
+    def _check_known(self) -> None:
+        """Once the last event is known: a position behind it is one of another answer. Raises `InvalidParameter`."""
+        if self._known >= (count := self._events.count):
+            raise InvalidParameter(
+                f"Invalid '{self.resumed_by}': event {self._known} is beyond the end of the answer, which has "
+                f"{count} events; send the number of one of them.",
+                param=self.resumed_by,
+                reason="invalid_position",
+            )
