@@ -89,7 +89,7 @@ test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/un
 
 .PHONY: clients
 clients: $(INSTALLED) ## Run the examples of docs/clients and the tests of clients; says what it had to leave out
-	@$(BIN)/pytest tests/integration/clients tests/unit/clients $(ARGS)
+	@$(BIN)/pytest tests/integration/clients tests/unit/clients -m "not chaos" $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED) ## Format, lint, types, import rules, and the documentation's links

@@ -25,6 +25,7 @@ RUST = ROOT / "clients" / "rust"
 BUILT = Path(tempfile.gettempdir()) / f"ryzanstein-examples-{os.getuid()}"
 """Kept between runs: what is built is built once."""
 CARGO_TARGET = BUILT / "cargo"
+LINTER = "oxlint@1.94.0"
 NODE_WITH_WEBSOCKET = 22
 """The first major version whose WebSocket needs no flag."""
 
@@ -144,6 +145,20 @@ def run_npm(directory: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+@functools.cache
+def linter() -> Command:
+    """Oxlint, by its version: in a lock file of npm it would stand with the binaries of every platform."""
+    directory = BUILT / LINTER
+    directory.mkdir(parents=True, exist_ok=True)
+    program = directory / "node_modules" / ".bin" / "oxlint"
+    with Path(f"{directory}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        options = ("--prefix", str(directory), "--no-save", "--no-audit", "--no-fund", "--prefer-offline")
+        prepared([tool("npm"), "install", *options, LINTER], directory, "npm cannot fetch oxlint")
+    prepared([str(program), "--version"], directory, "oxlint does not run on this Node or platform")
+    return [str(program), "--deny-warnings"]
 
 
 def typescript(name: str) -> Command:

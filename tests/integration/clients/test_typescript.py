@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from shared.messages import GenerationRequest
 from shared.nats.bus import Bus
 from tests.integration.clients.cutting import cutting
 from tests.integration.clients.programs import (
+    ROOT,
     TYPESCRIPT,
     blocks,
+    linter,
     run,
     run_npm,
     running,
@@ -44,6 +47,21 @@ async def test_its_own_tests_and_the_types_of_its_examples() -> None:
     directory = await asyncio.to_thread(typescript_client)
     assert "# fail 0" in await asyncio.to_thread(run_npm, directory, "test")
     await asyncio.to_thread(run_npm, directory, "run", "check")
+
+
+async def test_all_javascript_is_linted() -> None:
+    """The client's, the examples', the console's and the tests'."""
+    command = await asyncio.to_thread(linter)
+    allowed = (
+        "--allow",
+        "no-unused-private-class-members",
+    )  # does not see `??=`; TypeScript looks for them too
+    places = ("clients/typescript", "docs/clients", "services/gateway/api/console/static", "tests/clients")
+    ignored = ("--ignore-pattern", "**/vendor/**")
+    done = await asyncio.to_thread(
+        subprocess.run, [*command, *allowed, *ignored, *places], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 async def test_what_is_packed() -> None:
