@@ -34,6 +34,7 @@ EXPOSED_HEADERS = (
     "request-id",
     "x-request-id",
     "x-ryzanstein-exact",
+    "x-ryzanstein-generation",
     "x-ryzanstein-ignored-fields",
     "x-ryzanstein-warning",
     "retry-after",

@@ -20,8 +20,15 @@ from shared.messages.records import GenerationRecord
 from shared.nats import subjects
 from shared.tracing import NONE, Span, TraceContext, Value
 
-_OPERATIONS = {"completions": "text_completion", "ollama.generate": "text_completion"}
-"""Of OpenTelemetry's conventions, by endpoint; the others are chats."""
+_OPERATIONS = {
+    "completions": "text_completion",
+    "ollama.generate": "text_completion",
+    "embeddings": "embeddings",
+    "rerank": "rerank",
+    "score": "score",
+    "classify": "classify",
+}
+"""By endpoint, of OpenTelemetry's conventions where these have a name for it; the others are chats."""
 PROVIDER = "ryzanstein"
 
 
@@ -123,7 +130,7 @@ def traced(
     if not parent.recording:
         return record, None
     first = record.requests[0]
-    operation = "embeddings" if first.pools else _OPERATIONS.get(record.endpoint, "chat")
+    operation = _OPERATIONS.get(record.endpoint, "chat")
     span = tracing.under(
         parent,
         f"{operation} {first.model}",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import websockets
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from tests.integration.gateway.api.test_endpoints import GENERATING, HEADER
 from tests.integration.gateway.fake_ring import until
 from tests.integration.rollout.house import House, until_answered
 from tests.otlp import Collector, ReceivedSpan
@@ -213,6 +215,40 @@ async def test_websocket_and_grpc_and_batch_lines_are_traced(house: House, recei
     assert line_span.name == "line /v1/completions"
     assert line_span.trace_id != created
     await spans_of(received, line_span.trace_id, "process intake.batch", "generate group-0", "decode")
+
+
+@pytest.mark.slow
+async def test_every_endpoint_is_traced_to_its_ring(house: House, received: Collector) -> None:
+    kinds = {"/v1/completions": "text_completion", "/api/generate": "text_completion"} | {
+        f"/v1/{name}": name for name in ("embeddings", "rerank", "score", "classify")
+    }
+    kinds |= dict.fromkeys(("/api/embed", "/api/embeddings"), "embeddings")
+    async with httpx.AsyncClient(base_url=house.url("gateway-0"), trust_env=False, timeout=60) as http:
+        traces = [new_trace() for _ in GENERATING]
+        asked = (
+            http.post(
+                endpoint.path,
+                json=endpoint.body | {"model": "stub"},
+                headers={"traceparent": f"00-{trace_id}-{CLIENT}-01"},
+            )
+            for endpoint, trace_id in zip(GENERATING, traces, strict=True)
+        )
+        answers = await asyncio.gather(*asked)
+    for endpoint, trace_id, answer in zip(GENERATING, traces, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        root, generation = f"POST {endpoint.path}", f"{kinds.get(endpoint.path, 'chat')} stub"
+        spans = await spans_of(received, trace_id, root, generation, "generate group-0", "deliver")
+        assert spans[root].parent_id == CLIENT
+        assert spans[root].attributes["http.route"] == endpoint.path
+        assert spans[generation].parent_id == spans[root].span_id
+        named = answer.headers[HEADER] if endpoint.named == HEADER else answer.json()["id"]
+        assert same_generation(named, str(spans[generation].attributes["gen_ai.response.id"]))
+
+
+def same_generation(one: str, other: str) -> bool:
+    """Ids differ in what stands before them."""
+    first, second = (re.split("[-_]", name, maxsplit=1)[-1] for name in (one, other))
+    return first == second
 
 
 async def test_a_gateway_that_takes_over_goes_on_in_the_same_trace(house: House, received: Collector) -> None:

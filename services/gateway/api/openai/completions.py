@@ -30,7 +30,7 @@ from shared.service.endpoints import Receive, Scope, Send
 
 DONE = b"[DONE]"
 GENERATION_HEADER = "x-ryzanstein-generation"
-"""Of an answer whose lines name no id: the id of its generation."""
+"""Of an answer that names no id: the id of its generation."""
 
 
 class CompletionsRoute:
@@ -59,7 +59,8 @@ class CompletionsRoute:
 def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
-    if ENDPOINTS[run.answer.record.endpoint].stream is LineStream:
+    endpoint = run.answer.record.endpoint
+    if endpoint == "embeddings" or ENDPOINTS[endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     watcher = asyncio.create_task(watch_disconnect(receive, run.end))
     try:
