@@ -16,8 +16,8 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from shared.errors import InternalError, PayloadTooLarge
-from shared.messages.registry import AdapterRecord, WantedAdapter
+from shared.errors import BrokerUnavailable, InternalError, LinkLost, NobodyThere, PayloadTooLarge
+from shared.messages.registry import AdapterRecord, HostReply, PullAdapter, WantedAdapter
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Change, Entry
@@ -30,6 +30,25 @@ MAX_BYTES = 8 << 30
 """Of one adapter's weights."""
 PATIENCE = 30.0
 """Seconds for which a file is read on while the broker is away."""
+FIRST_REPEAT = 5.0
+"""Seconds after which a host is asked again to read an adapter, each time twice as many."""
+
+
+async def ask_to_read(bus: Bus, host: str, command: PullAdapter, *, timeout: float) -> HostReply:
+    """What the host says of the adapter within `timeout` seconds. It is asked again meanwhile: one that reads it goes
+    on, and one that has ended and begun anew knows nothing of it. Raises `NobodyThere`, `BrokerUnavailable`."""
+    give_up, pause = time.monotonic() + timeout, FIRST_REPEAT
+    while True:
+        left = give_up - time.monotonic()
+        try:
+            patience = max(0.0, min(pause, left))
+            return await bus.request(subjects.host_control(host), command, HostReply, timeout=patience)
+        except (NobodyThere, LinkLost):
+            raise
+        except BrokerUnavailable:
+            if left <= pause:
+                raise
+        pause *= 2
 
 
 class AdapterFiles:

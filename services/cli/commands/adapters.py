@@ -15,10 +15,9 @@ from services.cli.declarations import watch_adapters
 from services.cli.target import DataDir, NatsUrl, nats_of_stack
 from services.cli.ui import console, megabytes, print_columns, say
 from shared.errors import ConfigurationError, ModelNotStored, NobodyThere, UnknownModel, error_from_code
-from shared.messages import HostReply, ModelSpec
+from shared.messages import ModelSpec
 from shared.messages.registry import MAX_ADAPTERS, AdapterRecord, PullAdapter, WantedAdapter
-from shared.nats import subjects
-from shared.nats.adapters import AdapterRefused, register, unregister, want
+from shared.nats.adapters import AdapterRefused, ask_to_read, register, unregister, want
 from shared.nats.bus import Bus
 from shared.registry import DeclaredAdapter, adapter_problems, nearest, of_hub, other_base
 
@@ -61,8 +60,7 @@ class Cluster:
         serving = {one.instance for one in self.now.groups_of(command.model) if one.instance}
         for host in dict.fromkeys([*sorted(serving), *self.now.taking_hosts()]):
             try:
-                subject = subjects.host_control(host)
-                reply = await self.bus.request(subject, command, HostReply, timeout=PULL_TIMEOUT)
+                reply = await ask_to_read(self.bus, host, command, timeout=PULL_TIMEOUT)
             except NobodyThere:
                 continue
             if reply.ok and reply.adapter is not None:

@@ -193,6 +193,7 @@ class ModelHost:
             load.cancel()
         await asyncio.gather(*(group.stop() for group in self.groups.values()))
         await self._tasks.cancel()
+        await self._adapters.stop()
         for files in self._asleep.values():
             files.close()
         self._asleep.clear()

@@ -24,6 +24,7 @@ from shared.model_store.preparation import prepare_adapter
 from shared.model_store.programs import run_module
 from shared.nats.adapters import CONFIG, CONFIG_BYTES, MAX_BYTES, WEIGHTS, AdapterFiles
 from shared.nats.bus import Bus
+from shared.tasks import TaskSet
 
 AT_A_TIME = 2
 """Adapters that are being read; further ones wait."""
@@ -54,9 +55,23 @@ class HostAdapters:
 
     def __init__(self) -> None:
         self._turn = asyncio.Semaphore(AT_A_TIME)
+        self._tasks = TaskSet("")
+        self._reading: dict[bytes, asyncio.Task[AdapterRecord]] = {}
+        """By the command: whoever asks again waits for the same."""
+
+    async def stop(self) -> None:
+        await self._tasks.cancel()
 
     async def pull(self, command: PullAdapter, settings: ExecutorSettings, bus: Bus) -> AdapterRecord:
         """`settings`: those of a group of the base. Raises `RyzansteinError` with one sentence."""
+        key = msgspec.msgpack.encode(command)
+        task = self._reading.get(key)
+        if task is None:
+            task = self._reading[key] = self._tasks.spawn(self._read(command, settings, bus))
+            task.add_done_callback(lambda _: self._reading.pop(key))
+        return await asyncio.shield(task)
+
+    async def _read(self, command: PullAdapter, settings: ExecutorSettings, bus: Bus) -> AdapterRecord:
         if not settings.max_adapters:
             raise InvalidRequest(
                 f"The model {command.model} takes no adapters; set its max_adapters above 0."
@@ -78,7 +93,7 @@ class HostAdapters:
                     found = await asyncio.to_thread(_as_told, copy, settings.max_adapter_rank)
                 else:
                     model = await asyncio.to_thread(base.directory)
-                    found = await asyncio.to_thread(_inspect, copy, model, settings.max_adapter_rank)
+                    found = await asyncio.to_thread(_inspect, source, copy, model, settings.max_adapter_rank)
                 base_named = await asyncio.to_thread(_base_of, copy)
                 files = AdapterFiles(bus)
                 await files.open()
@@ -110,10 +125,13 @@ def _copy(source: Path, target: Path) -> None:
             ) from None
 
 
-def _inspect(adapter: Path, model: Path, max_rank: int) -> AdapterInspection:
-    """Raises `ModelLoadError`."""
-    module = ["services.executor.model.conversion", "adapter", str(adapter), str(model), str(max_rank)]
-    result: dict[str, Any] = run_module(module, lambda *step: None, "The adapter could not be read")
+def _inspect(source: Path, copy: Path, model: Path, max_rank: int) -> AdapterInspection:
+    """Of the copy. Raises `ModelLoadError`, which names the source."""
+    module = ["services.executor.model.conversion", "adapter", str(copy), str(model), str(max_rank)]
+    try:
+        result: dict[str, Any] = run_module(module, lambda *step: None, "The adapter could not be read")
+    except ModelLoadError as error:
+        raise ModelLoadError(error.message.replace(str(copy), str(source))) from None
     return msgspec.convert(result, AdapterInspection)
 
 

@@ -21,7 +21,7 @@ from shared.errors import (
 from shared.messages import HostCommand, HostReply, ModelSpec, PullModel
 from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
 from shared.nats import subjects
-from shared.nats.adapters import AdapterRefused, settle
+from shared.nats.adapters import AdapterRefused, ask_to_read, settle
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.tasks import TaskSet
@@ -96,7 +96,7 @@ class AdapterReads:
         command = PullAdapter(reading.name, wanted.model, wanted.source, reading.base, wanted.revision)
         for host in reading.hosts:
             try:
-                reply = await self._request(host, command, READ_TIMEOUT)
+                reply = await ask_to_read(self._bus, host, command, timeout=READ_TIMEOUT)
             except NobodyThere:
                 continue
             if reply.ok and reply.adapter is not None and is_digest(reply.adapter.digest):

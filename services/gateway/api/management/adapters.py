@@ -23,7 +23,7 @@ from shared.errors import (
 )
 from shared.messages import HostReply, ModelSpec
 from shared.messages.registry import AdapterRecord, PullAdapter, is_digest
-from shared.nats import subjects
+from shared.nats.adapters import ask_to_read
 from shared.nats.bus import Bus
 from shared.registry import other_base, wrong_name
 
@@ -130,8 +130,7 @@ class AdapterManagement:
         """What the first host that answers has read. Raises what it has against it."""
         for host in self._hosts(command.model):
             try:
-                subject = subjects.host_control(host)
-                reply = await self._bus.request(subject, command, HostReply, timeout=PULL_TIMEOUT)
+                reply = await ask_to_read(self._bus, host, command, timeout=PULL_TIMEOUT)
             except NobodyThere:
                 continue
             except BrokerUnavailable as error:

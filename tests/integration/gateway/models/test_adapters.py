@@ -31,14 +31,18 @@ class Reader:
         self.asked: list[PullAdapter] = []
         self.reply: HostReply | None = None
         self.hold: asyncio.Event | None = None
+        self.deaths = 0
+        """Times that it ends before it has answered, and begins anew."""
         self.version = 1
 
     def digest(self, source: str) -> str:
         return hashlib.sha256(f"{source} {self.version}".encode()).hexdigest()
 
-    async def on_command(self, command: HostCommand) -> HostReply:
+    async def on_command(self, command: HostCommand) -> HostReply | None:
         assert isinstance(command, PullAdapter)
         self.asked.append(command)
+        if len(self.asked) <= self.deaths:
+            return None
         if self.hold is not None:
             await self.hold.wait()
         record = AdapterRecord(
@@ -120,6 +124,16 @@ async def test_an_adapter_is_loaded_used_replaced_and_unloaded(
     answer = await http.put("/v1/loras/sql", json={"source": "org/sql"})
     assert answer.json()["digest"] == reader.digest("org/sql")
     assert (await http.delete("/v1/models/sql")).json() == {"id": "sql", "object": "model", "deleted": True}
+
+
+async def test_a_host_that_ended_while_it_read_an_adapter_is_asked_again(
+    http: httpx.AsyncClient, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.nats.adapters.FIRST_REPEAT", 0.05)
+    reader.deaths = 2
+    assert (await load(http, "sql")).status_code == 200
+    assert len(reader.asked) >= 3
+    assert {one.name for one in reader.asked} == {"sql"}
 
 
 async def test_a_declared_adapter_that_nobody_has_read_is_told_as_such(

@@ -1,5 +1,6 @@
 """What a host refuses of an adapter before anything is stored, each with the reason."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,30 @@ async def test_a_model_that_takes_none_or_is_not_stored(tmp_path: Path) -> None:
 )
 async def test_a_configuration_that_is_none(tmp_path: Path, config: bytes, told: str) -> None:
     assert told in await refusal(adapter(tmp_path / "adapter", config), ModelLoadError)
+
+
+async def test_whoever_asks_again_waits_for_what_is_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+
+    async def prepare(source: str, *rest: object, **more: object) -> Path:
+        prepared.append(source)
+        return Path(source)
+
+    monkeypatch.setattr("services.executor.supervisor.host_adapters.prepare_adapter", prepare)
+    settings: Any = {"model": "m", "engine": "stub", "model_directories": str(tmp_path)}
+    path = str(adapter(tmp_path / "adapter", b"{"))
+    host, settings = HostAdapters(), ExecutorSettings(**settings)
+    commands = [PullAdapter(name, "m", path, ModelSpec("m", "m")) for name in ("sql", "sql", "other")]
+    told = await asyncio.gather(
+        *(host.pull(command, settings, NO_BUS) for command in commands), return_exceptions=True
+    )
+    assert [type(one) for one in told] == [ModelLoadError] * 3
+    assert prepared == [path, path]
+    with pytest.raises(ModelLoadError):
+        await host.pull(commands[0], settings, NO_BUS)
+    assert prepared == [path] * 3, "what has ended is begun anew"
 
 
 async def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
