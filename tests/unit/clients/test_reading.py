@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ryzanstein_client import ApiError, Cursor
 from ryzanstein_client.errors import LostConnection, refusal, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.requests import Gateways, new_reading, resumed, state_from
+from ryzanstein_client.requests import Gateways, Patience, new_reading, resumed, state_from
 
 SOURCE = Path(__file__).parents[3] / "clients" / "python" / "src"
 GENERATION = "chatcmpl-1"
@@ -106,6 +106,19 @@ def test_where_a_reading_goes_on() -> None:
         background.headers["Idempotency-Key"]
         != new_reading("/", {}, None, None).ask().headers["Idempotency-Key"]
     )
+
+
+def test_patience_counts_from_the_first_failure() -> None:
+    """However long the request before it has waited."""
+    times = iter([700.0, 700.9, 701.0, 800.0])
+    patience = Patience(1.0, lambda: next(times))
+    lost = LostConnection("")
+    assert [patience(error) for error in (lost, ApiError("", again=True, retry_after=9.0), lost)] == [
+        True,
+        9.0,
+        False,
+    ]
+    assert not Patience(1.0, lambda: next(times))(ApiError("No."))
 
 
 def test_gateways_go_round() -> None:

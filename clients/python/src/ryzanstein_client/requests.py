@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -48,12 +48,13 @@ class Gateways:
 class Patience:
     """For stamina: whether to try again, until `length` seconds after the first of the failures in a row."""
 
-    def __init__(self, length: float) -> None:
+    def __init__(self, length: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._length = length
+        self._clock = clock
         self._end: float | None = None
 
     def __call__(self, error: Exception) -> bool | float:
-        now = time.monotonic()
+        now = self._clock()
         self._end = self._end or now + self._length
         return now < self._end and when_again(error)
 
