@@ -67,7 +67,9 @@ async def test_an_allowed_page_does_all(nats_settings: CommonSettings, ring: Fak
             answer = await http.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == PAGE
-            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            exposed = answer.headers["access-control-expose-headers"]
+            assert "x-request-id" in exposed
+            assert "x-ryzanstein-generation" in exposed, "by which a page resumes a stream of lines"
         async with websockets.connect(gateway.websocket_url, origin=PAGE, proxy=None):  # type: ignore[arg-type]
             pass
         key = await keys.make("acme")
