@@ -244,7 +244,7 @@ fn with_nobody_there_patience_ends() {
 fn whole_answers_are_repeated_under_one_key() {
     let server = Server::new(
         |asked, number| match (number, asked.0.split(' ').next().unwrap()) {
-            _ if asked.0.starts_with("post /v1/rerank ") => answer("200 OK", "", RANKING),
+            _ if asked.1.contains("documents") => answer("200 OK", "", RANKING),
             (1, _) => Vec::new(),
             (_, "get") => answer("200 OK", "", r#"{"data": [{"id": "a"}, {"id": "b"}]}"#),
             (_, "delete") => answer("200 OK", "", r#"{"cancelled": true}"#),
@@ -261,6 +261,8 @@ fn whole_answers_are_repeated_under_one_key() {
     assert!(asked[0].1.contains(r#""stream":false"#));
     assert_eq!(client.models().unwrap(), ["a", "b"]);
     assert!(client.cancel("x").unwrap());
+    let other = client.rerank(json!({}), &Options::default());
+    assert!(matches!(other, Err(Error::Api(error)) if error.message.contains("not a ranking")));
     let documents = json!({"documents": ["a", "b"]});
     let ranking = client.rerank(documents, &Options::default()).unwrap();
     assert_eq!(
