@@ -27,6 +27,8 @@ class ResponseRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The id of the conversation that it is added to; empty: none."""
     compacts: bool = False
     """Whether what the model says is a summary of the conversation, and no message."""
+    prewarm: bool = False
+    """Whether its prompt is to be in the cache, and nothing is to be said: the one token is not shown."""
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):

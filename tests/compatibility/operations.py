@@ -100,6 +100,12 @@ RESPONSE_TOOL = {
     "strict": None,
     "parameters": {"type": "object", "properties": {}},
 }
+CUSTOM_TOOL = {
+    "type": "custom",
+    "name": "x",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]{4}"},
+}
+"""Its input is never empty, as a text's might be."""
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 UPLOAD = {"bytes": 10, "filename": "x.txt", "mime_type": "text/plain", "purpose": "user_data"}
 OPERATIONS = (
@@ -167,9 +173,9 @@ OPERATIONS = (
             {"stream": True, "input": [*HELLO, {"type": "compaction_trigger"}]},
             {
                 "stream": True,
-                "tools": [{"type": "custom", "name": "x"}],
+                "tools": [CUSTOM_TOOL],
                 "tool_choice": "required",
-                "max_output_tokens": 64,
+                "max_output_tokens": 128,
             },
         ),
         reasoning=({"stream": True, "input": "<think>", "reasoning": {"summary": "auto"}},),
@@ -342,7 +348,10 @@ EXCLUDED: tuple[tuple[str, str], ...] = (
         "tools that run at OpenAI, or that its models alone are trained to call",
     ),
     (r" (web_search_options|max_tool_calls)", "tools that run at OpenAI"),
-    (r"url_citation|annotations\[\]|annotation\.added", "what OpenAI's tools cite, of which there are none here"),
+    (
+        r"url_citation|annotations\[\]|annotation\.added",
+        "what OpenAI's tools cite, of which there are none here",
+    ),
     (
         r"type=response\.refusal",
         "said in a channel of its own by OpenAI's models; those that are served refuse in words, as an ordinary text",
@@ -387,7 +396,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
         r"comparison_response_id",
         "what of another prompt's blocks is left is known to the ring alone, and not told",
     ),
-    (r"prewarm", "a prompt is computed for the tokens behind it; `max_output_tokens: 16` warms it too"),
     (
         r"^completions.create suffix",
         "filling in the middle has a format of its own in each family that does it",

@@ -54,6 +54,19 @@ def test_a_conversation_is_the_one_that_a_client_would_send(connect: Connect, tw
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
+def test_a_prompt_is_computed_before_it_is_asked(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    options: dict[str, Any] = {"model": DEFAULT_MODEL, "temperature": 0, "max_output_tokens": 16}
+    question = "Name the seven days of the week, " * 8
+    cold = client.responses.create(input=question, prompt_cache_options={"prewarm": True}, **options)
+    warm = client.responses.create(input=question, **options)
+    assert cold.usage is not None
+    assert warm.usage is not None
+    assert cold.output == []
+    assert cold.usage.input_tokens_details.cached_tokens < warm.usage.input_tokens_details.cached_tokens
+    assert warm.output_text
+
+
 @pytest.mark.slow
 def test_a_background_response_is_read_from_any_event(connect: Connect, two_groups: Stack) -> None:
     """Speculation brings several tokens at a time: the events are the same whoever reads them when."""

@@ -44,7 +44,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from services.gateway.api.backend import Backend
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
 from services.gateway.core.asgi import header
-from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of, unsupported
+from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
@@ -283,9 +283,21 @@ def _creation(lane: str, fields: dict[str, msgspec.Raw]) -> ClientMessage:
             param="type",
             reason="invalid_value",
         )
-    if (generate := fields.pop("generate", None)) is not None and bytes(generate) not in (b"true", b"null"):
-        raise unsupported("generate", "every response is generated; leave it out")
+    if not _generate(fields):
+        options = msgspec.json.decode(fields.get("prompt_cache_options", b"null"))
+        if options is None or isinstance(options, dict):
+            fields["prompt_cache_options"] = msgspec.Raw(_encode((options or {}) | {"prewarm": True}))
     return ClientMessage("generate", lane, "responses", msgspec.Raw(_encode(fields)))
+
+
+def _generate(fields: dict[str, msgspec.Raw]) -> bool:
+    """Whether output is wanted: `generate`, taken out of a message. False is `prompt_cache_options.prewarm`."""
+    given = bytes(fields.pop("generate", msgspec.Raw(b"null")))
+    if given not in (b"true", b"false", b"null"):
+        raise InvalidParameter(
+            "Invalid type for 'generate': expected true or false.", param="generate", reason="invalid_type"
+        )
+    return given != b"false"
 
 
 def _string(given: msgspec.Raw, name: str) -> str:

@@ -46,6 +46,8 @@ class ResponseEvents:
 
     def __init__(self, shape: ResponseShape) -> None:
         self._shape = shape
+        self.silent = shape.prewarm
+        """Whether nothing of what the model says is shown."""
         self._events: list[Event] = []
         self.count = 0
         """Events so far."""
@@ -112,8 +114,9 @@ class ResponseEvents:
 
     def finish(self, reason: str, usage: Usage) -> None:
         """The model has ended. An answer without any item is an empty message; an empty summary is none."""
-        incomplete = INCOMPLETE.get(reason)
-        if not self._output and self._writing is None and not self._shape.compacts:
+        shape = self._shape
+        incomplete = None if shape.prewarm else INCOMPLETE.get(reason)
+        if not (self._output or self._writing or shape.compacts or shape.prewarm):
             self._message()
         status: ItemStatus = "incomplete" if incomplete else "completed"
         self._close(status)

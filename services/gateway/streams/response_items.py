@@ -44,6 +44,7 @@ class ResponseShape:
         self.identity = record.identity
         self.background = record.response.background
         self.compacts = record.response.compacts
+        self.prewarm = record.response.prewarm
         self._record = record
         self._shown: dict[str, Any] = msgspec.json.decode(record.response.shown)
         self.summary: str = (self._shown.get("reasoning") or {}).get("summary") or ""

@@ -106,6 +106,8 @@ class ResponseRun(NumberedRun):
         """More of a call that has begun, then the rest."""
         events = self._events
         events.begin()
+        if events.silent:
+            return
         if piece.reasoning:
             events.reasoning_tokens = self._output.tokens
         for call in piece.calls:

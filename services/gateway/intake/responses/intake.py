@@ -25,6 +25,7 @@ from services.gateway.intake.responses.schemas import (
     check_input_fields,
     check_request,
     conversation_of,
+    is_prewarm,
 )
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, own_words
 from services.gateway.intake.rules import check_streamed
@@ -151,12 +152,9 @@ class ResponseIntake:
         own = await self.history.resolve(given, tenant)
         if conversation := conversation_of(request):
             context, newest = self._chat.context_length(request.model), request.truncation == "auto"
+            added = isinstance(request, ResponseRequest) and not is_prewarm(request)
             past = await self.history.of_conversation(
-                conversation,
-                tenant,
-                context,
-                newest=newest,
-                response=identity if isinstance(request, ResponseRequest) else "",
+                conversation, tenant, context, newest=newest, response=identity if added else ""
             )
         return past, own
 
@@ -184,7 +182,7 @@ class ResponseIntake:
         async def attempt(begin: int) -> Run:
             chat = chat_request(request, items[begin:], stream=bool(request.stream))
             if make.compacts:
-                chat = compaction.summarizing(chat, context_length, most=request.max_output_tokens)
+                chat = compaction.summarizing(chat, context_length, most=chat.max_completion_tokens)
             return await self._chat.chat_run(chat, context, make)
 
         if request.truncation != "auto":

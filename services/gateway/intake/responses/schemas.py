@@ -138,6 +138,11 @@ class InputTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, k
     personality: Annotated[Any, neutral()] = None
 
 
+class ResponseCacheOptions(CacheOptions, frozen=True, forbid_unknown_fields=True):
+    prewarm: bool | None = None
+    """Only the prompt is computed, for later requests that begin as it does."""
+
+
 class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses."""
 
@@ -148,7 +153,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     max_tool_calls: PositiveCount | None = None
     metadata: Metadata | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: ResponseCacheOptions | None = None
     prompt_cache_retention: Retention | None = None
     safety_identifier: User | None = None
     service_tier: ServiceTier | None = None
@@ -178,6 +183,12 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
     moderation: Annotated[Any, neutral()] = None
     prompt: Annotated[Any, neutral()] = None
+
+
+def is_prewarm(request: InputFields) -> bool:
+    """Whether it wants its prompt in the cache and no output."""
+    options = request.prompt_cache_options if isinstance(request, ResponseRequest) else None
+    return options is not None and bool(options.prewarm)
 
 
 TOOL_TYPES = ("function", "custom")

@@ -25,6 +25,7 @@ from services.gateway.intake.responses.schemas import (
     ReasoningOptions,
     ResponseRequest,
     conversation_of,
+    is_prewarm,
     wants_logprobs,
 )
 from services.gateway.intake.schemas import ChatCompletionRequest, marked
@@ -74,7 +75,7 @@ def chat_request(
         body |= {name: getattr(request, name) for name in _AS_A_CHATS}
         body |= {
             "logprobs": wants_logprobs(request) or None,
-            "max_completion_tokens": request.max_output_tokens,
+            "max_completion_tokens": 1 if is_prewarm(request) else request.max_output_tokens,
             "prompt_cache_key": request.prompt_cache_key,
             "prompt_cache_options": _cache_options(request),
             "prompt_cache_retention": request.prompt_cache_retention,
@@ -117,7 +118,9 @@ def _stream_options(request: ResponseRequest) -> dict[str, Any] | None:
 
 def _cache_options(request: ResponseRequest | CompactRequest) -> dict[str, Any] | None:
     options = request.prompt_cache_options
-    return None if options is None else msgspec.structs.asdict(options)
+    if options is None:
+        return None
+    return {name: value for name, value in msgspec.structs.asdict(options).items() if name != "prewarm"}
 
 
 def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -229,6 +232,7 @@ class MakeResponse(msgspec.Struct, frozen=True):
             previous=(request.previous_response_id or "")[-32:],
             store=request.store is not False,
             background=bool(request.background),
-            conversation=conversation_of(request),
+            conversation="" if is_prewarm(request) else conversation_of(request),
             compacts=self.compacts,
+            prewarm=is_prewarm(request),
         )

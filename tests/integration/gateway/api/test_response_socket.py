@@ -36,12 +36,44 @@ async def test_responses_one_after_the_other(client: openai.AsyncOpenAI, ring: F
     assert shown.output == first[-1].response.output
 
 
+async def test_a_prompt_is_computed_before_it_is_wanted(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
+    """Nothing is said, and a later response goes on behind it."""
+    ring.behave = saying("Hello.")
+    async with client.responses.connect() as connection:
+        for more in ({}, {"prompt_cache_options": {"mode": "implicit"}}):
+            body = {"model": MODEL, "input": "I am Ada.", "generate": False}
+            await connection.send_raw(json.dumps({"type": "response.create"} | body | more))
+            events = await until_end(connection)
+            kinds = [event.type for event in events]
+            assert kinds == ["response.created", "response.in_progress", "response.completed"]
+            assert events[-1].response.output == []
+            assert ring.requests[-1].max_tokens == 1
+        await connection.response.create(
+            model=MODEL, input="Who?", previous_response_id=events[-1].response.id
+        )
+        assert (await until_end(connection))[-1].response.output[0].content[0].text == "Hello."
+    assert bytes(ring.requests[-1].prompt) == b"I am Ada.\nWho?\n"
+    made = await client.conversations.create(items=[{"role": "user", "content": "I am Ada."}])
+    warmed = await client.responses.create(
+        model=MODEL, input="So?", conversation=made.id, prompt_cache_options={"prewarm": True}
+    )
+    assert (warmed.status, warmed.output) == ("completed", [])
+    assert bytes(ring.requests[-1].prompt) == b"I am Ada.\nSo?\n"
+    assert (
+        len((await client.conversations.items.list(made.id)).data) == 1
+    )  # it is prepared, and not gone on with
+
+
 async def test_an_error_ends_its_response_alone(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     async with client.responses.connect() as connection:
         for wrong, param in (
             ({"model": MODEL, "input": []}, "input"),
             ({"model": MODEL, "input": "x", "stream": False}, "stream"),
-            ({"model": MODEL, "input": "x", "generate": False}, "generate"),
+            ({"model": MODEL, "input": "x", "generate": 0}, "generate"),
+            (
+                {"model": MODEL, "input": "x", "generate": False, "prompt_cache_options": []},
+                "prompt_cache_options",
+            ),
             ({"model": MODEL, "input": "x", "nonsense": 1}, "nonsense"),
             ({"model": MODEL, "input": "x", "stream_id": ""}, "stream_id"),
             ({"model": MODEL, "input": "x", "stream_id": 1}, "stream_id"),

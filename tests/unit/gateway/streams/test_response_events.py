@@ -25,7 +25,12 @@ IDENTITY = "0" * 32
 
 
 def answer_for(
-    *, background: bool = False, logprobs: int = -1, parsing: Parsing | None = None, compacts: bool = False
+    *,
+    background: bool = False,
+    logprobs: int = -1,
+    parsing: Parsing | None = None,
+    compacts: bool = False,
+    prewarm: bool = False,
 ) -> Answer:
     request = GenerationRequest(
         f"{IDENTITY}-0",
@@ -45,7 +50,7 @@ def answer_for(
         [request],
         stream=True,
         parsing=parsing,
-        response=ResponseRecord(shown, b"[]", background=background, compacts=compacts),
+        response=ResponseRecord(shown, b"[]", background=background, compacts=compacts, prewarm=prewarm),
     )
     generation = Generation(request, 0, LIMITS, now=0.0, started_at=0.0)
     return Answer(record, [generation], owner="g", owned=True, quiet_since=0.0, consumers=["g"])
@@ -136,6 +141,14 @@ def test_a_summary_is_whole_or_not_there(log: Log) -> None:
     assert [compaction.summary_of(item, "") for item in output] == [text_of(log)] * bool(text_of(log))
     begun = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert begun == [item | {"encrypted_content": ""} for item in output]
+
+
+@given(logs(), st.booleans())
+def test_a_prompt_that_is_prepared_says_nothing(log: Log, compacts: bool) -> None:
+    answer = answer_for(prewarm=True, compacts=compacts, parsing=PARSING)
+    feed(answer, log, scored=False)
+    last = json.loads(read(answer)[-1].data)
+    assert (last["type"], last["response"]["output"]) == ("response.completed", [])
 
 
 @given(logs(), st.booleans())
