@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
 STUB = ("--engine", "stub", "--no-smoke-test")
 REASONING = (*STUB, "--reasoning-parser", "think")
 """It reasons where the prompt ends so."""
-FAILING = {
+FAILING: dict[str, Any] = {
     "RYZANSTEIN_STUB_FAULT": "error",
     "RYZANSTEIN_STUB_STEP_MS": "20",
     "RYZANSTEIN_DRAIN_TIMEOUT": "0.1",

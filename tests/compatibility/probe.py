@@ -138,8 +138,8 @@ class Prober:
             for body in operation.failing
         ]
         for body in operation.cut:
-            sent = {"json": operation.base | body}
-            async with self._failing.stream(operation.method, f"/v1{operation.path}", **sent) as answer:
+            sent = operation.base | body
+            async with self._failing.stream(operation.method, f"/v1{operation.path}", json=sent) as answer:
                 text = ""
                 async for piece in answer.aiter_text():
                     if not text and self._end is not None:
