@@ -1,4 +1,4 @@
-"""Models that reason, as Ollama's and Anthropic's clients ask them to and see it: switches, levels, whole and streamed."""
+"""Models that reason, as Ollama's and Anthropic's clients ask them to and see it: switches, levels, streamed."""
 
 from collections.abc import AsyncIterator
 from typing import Any
