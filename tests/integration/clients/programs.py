@@ -122,7 +122,7 @@ def copied(*folders: Path) -> Iterator[tuple[Path, Path | None]]:
 
 @functools.cache
 def typescript_client() -> Path:
-    """The TypeScript client, built in a copy, with the README's programs among its examples."""
+    """The TypeScript client, built in a copy; the README's programs are among its examples, whose types are checked."""
     tool("node")
     npm = [tool("npm"), "ci", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=1"]
     with copied(TYPESCRIPT) as (copy, built):
@@ -130,9 +130,7 @@ def typescript_client() -> Path:
         if built is not None:
             prepared(npm, directory, "npm cannot fetch the packages of clients/typescript")
             for number, source in enumerate(blocks(TYPESCRIPT, "js")):
-                (directory / "examples" / f"readme_{number}.mjs").write_text(
-                    source
-                )  # types are checked of it too
+                (directory / "examples" / f"readme_{number}.mjs").write_text(source)
             run_npm(directory, "run", "build")
             built.touch()
     return directory

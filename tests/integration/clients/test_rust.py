@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.integration.clients.programs import RUST, copied, run, run_cargo, rust, tool
+from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import FakeRing, saying, stub_card
 
@@ -23,8 +24,10 @@ async def test_its_own_tests() -> None:
 
 
 async def test_the_stream_of_the_readme(gateway: RunningGateway, ring: FakeRing) -> None:
-    await ring.add_model(stub_card("SmolLM2-135M-Instruct"))
-    ring.behave = saying(TEXT)
     command = await asyncio.to_thread(rust, "readme_0")
+    ring.behave = saying(TEXT)
+    await ring.add_model(stub_card("SmolLM2-135M-Instruct"))
+    async with gateway.http() as http:
+        await until_listed(http, "SmolLM2-135M-Instruct")
     assert await run(command, gateway.url) == f"{TEXT}\n"
     assert len(ring.requests) == 1
