@@ -60,6 +60,18 @@ test("what would take too long, or nests too deeply, is shown as it is written",
   lacks(`*a*\n\n${"x\n\n".repeat(70_000)}`, "<em>");
   const code = `\`\`\`js\n${"let a;\n".repeat(2000)}\`\`\``;
   has(code, "hljs-keyword");
+  lacks(`\`\`\`js\n${"let a;\n".repeat(8000)}\`\`\``, "hljs-keyword");
+  has(`|a|\n|-|\n${"|1|\n".repeat(3000)}`, "<table>");
+  for (const text of [`|a|\n|-|\n${"|1|\n".repeat(30_000)}`, "# a\n".repeat(45_000), "```\n".repeat(40_000)]) {
+    assert.equal(toHtml(text), `<p>${text}</p>`);
+  }
+  for (const [unit, tag] of [["- ", "<ul>"], ["> ", "<blockquote>"]]) {
+    const nested = toHtml(`${unit.repeat(1000)}the end`);
+    assert.equal(nested.split(tag).length - 1, 50, unit);
+    assert.ok(nested.includes("the end"), unit);
+  }
+  const lists = Array.from({ length: 440 }, (_, level) => `${"  ".repeat(level)}- level ${level}`).join("\n");
+  has(lists, "level 439");
 });
 
 test("attachments are text, or are refused by name", () => {

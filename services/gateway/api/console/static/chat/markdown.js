@@ -9,7 +9,9 @@ import highlighter from "../vendor/highlight.min.js";
 const LINKS = /^(?:https?:|mailto:)/i;
 const TEXT = 200_000; // characters; a longer text is shown as it is written
 const PARAGRAPH = 5000; // characters; the time for one grows with its square in the worst case, as of "_a_a_a"
-const COLOURED = 100_000; // characters of a code block; colouring a longer one would hold up the page
+const COLOURED = 50_000; // characters of a code block; colouring a longer one would hold up the page
+const TAGS = 40_000; // of the HTML; what would need more, as a huge table, is shown as it is written
+const DEPTH = 50; // lists and quotes within each other; what lies deeper is shown as it is written
 
 export const escape = (text) =>
   text.replace(/[&<>"']/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[sign]);
@@ -73,8 +75,23 @@ const renderer = {
 
 const marked = new Marked({ gfm: true, breaks: true, extensions: [mathBlock, mathInline], renderer });
 
-/** Leaves paragraphs as they are that are too long to be looked through. */
+/** Leaves as they are paragraphs that are too long to be looked through, and what lies too deep. */
 class BoundedLexer extends Lexer {
+  #depth = 0;
+
+  blockTokens(source, tokens = [], clipped = false) {
+    if (this.#depth >= DEPTH) {
+      tokens.push({ type: "text", raw: source, text: source, escaped: false });
+      return tokens;
+    }
+    this.#depth += 1;
+    try {
+      return super.blockTokens(source, tokens, clipped);
+    } finally {
+      this.#depth -= 1;
+    }
+  }
+
   inline(source, tokens = []) {
     if (source.length <= PARAGRAPH) return super.inline(source, tokens);
     tokens.push({ type: "text", raw: source, text: source, escaped: false });
@@ -82,12 +99,19 @@ class BoundedLexer extends Lexer {
   }
 }
 
+function tagsOf(html) {
+  let count = 0;
+  for (let at = html.indexOf("<"); at >= 0; at = html.indexOf("<", at + 1)) count += 1;
+  return count;
+}
+
 /** HTML of Markdown, also of one that is still being written. */
 export function toHtml(text) {
   const plain = () => `<p>${escape(text)}</p>`;
   if (text.length > TEXT) return plain();
   try {
-    return marked.parser(new BoundedLexer(marked.defaults).lex(text));
+    const html = marked.parser(new BoundedLexer(marked.defaults).lex(text));
+    return tagsOf(html) > TAGS ? plain() : html;
   } catch (error) {
     if (error instanceof RangeError) return plain(); // nested too deeply for the stack
     throw error;

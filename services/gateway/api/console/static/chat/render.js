@@ -18,22 +18,29 @@ const ALLOWED = {
 };
 const MATHS = { trust: false, throwOnError: false, strict: false, maxExpand: 1000, maxSize: [20, 200], wrap: "tex" };
 const TEX = 2000; // characters of one formula; longer ones are shown as they are written
+const ALL_TEX = 20_000; // of all formulas of a text, each with FORMULA more; those behind are shown as they are written
+const FORMULA = 20;
 
 /** Shows Markdown in `place`, instead of what was there. `whole`: it grows no more. */
 export function render(place, text, whole) {
   const nodes = globalThis.DOMPurify.sanitize(toHtml(text), ALLOWED);
   for (const link of nodes.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const box of nodes.querySelectorAll("input")) box.disabled = true;
-  nodes.querySelectorAll("span.math").forEach(showMaths);
+  let left = ALL_TEX;
+  for (const span of nodes.querySelectorAll("span.math")) {
+    left -= span.dataset.tex.length + FORMULA;
+    showMaths(span, left >= 0);
+  }
   nodes.querySelectorAll("table").forEach(wrapTable);
   nodes.querySelectorAll("pre").forEach((block) => wrapCode(block, whole));
   place.replaceChildren(nodes);
 }
 
-function showMaths(place) {
+/** `drawn`: as maths, not as it is written. */
+function showMaths(place, drawn) {
   const { tex, display } = place.dataset;
   const written = display === "true" ? `$$${tex}$$` : `$${tex}$`;
-  if (!globalThis.temml || tex.length > TEX) {
+  if (!globalThis.temml || !drawn || tex.length > TEX) {
     place.textContent = written;
     return;
   }
