@@ -47,6 +47,10 @@ class Tab:
         """URLs that it has asked for."""
         self.errors: list[str] = []
         """What it wrote to the console as an error, and what it did not catch."""
+        self.sent: list[dict[str, Any]] = []
+        """Its requests: url, method, headers, postData."""
+        self.choosers: list[int] = []
+        """File fields (their backend node ids) that asked for a file since `choose_files`."""
 
     async def listen(self) -> None:
         """Runs until the connection ends."""
@@ -60,6 +64,9 @@ class Tab:
     def _hear(self, method: str, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self.sent.append(params["request"])
+        elif method == "Page.fileChooserOpened":
+            self.choosers.append(params["backendNodeId"])
         elif method == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
@@ -102,16 +109,50 @@ class Tab:
             assert time.monotonic() < end, f"did not come true: {shown}"
             await asyncio.sleep(0.05)
 
+    async def click(self, selector: str) -> None:
+        """With the mouse, in the middle of the first element of that selector, once it is in view and nothing lies
+        over it or moves. Again where the page has put another element in its place meanwhile."""
+        one = f"document.querySelector({json.dumps(selector)})"
+        place = f"""(() => {{
+          if (document.getAnimations().some(one => one.playState === 'running')) return null;
+          {one}.scrollIntoView({{block: 'nearest', inline: 'nearest'}});
+          const box = {one}.getBoundingClientRect();
+          const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+          if ({one}.disabled || !{one}.contains(document.elementFromPoint(x, y))) return null;
+          window.clicked = false;
+          {one}.addEventListener('click', () => {{ window.clicked = true; }}, {{once: true, capture: true}});
+          return [x, y];
+        }})()"""
+        for _ in range(20):
+            x, y = await self.until(place)
+            for kind in ("mousePressed", "mouseReleased"):
+                await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            if await self.run("window.clicked !== false"):  # undefined: it has led to another page
+                return
+        raise AssertionError(f"{selector} is not there long enough to be clicked")
+
+    async def choose_files(self, selector: str, *paths: Path) -> None:
+        """Clicks on what asks for files, and gives these."""
+        self.choosers.clear()
+        await self.call("Page.setInterceptFileChooserDialog", enabled=True)
+        await self.click(selector)
+        while not self.choosers:
+            await self.run("null")  # events come before the answers to what is asked behind them
+        await self.call(
+            "DOM.setFileInputFiles", files=[str(path) for path in paths], backendNodeId=self.choosers[0]
+        )
+
     async def type(self, text: str) -> None:
         """Into the field that has the focus."""
         await self.call("Input.insertText", text=text)
 
-    async def press(self, key: str, code: int, text: str = "") -> None:
-        extra = {"text": text} if text else {}
+    async def press(self, key: str, code: int, text: str = "", **extra: Any) -> None:
+        """`extra`: `modifiers` (8: Shift), `commands` of the editor such as `paste`."""
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, **extra}
         await self.call(
-            "Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=code, **extra
+            "Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {})
         )
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=code)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 
 
 class Browser:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 
+import openai
 import pytest
 
 from shared.keys import KeyLimits, NewKey
@@ -13,9 +14,10 @@ from shared.nats.bus import Bus
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import console
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
+from tests.integration.gateway.batches.helpers import jsonl, line, ready, requests, submit, text_of
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_hosts import FakeHosts
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 
 pytestmark = pytest.mark.slow
 HUB = "org/another-model"
@@ -49,9 +51,39 @@ async def host(bus: Bus, hosts: FakeHosts) -> Host:
 @pytest.fixture
 async def page(browser: Browser, gateway: RunningGateway, host: Host) -> AsyncIterator[Tab]:
     async with console(browser, f"{gateway.url}/") as opened:
-        await opened.run("document.getElementById('to-models').click()")
+        await opened.click("#to-models")
         await opened.run("window.confirm = () => true; undefined")
         yield opened
+
+
+async def test_batches_are_cancelled_and_their_files_saved(
+    tab: Tab, client: openai.AsyncOpenAI, ring: FakeRing
+) -> None:
+    await ready(ring)
+    await tab.run(
+        "window.confirm = () => true; window.saved = []; const make = URL.createObjectURL;"
+        "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make.call(URL, blob) };"
+    )
+    rows = ROWS.replace("registry", "jobs")
+    await tab.click("#to-batches")
+    long = line("long", messages=[{"role": "user", "content": "x" * 4000}])
+    done = (await submit(client, jsonl([line("fine"), long]))).id
+    await tab.until(f"{rows}.some(row => row[0] === '{done}' && row[1] === 'completed')")
+    await tab.click(f'[aria-label="Output {done}"]')
+    await tab.until("saved.length === 1")
+    await tab.click(f'[aria-label="Errors {done}"]')
+    await tab.until("saved.length === 2")
+    output, errors = [json.loads(text) for text in await tab.run("saved")]
+    assert text_of(output) == "Hello, world!"
+    assert errors["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    ring.behave = silence
+    endless = (await submit(client, requests(1))).id
+    await tab.until(f"{rows}.some(row => row[0] === '{endless}' && row[1] === 'in_progress')")
+    await tab.click(f'[aria-label="Cancel {endless}"]')
+    await tab.until(
+        f"document.getElementById('batches-note').textContent === '{endless} is being cancelled.'"
+    )
+    await tab.until(f"{rows}.some(row => row[0] === '{endless}' && row[1] === 'cancelled')")
 
 
 async def write(tab: Tab, **fields: str) -> None:
@@ -70,7 +102,7 @@ async def test_models_are_added_loaded_pinned_unloaded_and_removed(
 ) -> None:
     await ring.put_record("ready")
     await write(page, add_source=HUB, add_name="another")
-    await page.run("document.getElementById('add').requestSubmit()")
+    await page.click("#add button[type=submit]")
     await page.until(f"{ROWS}.some(row => row[0] === 'another' && row[1] === 'unloaded')")
     own = f"{ROWS}.find(row => row[0] === '{MODEL}').at(-1)"
     assert "Unload" not in await page.run(own), "its executor decides"
@@ -96,19 +128,24 @@ async def test_models_are_added_loaded_pinned_unloaded_and_removed(
 
 
 async def test_files_are_pulled_with_their_progress(page: Tab, hosts: FakeHosts, host: Host) -> None:
-    await write(page, add_source=HUB)
-    await page.run("document.getElementById('pull').click()")
+    await page.click("#pull")
+    assert await page.run("document.activeElement.id") == "add-source", "it needs one"
+    await page.type(HUB)
+    await page.click("#pull")
     await until(lambda: any(isinstance(one, PullModel) for one in host.commands))
     await hosts.say(HostModel(HUB, "downloading", done=3 << 20, total=8 << 20))
     await page.until(f"{ROWS}.some(row => row[1].includes('38 % (3.0 MiB of 8.0 MiB)'))")
     await hosts.say(HostModel(HUB, "failed", error="The disk is full."))
     await page.until(f"{ROWS}.some(row => row[1].includes('failed The disk is full.'))")
+    asked = len(host.commands)
+    await act(page, "pull", HUB)
+    await until(lambda: any(isinstance(one, PullModel) for one in host.commands[asked:]))
 
 
 async def test_adapters_are_loaded_and_unloaded(page: Tab, host: Host) -> None:
     await page.until(f"document.getElementById('adapter-base').value === '{MODEL}'")
     await write(page, adapter_source="org/sql-lora", adapter_name="sql")
-    await page.run("document.getElementById('add-adapter').requestSubmit()")
+    await page.click("#add-adapter button[type=submit]")
     await page.until(f"{ADAPTERS}.some(row => row[0] === 'sql' && row[4] === '4.0 KiB')")
     options = "[...document.getElementById('model').options].map(option => option.value)"
     await page.until(f"{options}.includes('sql')")
@@ -132,7 +169,7 @@ async def test_the_page_of_keys_shows_who_has_them_and_their_use(
     rows = ROWS.replace("registry", "owners")
     note = "document.getElementById('keys-note')"
     more = "document.getElementById('more-keys')"
-    await tab.run("document.getElementById('to-keys').click()")
+    await tab.click("#to-keys")
     await tab.until(f"{rows}[0]?.[0] === 'none: everybody is let in'")
     viewer = await keys.make("ops", name="<b>viewer</b>", view_keys=True, manage_models=True)
     limited = await keys.make("acme", limits=KeyLimits(requests_per_minute=60))
@@ -156,7 +193,7 @@ async def test_the_page_of_keys_shows_who_has_them_and_their_use(
     for number in range(50):
         await keys.make("many", name=str(number))
     await tab.until(f"{rows}.length === 50 && !{more}.hidden")
-    await tab.run(f"{more}.click()")
+    await tab.click("#more-keys")
     await tab.until(f"{rows}.length === 52 && {more}.hidden")
     await keys.revoke(limited)
     await tab.until(f"{rows}.at(-1)[3] === 'active' && {rows}.at(-2)[3] === 'revoked'")

@@ -11,9 +11,13 @@ import { ModelsPage } from "../operator/models.js";
 const PARTS = ["chat", "cluster", "models", "batches", "keys"];
 const KEY = "ryzanstein.key";
 
+/** On a phone: the drawer over the page, which the keyboard does not reach meanwhile. */
 function showSide(open) {
+  if (document.body.classList.contains("side-open") === open) return;
   document.body.classList.toggle("side-open", open);
   $("menu").setAttribute("aria-expanded", String(open));
+  document.querySelector("main").inert = open;
+  $(open ? "to-chat" : "menu").focus();
 }
 
 function keepKey() {
@@ -57,6 +61,7 @@ const models = new ModelsPage(showModels);
 $("menu").addEventListener("click", () => showSide(!document.body.classList.contains("side-open")));
 $("shade").addEventListener("click", () => showSide(false));
 $("new").addEventListener("click", () => {
+  showSide(false);
   if (location.hash === "#chat") chat.open("");
   else location.hash = "#chat";
   $("prompt").focus();

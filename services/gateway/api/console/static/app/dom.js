@@ -62,15 +62,21 @@ export function say(id, words, role = "status") {
   place.hidden = !words;
 }
 
-/** Text into the clipboard, also where a page has no secure context. */
+/** Text into the clipboard, also where a page has no secure context, or may not write there by itself. */
 export async function copy(text) {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  try {
+    await navigator.clipboard.writeText(text);
+    return;
+  } catch {
+    // TypeError: there is no such clipboard; NotAllowedError: the browser's policy
+  }
+  const before = document.activeElement;
   const field = element("textarea", { value: text, className: "aside" });
   document.body.append(field);
   field.select();
   document.execCommand("copy");
   field.remove();
-  return undefined;
+  before?.focus();
 }
 
 /** Has the browser keep `text` as a file. */
