@@ -164,7 +164,7 @@ class Browser:
     @contextlib.asynccontextmanager
     async def tab(self, url: str) -> AsyncIterator[Tab]:
         """A new page at `url`."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
             target = (await client.put(f"http://{self._address}/json/new?about:blank")).json()
             async with connect(target["webSocketDebuggerUrl"], max_size=None, proxy=None) as socket:
                 tab = Tab(socket)

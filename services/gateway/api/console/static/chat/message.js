@@ -108,7 +108,8 @@ export class Message {
         element("textarea", { id, rows: 2, required: true }),
       );
     });
-    const form = element("form", { className: "results" }, ...fields, element("button", { type: "submit" }, "Send results"));
+    const send = element("button", { type: "submit" }, "Send results");
+    const form = element("form", { className: "results", "aria-label": "Results of tools" }, ...fields, send);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.acts.results(node, fields.map((field) => field.lastChild.value));

@@ -25,7 +25,10 @@ const FORMULA = 20;
 export function render(place, text, whole) {
   const nodes = globalThis.DOMPurify.sanitize(toHtml(text), ALLOWED);
   for (const link of nodes.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
-  for (const box of nodes.querySelectorAll("input")) box.disabled = true;
+  for (const box of nodes.querySelectorAll("input")) {
+    box.disabled = true;
+    box.setAttribute("aria-label", box.checked ? "done" : "to do");
+  }
   let left = ALL_TEX;
   for (const span of nodes.querySelectorAll("span.math")) {
     left -= span.dataset.tex.length + FORMULA;
