@@ -108,6 +108,8 @@ class _Load:
         self.memory = 0
         self.unload: UnloadModel | None = None
         """How it was told to end."""
+        self.remove = False
+        """Whether its files go with it."""
 
     def cancel(self) -> None:
         """Its files are not fetched any more."""
@@ -271,7 +273,9 @@ class ModelHost:
     async def _load(self, group: str, spec: ModelSpec) -> HostReply:
         known = self._loads.get(group)
         if known is not None:
-            return _same(known, spec)
+            reply = _same(known, spec)
+            known.remove = False
+            return reply
         if group in self.groups:
             raise InvalidRequest(f"The group {group} is the executor's own; name another one.")
         if len(self._loads) >= MOST_GROUPS:
@@ -322,12 +326,13 @@ class ModelHost:
         return HostReply(ok=True)
 
     async def _remove(self, spec: ModelSpec) -> HostReply:
-        """Raises `InvalidRequest` while some group has these files."""
+        """At once, or when its groups are gone. Raises `InvalidRequest` while one of another model has the files."""
         settings = settings_of(self._settings, spec)
+        served = [load for load in self._loads.values() if load.spec.name == spec.name]
         users = [
             load.group
             for load in self._loads.values()
-            if load.spec.name == spec.name or (settings.model and load.settings.model == settings.model)
+            if load not in served and settings.model and load.settings.model == settings.model
         ]
         own = self._own
         if own is not None and settings.model and settings.model == own.settings.model:
@@ -340,10 +345,21 @@ class ModelHost:
         if (pull := self._pulls.get(spec.name)) is not None:
             pull.unload = UnloadModel("")
             pull.cancel()
+        for load in served:
+            load.remove = True
+        if served:
+            return HostReply(ok=True)
         self._wake([spec.name])
         await asyncio.to_thread(StoredModel(settings).remove)
         self._told.pop(spec.name, None)
         return HostReply(ok=True)
+
+    async def _remove_after(self, spec: ModelSpec) -> None:
+        """Its last group takes them along."""
+        try:
+            await self._remove(spec)
+        except (RyzansteinError, OSError) as error:
+            log.warning("model_files_kept", model=spec.name, error=str(error))
 
     # --- loads -----------------------------------------------------------------------------------
 
@@ -364,7 +380,9 @@ class ModelHost:
             self._loads.pop(load.group, None)
             log.info("model_unloaded", group=load.group, model=name)
             await self._beat()  # its memory may be had now
-            if load.unload is not None and load.unload.sleep:
+            if load.remove:
+                await self._remove_after(load.spec)
+            elif load.unload is not None and load.unload.sleep:
                 await self._put_to_sleep(name, load.settings)
                 await self._beat()
 

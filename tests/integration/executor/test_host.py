@@ -391,6 +391,22 @@ async def test_models_that_compute_come_sleep_and_give_their_memory_back(
         await host.dispatch("b", "last")
         await reader.finish("last")
 
+        await host.unload("b")
+        kept = make_served_model(tmp_path / "cache" / "kept")
+        assert (await host.load("e", str(kept), kv_memory=4 << 20)).ok
+        await host.ready("a", "e")
+        other = await host.tell(RemoveModel(spec("other", str(kept))))
+        assert "are those of the group e-group" in other.error
+        assert (await host.tell(RemoveModel(spec("e", str(kept))))).ok
+        await host.dispatch("e", "to the end")
+        assert len((await reader.finish("to the end"))[0]) == 8
+        assert kept.is_dir(), "while a group has them"
+        await host.unload("e")
+        await host.gone("e")
+        await host.load_again("e", str(kept), kv_memory=4 << 20)
+        assert "there is no" in (await host.said("e", "failed")).error.lower()
+        assert not kept.exists()
+
 
 async def test_an_executor_with_a_model_takes_no_others_unless_it_is_told_to(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path

@@ -107,18 +107,25 @@ class Management:
         return spec, given
 
     async def delete(self, name: str, revision: int | None = None, *, files: bool = False) -> str:
-        """Removes an entry, and with `files` what hosts have on disk of it. Returns its own name."""
+        """Removes an entry, and with `files` what hosts have on disk of it and no other entry names, once nothing runs
+        with it any more. Returns its own name."""
         spec = self._spec(name)
         if spec.pinned:
             raise _conflict(
                 f"The model '{spec.name}' is pinned; unpin it before it is removed.", "model_pinned"
             )
+        files = files and not self._shares_files(spec)
         held = self._hosts_with(spec.name) if files else []
         removed = await self._registry.delete(spec.name, revision=revision)
         log.info("model_removed", model=spec.name, files=files)
         if held:
-            await self._command(held, RemoveModel(removed))
+            done = f"The model '{spec.name}' is removed, and files of it are left: "
+            await self._command(held, RemoveModel(removed), done)
         return spec.name
+
+    def _shares_files(self, spec: ModelSpec) -> bool:
+        others = (other for other in self._registry.specs.values() if other.name != spec.name)
+        return any((other.source, other.revision) == (spec.source, spec.revision) for other in others)
 
     # --- actions ---------------------------------------------------------------------------------
 
@@ -278,8 +285,9 @@ class Management:
             if host.state != "gone" and any(one.model == model for one in host.host.models)
         ]
 
-    async def _command(self, hosts: Iterable[str], command: HostCommand) -> None:
-        """Raises what a host has against it, and `BrokerUnavailable` where none answers."""
+    async def _command(self, hosts: Iterable[str], command: HostCommand, done: str = "") -> None:
+        """Raises what a host has against it behind what is `done` all the same, and `Unavailable` where none
+        answers."""
         gate = asyncio.Semaphore(COMMANDS_AT_ONCE)
 
         async def one(host: str) -> HostReply | BrokerUnavailable:
@@ -295,9 +303,11 @@ class Management:
             return
         for reply in replies:
             if isinstance(reply, BrokerUnavailable):
-                raise Unavailable(f"The host does not answer: {reply}", retry_after=2) from reply
-            error = error_from_code(reply.code, reply.error)
-            raise error if isinstance(error, Unavailable) else _conflict(reply.error, reply.code or "refused")
+                raise Unavailable(f"{done}The host does not answer: {reply}", retry_after=2) from reply
+            error = error_from_code(reply.code, done + reply.error)
+            raise (
+                error if isinstance(error, Unavailable) else _conflict(error.message, reply.code or "refused")
+            )
 
 
 def _object(fields: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from services.gateway.api.ollama.residency import looks
 from services.gateway.api.ollama.shapes import Progress, Shown
 from services.gateway.core.asgi import LineStream, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
-from shared.errors import Unavailable
+from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
 
 QUIET = 60.0
@@ -59,27 +59,35 @@ def _furthest(one: HostModel) -> tuple[int, float]:
 
 async def pull(ask: Ask, name: str, *, streamed: bool) -> None:
     """Answers when it is there, or with lines until it is."""
-    before = _said(ask, name)
+    before, registry = _said(ask, name), ask.parts.catalog.registry
+    new = registry.model_of(name) not in registry.specs
     await ask.parts.management.pull(name, 1)
-    model = ask.parts.catalog.registry.model_of(name)
+    model = registry.model_of(name)
     fetch = Fetch(model, before, time.monotonic())
     if not streamed:
-        async with contextlib.aclosing(_progress(ask, model, fetch)) as every:
+        async with contextlib.aclosing(_progress(ask, model, fetch, new=new)) as every:
             async for _ in every:
                 pass
         await send_json(ask.send, 200, Progress("success"))
         return
-    await send_lines(ask, _progress(ask, model, fetch))
+    await send_lines(ask, _progress(ask, model, fetch, new=new))
 
 
-async def _progress(ask: Ask, model: str, fetch: Fetch) -> AsyncGenerator[Progress, None]:
-    """Lines until the files are there. Raises as `Fetch.step`, and as `looks`."""
+async def _progress(ask: Ask, model: str, fetch: Fetch, *, new: bool) -> AsyncGenerator[Progress, None]:
+    """Lines until the files are there. Raises as `Fetch.step`, and as `looks`. `new`: the model was registered for
+    this, and goes if there is no such model."""
     digest = Shown(ask.parts.catalog).digest(model)
     last = Progress("pulling manifest")
     yield last
     async with contextlib.aclosing(looks(ask)) as every:
         async for _ in every:
-            one = fetch.step(_said(ask, model), time.monotonic())
+            try:
+                one = fetch.step(_said(ask, model), time.monotonic())
+            except ModelLoadFailed:
+                if new:
+                    with contextlib.suppress(RyzansteinError):
+                        await ask.parts.management.delete(model)
+                raise
             if one is None:
                 continue
             done = one.total if one.state in _FETCHED else one.done

@@ -259,6 +259,18 @@ async def test_downloads_and_files_are_the_hosts(
     assert (await http.delete("/models", params={"model": HUB})).json() == {"success": True}
     assert [host for host, one in commands if isinstance(one, RemoveModel)] == ["host-2"]
     assert await hosts.registry.get(HUB) is None
+    await hosts.register("one", source=HUB)
+    await hosts.register("two", source=HUB)
+    await hosts.say(HostModel("one", "stored"), HostModel("two", "stored"), instance="host-2")
+    await until(lambda: len(gateway.service.work.catalog.registry.hosts["host-2"].host.models) == 2)
+    commands.clear()
+    assert (await http.delete(f"{REGISTRY}/one", params={"files": "true"})).status_code == 200
+    assert not commands, "they are those of another entry too"
+    replies["host-2"] = HostReply(ok=False, code="invalid_request", error="They are not mine.")
+    await until(lambda: "one" not in gateway.service.work.catalog.registry.specs)
+    left = await http.delete(f"{REGISTRY}/two", params={"files": "true"})
+    told = "The model 'two' is removed, and files of it are left: They are not mine."
+    assert (left.status_code, left.json()["error"]["message"]) == (409, told)
     await hosts.say(instance="nobody")
     await until(lambda: len(gateway.service.work.catalog.registry.hosts) == 3)
     both = await http.post(f"{REGISTRY}:pull", json={"model": HUB, "hosts": 3})

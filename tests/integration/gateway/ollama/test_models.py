@@ -247,6 +247,7 @@ async def test_a_pull_that_fails_says_so(host: Host, client: ollama.AsyncClient)
     await host.hosts.say(HostModel(HUB, "failed", error="The disk is full.", failed_at=2.0))
     with pytest.raises(ollama.ResponseError, match="The disk is full"):
         await pulling
+    assert await host.hosts.registry.get(HUB) is None, "what nobody could fetch is not listed"
     with pytest.raises(ollama.ResponseError, match="a source is a hub name"):
         await client.pull("llama3.2:latest")
 
