@@ -13,10 +13,14 @@ from shared.messages.registry import MAX_MODELS
 
 MAX_REPORTERS = 1024
 """Schedulers and gateways that are told apart; those beyond are not heard."""
-GROWTH_TIME = 4.0
-"""Seconds over which the growth of a model's requests is measured."""
-LONGEST_FORECAST = 120.0
-"""Seconds."""
+LATEST_TIME = 5.0
+"""Seconds over which the requests are averaged that come just now."""
+SERVICE_TIME = 60.0
+"""Seconds over which requests that end are averaged."""
+ENDED_ENOUGH = 8.0
+"""Requests that must have ended lately before one knows how long they take."""
+CLEARED = 60.0
+"""Seconds within which replicas that are ordered clear a backlog."""
 KEPT = 5.0
 """Seconds for which what a scheduler or gateway has said counts: one that died holds nothing up."""
 RATE_TIME = 60.0
@@ -38,6 +42,10 @@ class Demand:
     """Requests per second, lately."""
     popularity: float = 0.0
     """Requests per second, over the last hour or so."""
+    latest: float = 0.0
+    """Requests per second, just now."""
+    arrived: int = 0
+    """Requests since somebody counts them."""
 
 
 NO_DEMAND = Demand()
@@ -66,9 +74,13 @@ class _Asked:
     last: float = 0.0
     rate: _Average = field(default_factory=lambda: _Average(RATE_TIME))
     popularity: _Average = field(default_factory=lambda: _Average(POPULARITY_TIME))
+    latest: _Average = field(default_factory=lambda: _Average(LATEST_TIME))
+    count: int = 0
 
     def arrived(self, count: int, at: float, now: float) -> None:
         self.last = max(self.last, at)
+        self.count += count
+        self.latest.add(count, now)
         self.rate.add(count, now)
         self.popularity.add(count, now)
 
@@ -136,7 +148,13 @@ class DemandTracker:
     def all(self, now: float) -> dict[str, Demand]:
         """Of every model that is or was asked for."""
         found = {
-            name: Demand(last=asked.last, rate=asked.rate.read(now), popularity=asked.popularity.read(now))
+            name: Demand(
+                last=asked.last,
+                rate=asked.rate.read(now),
+                popularity=asked.popularity.read(now),
+                latest=asked.latest.read(now),
+                arrived=asked.count,
+            )
             for name, asked in self._asked.items()
         }
         for model, count, since in self._waiting(now):
@@ -169,23 +187,54 @@ class DemandTracker:
         return asked
 
 
-class Growth:
-    """How many requests, waiting or running, each model will have once a replica that is ordered now is there: those
-    that it has, and as many more as it gets until then if they go on growing as they have in the last seconds. What may
-    be chance is no growth. Bounded by the models of the registry, as `keep` is told."""
+class Expectation:
+    """How many requests each model will have at a time, waiting or running.
+
+        requests that ended = those that came - those that are there     (averaged over `SERVICE_TIME`)
+        seconds of a request = those inside / those that end per second  (Little's law)
+        expected = those that come, times their seconds + what clears the backlog within `CLEARED`
+
+    Requests that wait for a load add up to far more than will ever run at a time. Bounded by the models of the
+    registry, as `keep` is told."""
 
     def __init__(self) -> None:
-        self._levels: dict[str, tuple[float, float]] = {}
-        """By model: requests, averaged over `GROWTH_TIME`, and when."""
+        self._flows: dict[str, _Flow] = {}
 
-    def expect(self, model: str, requests: int, seconds: float, now: float) -> float:
-        """Requests of the model `seconds` from now; it has `requests` now."""
-        level, at = self._levels.get(model, (float(requests), now))
-        level += (requests - level) * (1.0 - math.exp(-max(0.0, now - at) / GROWTH_TIME))
-        self._levels[model] = level, now
-        grown = requests - level - 2.0 * math.sqrt(requests)
-        return requests + max(0.0, grown) / GROWTH_TIME * min(seconds, LONGEST_FORECAST)
+    def expect(self, model: str, inside: int, demand: Demand, now: float) -> float:
+        """Requests at a time; `inside`: those that groups have. All that there are, before any has ended."""
+        flow = self._flows.get(model)
+        if flow is None:
+            flow = self._flows[model] = _Flow(now, demand.arrived, inside + demand.waiting)
+        flow.update(inside, demand, now)
+        seconds = flow.seconds()
+        if not seconds:
+            return inside + demand.waiting
+        coming = max(0.0, demand.latest - 2.0 * math.sqrt(demand.latest / LATEST_TIME)) * seconds
+        return max(inside, coming) + demand.waiting * min(1.0, seconds / CLEARED)
 
     def keep(self, models: Collection[str]) -> None:
-        for name in [name for name in self._levels if name not in models]:
-            del self._levels[name]
+        for name in [name for name in self._flows if name not in models]:
+            del self._flows[name]
+
+
+class _Flow:
+    """Requests of one model that end, and those inside, averaged alike."""
+
+    def __init__(self, now: float, arrived: int, there: int) -> None:
+        self._at = now
+        self._arrived = arrived
+        self._there = there
+        self._ended = self._inside = 0.0
+        """Weighted sums: what is old counts less and less."""
+
+    def update(self, inside: int, demand: Demand, now: float) -> None:
+        passed = max(0.0, now - self._at)
+        there = inside + demand.waiting
+        kept = math.exp(-passed / SERVICE_TIME)
+        self._ended = self._ended * kept + (demand.arrived - self._arrived) - (there - self._there)
+        self._inside = self._inside * kept + inside * passed
+        self._at, self._arrived, self._there = now, demand.arrived, there
+
+    def seconds(self) -> float:
+        """Of a request in a group; 0: not known yet."""
+        return self._inside / self._ended if self._ended >= ENDED_ENOUGH else 0.0

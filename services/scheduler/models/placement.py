@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
-from services.scheduler.models.demand import NO_DEMAND, Demand, Growth
+from services.scheduler.models.demand import NO_DEMAND, Demand, Expectation
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.plans import Plan, Plans, Reason
 from services.scheduler.models.refusals import Refused, why_not
@@ -96,7 +96,7 @@ class ModelPlacer:
         self.cluster = cluster
         self.failures = Failures()
         self._plans = Plans(cluster)
-        self._growth = Growth()
+        self._expectation = Expectation()
         self._refused: dict[str, Refused] = {}
         """Why models are not placed that are wanted, or were when they were last asked for."""
         self._done: dict[str, float] = {}
@@ -227,7 +227,7 @@ class ModelPlacer:
         return host.free + host.promised.get(plan.group, 0) >= plan.size
 
     def _forget(self) -> None:
-        self._growth.keep(self._specs)
+        self._expectation.keep(self._specs)
         for known in (self._refused, self._done, self._again, self._settled, self._idle_from):
             for name in [name for name in known if name not in self._specs]:
                 del known[name]
@@ -320,10 +320,9 @@ class ModelPlacer:
     def _needed(self, model: str, demand: Demand) -> int:
         """Replicas that would have a quarter of their places free once one more is loaded."""
         slots = self.cluster.replicas(model).slots or UNKNOWN_SLOTS
-        _, seconds = self.cluster.elsewhere(model)
-        requests = self._plans.inside(model) + demand.waiting
-        expected = self._growth.expect(model, requests, seconds, self._now)
-        return math.ceil((expected if demand.waiting else requests) / (TARGET_SHARE * slots))
+        inside = self._plans.inside(model)
+        expected = self._expectation.expect(model, inside, demand, self._now)
+        return math.ceil((expected if demand.waiting else inside) / (TARGET_SHARE * slots))
 
     def _wished(self, spec: ModelSpec) -> bool:
         """Whether somebody has asked to load it, and it was not there since."""
@@ -359,10 +358,10 @@ class ModelPlacer:
     def _place(self, want: Want, search: RoomSearch) -> bool:
         """Plans the load; False when no host can take it."""
         demand = self._demand.get(want.model, NO_DEMAND)
-        room = search.find(want.model, self._now, busy=False)
         late = demand.waiting and self._now - demand.since >= SWITCH_AFTER
+        room = search.find(want.model, self._now, "idle") or search.find(want.model, self._now, "spare")
         if room is None and want.reason == "demand" and late:
-            room = search.find(want.model, self._now, busy=True)
+            room = search.find(want.model, self._now, "any")
         if room is None:
             return self._refuse(want, demand)
         self._refused.pop(want.model, None)

@@ -140,7 +140,7 @@ def test_no_host_would_have_been_better(
     plans, worth = Plans(view), Worth(view, SPECS, demand, now)
     for number in range(taken + 1):  # what was promised since counts too
         search = RoomSearch(view, plans, Failures(), worth, demand, turn=0)
-        found = search.find("a", now, busy=False)
+        found = search.find("a", now, "idle")
         expected = best_cost(view, plans, worth, "a")
         if found is None:
             assert expected[1] == math.inf

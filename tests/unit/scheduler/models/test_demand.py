@@ -1,6 +1,6 @@
 """What is asked of each model: counted once, forgotten when its reporter is silent, bounded."""
 
-from services.scheduler.models.demand import KEPT, LONGEST_FORECAST, MAX_REPORTERS, DemandTracker, Growth
+from services.scheduler.models.demand import CLEARED, KEPT, MAX_REPORTERS, Demand, DemandTracker, Expectation
 from services.scheduler.models.lease import LeaseWatch
 from shared.messages import ModelDemand, SchedulerDemand, WaitingModel
 from shared.messages.registry import MAX_MODELS
@@ -64,14 +64,46 @@ def test_a_lease_expires_by_standing_still_before_its_watcher() -> None:
     assert not watch.expired(8, 200.0)
 
 
-def test_growth_is_expected_to_go_on_and_chance_is_no_growth() -> None:
-    growth = Growth()
-    assert growth.expect("m", 100, 30.0, 0.0) == 100, "nothing is known of what was before"
-    for second in range(1, 60):  # as many as ever, more or less
-        assert growth.expect("m", 100 + second % 5, 30.0, float(second)) == 100 + second % 5
-    expected = [growth.expect("m", 100 + 50 * second, 30.0, 60.0 + second) for second in range(1, 31)]
-    requests = 100 + 50 * 30
-    assert requests + 30 * 20 < expected[-1] < requests + 30 * 51, "50 a second"
-    assert growth.expect("m", requests, 1e9, 90.0) < requests + 51 * LONGEST_FORECAST
-    growth.keep({"other"})
-    assert growth.expect("m", 7, 30.0, 100.0) == 7
+class Flow:
+    """Requests of one model that take `seconds` each, in a second of which `rate` come and all have places."""
+
+    def __init__(self, seconds: int) -> None:
+        self.expectation = Expectation()
+        self.seconds = seconds
+        self.now = self.arrived = self.waiting = 0
+        self.came: list[int] = []
+
+    def pass_second(self, rate: int, *, places: bool = True) -> float:
+        self.now += 1
+        self.arrived += rate
+        self.came.append(rate if places else 0)
+        self.waiting += 0 if places else rate
+        inside = sum(self.came[-self.seconds :])
+        demand = Demand(self.waiting, arrived=self.arrived, latest=float(rate))
+        return self.expectation.expect("m", inside, demand, float(self.now))
+
+
+def test_what_is_there_is_expected_until_requests_have_ended() -> None:
+    flow = Flow(20)
+    assert [flow.pass_second(10) for _ in range(20)] == [10.0 * second for second in range(1, 21)]
+
+
+def test_a_jump_is_expected_to_need_what_the_requests_take_each() -> None:
+    flow = Flow(20)
+    for _ in range(200):
+        level = flow.pass_second(10)
+    assert level == 200, "as many as there are: chance is no growth"
+    jumped = flow.pass_second(200, places=False)
+    assert 3000 < jumped < 4100, "200 a second that take 20 s each, at once"
+    for _ in range(29):
+        waited = flow.pass_second(200, places=False)
+    assert flow.waiting == 6000
+    assert waited < jumped + 6000 * 25 / CLEARED, "nor as many replicas as would serve the backlog at once"
+
+
+def test_expectations_of_models_of_no_registry_are_forgotten() -> None:
+    flow = Flow(5)
+    for _ in range(100):
+        flow.pass_second(10)
+    flow.expectation.keep({"other"})
+    assert flow.pass_second(100, places=False) == 50 - 10 + 100

@@ -111,6 +111,30 @@ def test_one_that_works_is_cordoned_and_goes_when_nothing_runs() -> None:
     assert cluster.serving("b")
 
 
+def test_a_replica_that_the_others_can_do_without_makes_room_at_once() -> None:
+    cluster = FakeCluster({"a": 60 * GB, "b": 60 * GB})
+    for name in ("h1", "h2", "h3"):
+        cluster.add_host(name, 80 * GB)
+    cluster.register(spec("a", least=3))
+    cluster.run(60)
+    cluster.register(spec("a"), spec("b"))
+    first, second, third = cluster.serving("a")
+    for group in (first, second, third):
+        group.running = 4
+    cluster.ask("b")
+    assert not cluster.step().placements["a"].cordoned, "12 of the 16 places of two would be taken"
+    for group in (first, second, third):
+        group.running = 3
+    cluster.ask("b")
+    (cordoned,) = cluster.step().placements["a"].cordoned
+    cluster.run(10)
+    assert not cluster.serving("b"), "nothing that runs is ended"
+    next(group for group in (first, second, third) if group.name == cordoned).running = 0
+    cluster.run(10)
+    assert cluster.serving("b")
+    assert len(cluster.serving("a")) == 2
+
+
 def test_beside_pinned_models_it_is_refused_with_what_would_have_to_go() -> None:
     cluster = one_host()
     cluster.register(spec("a", pinned=True, least=1), spec("b"))
