@@ -95,6 +95,10 @@ def main(
     settings = ExecutorSettings(model=str(model), dtype=dtype, max_batch_tokens=batch_tokens)  # type: ignore[arg-type]
     cpu = torch.device("cpu")
     config = encoder_config(model)
+    if config is None:
+        raise typer.BadParameter(
+            f"{model} holds no encoder; name a directory of one (docs/models.md#encoders)."
+        )
     runner, spec = load_encoder_rank(settings, config, model, cpu, SingleRank(), lambda done, total: None)
     reference = AutoModel.from_pretrained(
         str(model), dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.adapters import make_adapter
 from tests.e2e.stack import Stack
 from tests.unit.executor.model.encoders.tiny import make_encoder
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
@@ -23,7 +24,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stack(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(tmp_path_factory.mktemp("data"), "--model", str(directory), "--dtype", "fp32") as running:
+    options = ("--model", str(directory), "--dtype", "fp32")
+    data, models = tmp_path_factory.mktemp("data"), str(directory.parent)
+    with Stack(data, *options, RYZANSTEIN_MODEL_DIRECTORIES=models) as running:
         yield running
 
 
@@ -53,3 +56,12 @@ def test_vectors_over_http(stack: Stack, directory: Path) -> None:
         assert http.post("/v1/embeddings", json=long).json()["error"]["code"] == "context_length_exceeded"
         cut = http.post("/v1/embeddings", json=long | {"truncate_prompt_tokens": -1})
         assert cut.json()["usage"]["prompt_tokens"] == 70
+
+
+def test_an_adapter_is_refused(stack: Stack, directory: Path) -> None:
+    make_adapter(directory.parent / "adapter", 1)
+    body = {"lora_name": "a", "lora_path": str(directory.parent / "adapter"), "model": "tiny-encoder"}
+    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+        refused = http.post("/v1/load_lora_adapter", json=body)
+    assert refused.status_code == 400, refused.text
+    assert "Encoders take no LoRA adapters; merge" in refused.json()["error"]["message"]

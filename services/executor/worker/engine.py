@@ -51,7 +51,7 @@ from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, context_of, load_share
-from shared.errors import ConfigurationError, ModelLoadError
+from shared.errors import ConfigurationError
 from shared.messages import ModelCard
 from shared.model_store.locks import hold_model
 from shared.models import linked_gguf
@@ -118,10 +118,6 @@ class RingEngine:
         return card
 
     def adapter_digest(self, directory: Path) -> str:
-        if self._loaded.engine_spec.whole_prompts:
-            raise ModelLoadError(
-                "Encoders take no LoRA adapters; merge it into its model by PEFT and serve that."
-            )
         from services.executor.model.adapters.files import inspect_for
         from services.executor.model.adapters.targets import whole_targets
         from services.executor.model.loading.loader import load_config

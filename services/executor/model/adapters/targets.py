@@ -16,6 +16,7 @@ from torch import nn
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
+from services.executor.model.catalogue import is_encoder
 from services.executor.model.parallel.layers import (
     ColumnParallelLinear,
     LatentWeight,
@@ -25,6 +26,7 @@ from services.executor.model.parallel.layers import (
     expert_weight_of,
     piece_of,
 )
+from shared.errors import ModelLoadError
 
 _NOT_SERVED = re.compile(
     r"(\.(mixer|mamba)\.dt_proj|(^|\.)(gate|router|shared_expert_gate)(\.\w+)?|^lm_head\.\w+)$"
@@ -74,7 +76,11 @@ def targets_of(model: Any) -> list[AdapterTarget]:
 
 def whole_targets(config: Any) -> list[AdapterTarget]:
     """Of the model of this transformers text configuration, which is built without memory for its weights. Raises
-    `ModelLoadError` where the architecture is not served."""
+    `ModelLoadError` where the architecture is not served, or takes no adapters."""
+    if is_encoder(config.to_dict()):
+        raise ModelLoadError(
+            "Encoders take no LoRA adapters; merge the adapter into its model with PEFT, and serve that."
+        )
     from services.executor.model.loading.loader import build_split
 
     # PyTorch's own default type: another would be that of what a step in another thread makes meanwhile, too.

@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
+from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.card import encoder_config
 from services.executor.model.catalogue import BOTH_WAYS, ENCODERS
 from services.executor.model.conversion.convert import open_model
@@ -252,8 +253,10 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         on_ring(1, lambda ring: load(directory, ring))
 
 
-def test_encoders_are_not_converted_and_not_read_from_gguf(tmp_path: Path) -> None:
+def test_encoders_are_not_converted_adapted_or_read_from_gguf(tmp_path: Path) -> None:
     directory = make_encoder(tmp_path / "bert", "bert")
+    with pytest.raises(ModelLoadError, match="take no LoRA adapters; merge the adapter"):
+        inspect_adapter(tmp_path, encoder_config(directory))
     with pytest.raises(ModelLoadError, match="is not converted"), open_model(directory):
         pass
     writer = GGUFWriter(tmp_path / "bert.gguf", "nomic-bert")
