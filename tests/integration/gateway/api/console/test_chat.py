@@ -142,6 +142,59 @@ async def test_hostile_text_does_nothing(tab: Tab, ring: FakeRing) -> None:
     assert await tab.run("window.hit ?? null") is None
 
 
+NESTED = "\n".join(f"{'  ' * level}- level {level}" for level in range(400))
+HEAVY = {
+    "a line of 1 MiB": "x" * (1 << 20),
+    "a table of 30,000 rows": "|a|b|\n|-|-|\n" + "|1|2|\n" * 30_000,
+    "a table of 20,000 columns": "|" + "a|" * 20_000 + "\n|" + "-|" * 20_000 + "\n|" + "1|" * 20_000,
+    "fences that never end": "```js\n" * 25_000,
+    "lists 400 deep": NESTED,
+    "lists 1,000 deep": "- " * 1000 + "x",
+    "quotes 10,000 deep": "> " * 10_000 + "x",
+    "formulas without end": ("$$\n" + "\\hat{a}" * 280 + "\n$$\n\n") * 90,
+    "open brackets": ("[" * 4900 + "\n\n") * 40,
+    "open tags": "<div>\n\n" * 25_000,
+    "unclosed HTML": "<script>" * 20_000,
+}
+"""What a model may write that is dear to show."""
+
+
+async def test_texts_that_are_dear_to_show_leave_the_page_usable(tab: Tab) -> None:
+    """Each is shown, whole, with as many elements as a page can bear; and the page takes what is typed."""
+    answer = "document.querySelector('#transcript > li[data-role=assistant]:last-child .body')"
+    for number, (name, text) in enumerate(HEAVY.items()):
+        node = {"parent": None, "id": "a", "role": "assistant", "at": 1, "text": text}
+        made = {
+            "id": f"c{number}",
+            "title": name,
+            "created": 1,
+            "updated": number,
+            "leaf": "a",
+            "settings": {},
+        }
+        file = {
+            "format": "ryzanstein-conversations",
+            "version": 1,
+            "conversations": [made | {"nodes": {"a": node}}],
+        }
+        await give(tab, "import-file", "c.json", json.dumps(file))
+        await tab.until(f"document.querySelector('#conversations a[href=\"#chat/c{number}\"]') !== null")
+        await tab.run(f"location.hash = '#chat/c{number}'")
+        await tab.until(
+            f"document.getElementById('title').textContent === {json.dumps(name)} && {answer} !== null"
+        )
+        assert await tab.run(f"{answer}.querySelectorAll('*').length") < 25_000, name
+        visible = "".join(char for char in text if char.isalnum())
+        if "formulas" not in name:  # MathML has its text twice
+            shown = await tab.run(f"{answer}.textContent.replace(/[^a-z0-9]/gi, '')")
+            assert len(shown) >= len(visible), name
+        await tab.run("document.getElementById('prompt').focus()")
+        await tab.type(f"{number};")
+    typed = "".join(f"{number};" for number in range(len(HEAVY)))
+    assert await tab.run("document.getElementById('prompt').value") == typed
+    assert await tab.run("window.hit ?? null") is None
+
+
 async def test_a_message_is_edited_answers_branch_and_are_generated_anew(tab: Tab, ring: FakeRing) -> None:
     await ask(tab, "one")
     await finished(tab, 2)
