@@ -156,6 +156,18 @@ def remove_model(name: str, revision: str, store: Store) -> bool:
     return remove(directory, unfinished=True)
 
 
+@contextlib.contextmanager
+def removing(cache: Path) -> Iterator[None]:
+    """Something of the cache is removed within. Raises `ModelLoadError` where its file system forbids that."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelLoadError(
+            f"Nothing can be removed from the model cache {cache} ({error.strerror or error}); give permission there, "
+            "or remove it on the machine that may write there."
+        ) from None
+
+
 def bytes_of(directory: Path) -> int:
     """Of the files in `directory` themselves; links count nothing, nor what vanishes meanwhile."""
     size = 0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, ConfigurationError, ModelLoadError
 from shared.messages.registry import ModelSpec
 from shared.model_store.catalog import read_manifest
-from shared.model_store.locks import hold_model, lock_path
+from shared.model_store.locks import LOCKS, hold_model, lock_path
 from shared.model_store.repository import MANIFEST, Manifest
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -105,6 +106,16 @@ def test_without_a_registry_it_must_be_said_that_none_counts(cache: Path) -> Non
     assert len(models(cache)) == 4
     assert gc("--unregistered", "--to", "0") is None
     assert models(cache) == set()
+
+
+@pytest.mark.parametrize("what", [["--unregistered"], ["org/old"]])
+def test_a_cache_that_is_not_writable_says_so(cache: Path, what: list[str]) -> None:
+    shutil.rmtree(cache / LOCKS)
+    (cache / LOCKS).touch()  # a lock is the first thing that is written
+    error = CliRunner().invoke(models_app, ["gc", *what]).exception
+    assert isinstance(error, ModelLoadError)
+    assert f"Nothing can be removed from the model cache {cache} (" in error.message
+    assert len(models(cache)) == 4
 
 
 async def test_a_pull_makes_room_for_itself(

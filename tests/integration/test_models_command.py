@@ -178,7 +178,9 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
 
     (model,) = (await command.json("list"))["models"]
     assert (model["name"], model["status"]["state"], model["status"]["hosts"]) == ("chat", "loaded", [HOST])
-    await command.run("set", "chat", "--no-pin")
+    assert "keep the settings" not in await command.run("set", "chat", "--no-pin")
+    told = await command.run("set", "chat", "--setting", "context_length=4096")
+    assert "Its groups keep the settings that they were loaded with: `ryzanstein models unload chat`" in told
     assert "chat is unloaded" in await command.run("unload", "chat", "--force")
     entry = await cluster.registry.get("chat")
     assert entry is not None

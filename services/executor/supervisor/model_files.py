@@ -19,7 +19,7 @@ from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
 from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
-from shared.model_store.disk import Named, remove
+from shared.model_store.disk import Named, remove, removing
 from shared.model_store.locks import ModelInUse, hold_model
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
@@ -165,10 +165,11 @@ class StoredModel:
                 f"The model {self._settings.model} lies outside the cache {self._store.cache}; delete it yourself."
             )
         packed = packed_files(self._settings, directory)
-        if not remove(directory):
-            raise InvalidRequest(f"The model in {directory} is in use; unload it first.")
-        for path in packed:
-            path.unlink(missing_ok=True)
+        with removing(self._store.cache):
+            if not remove(directory):
+                raise InvalidRequest(f"The model in {directory} is in use; unload it first.")
+            for path in packed:
+                path.unlink(missing_ok=True)
 
     def directory(self) -> Path:
         """Where they are. Raises `RyzansteinError`."""

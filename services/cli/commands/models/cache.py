@@ -13,7 +13,7 @@ from services.cli.ui import console, megabytes, print_columns, say
 from shared.config import CommonSettings, load_settings
 from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.messages.registry import ModelSpec
-from shared.model_store.disk import Entry, bytes_of, collect, remove_model
+from shared.model_store.disk import Entry, bytes_of, collect, remove_model, removing
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
 from shared.nats import subjects
@@ -61,7 +61,8 @@ def gc(
             "No stack runs here whose registry says which models are needed; start it, name its NATS with --nats-url, "
             "or give --unregistered."
         )
-    removed = collect(store, named, target, dry_run=dry_run) if store.cache.is_dir() else []
+    with removing(store.cache):
+        removed = collect(store, named, target, dry_run=dry_run) if store.cache.is_dir() else []
     if as_json:
         print(json.dumps({"removed": [_told(entry) for entry in removed], "dry_run": dry_run}))  # noqa: T201
         return
@@ -84,7 +85,8 @@ def _remove(model: str, store: Store, *, dry_run: bool) -> None:
         )
     freed = megabytes(bytes_of(directory))
     if not dry_run:
-        remove_model(model, "", store)
+        with removing(store.cache):
+            remove_model(model, "", store)
     say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
 
 

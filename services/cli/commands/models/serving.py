@@ -139,18 +139,31 @@ def set_(
     if least is not None and most is None:
         fields["most"] = None
 
+    runs_otherwise = False
+
     def made(spec: ModelSpec) -> ModelSpec:
+        nonlocal runs_otherwise
         given = dict(fields)
         if "most" in given and given["most"] is None:  # a higher floor raises the roof with it
             given["most"] = max(spec.most, least or 0)
-        return _checked(given, spec)
+        new = _checked(given, spec)
+        runs_otherwise = (new.source, new.revision, new.settings) != (
+            spec.source,
+            spec.revision,
+            spec.settings,
+        )
+        return new
 
     async def run(models: ClusterModels) -> Snapshot:
         await models.change(name, made)
         return await models.read()
 
     found = _run(data_dir, nats_url, run)
-    show_end(found, found.resolve(name), as_json=json)
+    model = found.resolve(name)
+    show_end(found, model, as_json=json)
+    if runs_otherwise and not json and any(found.groups_of(model)):
+        anew = f"`ryzanstein models unload {model}`, and the next request or `models load` brings it back with these."
+        say(console(), f"Its groups keep the settings that they were loaded with: {anew}", "yellow")
 
 
 def load(
