@@ -62,7 +62,7 @@ class Thinkers:
     async def _answer(self, ring: FakeRing, request: GenerationRequest) -> None:
         """A token a frame; thoughts too, where the prompt does not say that they are over."""
         text = SAID if self.prompt.endswith(OFF) else f"<think>{THOUGHTS}</think>\n\n{SAID}"
-        (tokens,) = await self._tokenizer.encode_plain([text])
+        (tokens,) = await self._tokenizer.encode_parts([("", text)])
         for position, token in enumerate(tokens):
             await ring.emit(request, position, [token])
         await ring.emit(request, len(tokens), [], finish="stop")
