@@ -22,9 +22,12 @@ from services.gateway.intake.schemas import LastTokens, PositiveCount, User
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
-from shared.errors import ContextLengthExceeded
+from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord
+
+_TOKEN_BYTES = 5
+"""Of a token on the wire, at most."""
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,6 +148,17 @@ def check_length(
         )
 
 
+def check_together(prompts: Sequence[Sequence[int]], most: int) -> None:
+    """Raises `PayloadTooLarge` where `prompts` are too much for the queue, whose limit is `most` bytes."""
+    tokens = sum(map(len, prompts))
+    if tokens * _TOKEN_BYTES > most:
+        raise PayloadTooLarge(
+            f"The request's {len(prompts)} prompts have {tokens:,} tokens together, pairs each with their query; "
+            f"send fewer texts at a time ({limits.GENERATION_BYTES.cited(most)}).",
+            param=None,
+        )
+
+
 def _prompt(request: EmbeddingRequest, card: ModelCard) -> str:
     """What texts are put behind. Raises `InvalidParameter`."""
     name = card.default_prompt if request.prompt_name is None else request.prompt_name
@@ -193,10 +207,10 @@ def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
 def record_of(
     prompts: Sequence[list[int]], request: EmbeddingRequest, card: ModelCard, context: Context, parts: Parts
 ) -> GenerationRecord:
-    """The record of a checked request."""
-    started_at = time.time()
+    """The record of a checked request. Raises `PayloadTooLarge`."""
+    started_at, settings = time.time(), parts.settings
+    check_together(prompts, settings.generation_bytes)
     identity = new_identity(parts.answers.writer, started_at)
-    settings = parts.settings
     wires = [
         GenerationRequest(
             generation_id=f"{identity}-{index}",

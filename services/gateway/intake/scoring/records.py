@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from services.gateway.intake.embeddings import check_together
 from services.gateway.intake.record import Context, Parts
 from services.gateway.intake.sampling import cache_salt, session_of
 from services.gateway.intake.scoring.prompts import Prompts, class_prompts, score_prompts
@@ -18,13 +19,8 @@ from services.gateway.intake.scoring.schemas import (
 )
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
-from shared.errors import PayloadTooLarge
-from shared.limits import GENERATION_BYTES
 from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord, RecordedEndpoint, Scoring
-
-_TOKEN_BYTES = 5
-"""Of a token on the wire, at most."""
 
 
 async def scoring_record(
@@ -70,7 +66,7 @@ def _record(
     parts: Parts,
 ) -> GenerationRecord:
     started_at, settings = time.time(), parts.settings
-    _check_size(made, settings.generation_bytes)
+    check_together([prompt.tokens for prompt in made.prompts], settings.generation_bytes)
     identity = new_identity(parts.answers.writer, started_at)
     wanted: dict[str, dict[str, Any]] = {
         "classes": {"classify": True},
@@ -117,13 +113,3 @@ def _endpoint(request: ScoringRequest) -> RecordedEndpoint:
     if isinstance(request, RerankRequest):
         return "rerank"
     return "classify" if isinstance(request, ClassifyRequest) else "score"
-
-
-def _check_size(made: Prompts, most: int) -> None:
-    tokens = sum(len(prompt.tokens) for prompt in made.prompts)
-    if tokens * _TOKEN_BYTES > most:
-        raise PayloadTooLarge(
-            f"The request's {len(made.prompts)} prompts have {tokens:,} tokens together, each pair's with its query; "
-            f"send fewer texts at a time ({GENERATION_BYTES.cited(most)}).",
-            param=None,
-        )

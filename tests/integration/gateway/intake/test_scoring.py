@@ -517,6 +517,8 @@ async def test_more_than_the_bounds_is_refused(
         answer = await theirs.post("/v1/rerank", json=body)
         assert answer.status_code == 413, answer.text
         assert "limit generation_bytes" in answer.json()["error"]["message"]
+        answer = await theirs.post("/v1/embeddings", json={"model": EMBEDDER, "input": ["b" * 2000] * 110})
+        assert "limit generation_bytes" in answer.json()["error"]["message"]
     body = {"model": RERANKER, "query": "a" * 8192, "documents": ["b"] * 1024}
     error = (await http.post("/v1/rerank", json=body)).json()["error"]
     assert (error["code"], error["param"]) == ("string_above_max_length", "documents")
