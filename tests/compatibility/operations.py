@@ -398,7 +398,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         r"^completions.create suffix",
-        "filling in the middle has a format of its own in each family that does it",
+        "no open model says how it was taught to fill in the middle",
     ),
     (r" modalities", "audio: the models that are served read and write text"),
 )
