@@ -107,7 +107,7 @@ SCORED_CHARACTERS = Limit(
     "scored_characters",
     8 << 20,
     "characters",
-    "documents of a rerank or score request together, query and instruction counted with each of them",
+    "documents of a rerank or score request together, query, instruction and template counted with each of them",
 )
 
 # --- conversations and bodies ----------------------------------------------------------------------

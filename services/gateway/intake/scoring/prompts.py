@@ -23,7 +23,13 @@ from services.gateway.intake.embeddings import (
     prompts_of,
 )
 from services.gateway.intake.rules import check_task
-from services.gateway.intake.scoring.schemas import ClassifyRequest, Pairs, RerankRequest, Scored
+from services.gateway.intake.scoring.schemas import (
+    ClassifyRequest,
+    Pairs,
+    RerankRequest,
+    Scored,
+    check_characters,
+)
 from services.gateway.tokenizer.templates import TemplateOptions
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import ModelCard
@@ -35,6 +41,8 @@ JUDGE = (
 INSTRUCT = "Given a web search query, retrieve relevant passages that answer the query"
 _QUERY, _DOCUMENT, _INSTRUCTION = (f"RYZANSTEIN-{name}" for name in ("QUERY", "DOCUMENT", "INSTRUCTION"))
 """Stand for a pair's texts while the chat is rendered: they have no special token's text."""
+_MOST_PARTS = 15
+"""Of a chat; a template may show the query and the instruction more than once."""
 _PLACES = re.compile(f"({_QUERY}|{_DOCUMENT}|{_INSTRUCTION})")
 
 Way = Literal["classes", "answers", "vectors"]
@@ -164,7 +172,7 @@ class _Maker:
         return Prompts("vectors", prompts)
 
     async def _chat(self) -> list[str]:
-        """The chat of any pair: what the template writes, in turns with whose text follows. Raises
+        """The chat of any pair: what the template writes, in turns with what stands for a client's text. Raises
         `InvalidParameter`."""
         traits, variables = self._tokenizer.traits, dict[str, Any](enable_thinking=False)
         if traits.pairs:
@@ -181,7 +189,7 @@ class _Maker:
                 asked = [{"role": "user", "content": f"{JUDGE}\n{pair}"}]
         rendered = await self._tokenizer.render_chat(asked, None, TemplateOptions(variables=variables))
         parts = _PLACES.split(rendered.text)
-        if parts.count(_DOCUMENT) != 1 or _QUERY not in parts:
+        if parts.count(_DOCUMENT) != 1 or _QUERY not in parts or len(parts) > _MOST_PARTS:
             raise _unfit(self._card, "has a chat template that does not show messages as they are")
         if self._instruction and _INSTRUCTION not in parts:
             raise self._no_instruction("the chat template of {} shows none")
@@ -194,6 +202,7 @@ class _Maker:
         for index, document in enumerate(self._pairs.documents[:count]):
             given |= {_QUERY: self._pairs.query_of(index), _DOCUMENT: document}
             filled.append([given.get(part, part) for part in parts])
+        check_characters(self._pairs, sum(len(part) for one in filled for part in one))
         return await self._tokenizer.encode_parts(filled)
 
     def _check_no_instruction(self) -> None:

@@ -96,15 +96,20 @@ def pairs_of(request: Scored) -> Pairs:
     pairs = _ranked(request) if isinstance(request, RerankRequest) else _scored(request)
     queries = sum(len(pairs.query_of(index)) for index in range(len(pairs.documents)))
     instructions = len(request.instruction or "") * len(pairs.documents)
-    characters, most = queries + instructions + sum(map(len, pairs.documents)), limits.SCORED_CHARACTERS
+    check_characters(pairs, queries + instructions + sum(map(len, pairs.documents)))
+    return pairs
+
+
+def check_characters(pairs: Pairs, characters: int) -> None:
+    """Raises `InvalidParameter` where the prompts of all pairs together have too many `characters`."""
+    most = limits.SCORED_CHARACTERS
     if characters > most.value:
         raise InvalidParameter(
-            f"Invalid '{pairs.document_field}': with the query and the instruction before each of them they have "
-            f"{characters:,} characters; send fewer at a time ({most.cited()}).",
+            f"Invalid '{pairs.document_field}': with the query, the instruction and the model's template around each "
+            f"of them they have {characters:,} characters; send fewer at a time ({most.cited()}).",
             param=pairs.document_field,
             reason="string_above_max_length",
         )
-    return pairs
 
 
 def _ranked(request: RerankRequest) -> Pairs:

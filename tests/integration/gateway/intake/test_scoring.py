@@ -265,6 +265,33 @@ async def test_what_stands_behind_a_document_is_not_cut(
     assert (refused["code"], refused["param"]) == ("unsupported_parameter", "instruction")
 
 
+async def test_what_a_template_makes_of_pairs_is_bounded(
+    http: httpx.AsyncClient, judged: FakeRing, bus: Bus
+) -> None:
+    """However little a client has sent."""
+    pair = "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}"
+    document = pair.replace("query", "document")
+    body = {"query": "q", "documents": ["d"] * 100}
+    long = await add_tokenized(
+        http,
+        judged,
+        bus,
+        "long",
+        answering_files() | {"chat_template.jinja": f"{'x' * 90_000}{pair}{document}".encode()},
+    )
+    assert long.traits.pairs
+    error = (await http.post("/rerank", json=body | {"model": "long"})).json()["error"]
+    assert (error["code"], error["param"]) == ("string_above_max_length", "documents")
+    assert limits.SCORED_CHARACTERS.name in error["message"]
+    often = f"{{% for _ in range(9) %}}{pair}{{% endfor %}}{document}"
+    await add_tokenized(
+        http, judged, bus, "often", answering_files() | {"chat_template.jinja": often.encode()}
+    )
+    error = (await http.post("/rerank", json=body | {"model": "often"})).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_task", "model")
+    assert not judged.requests
+
+
 async def test_an_instruction_without_a_template_of_its_own(
     http: httpx.AsyncClient, judged: FakeRing, bus: Bus
 ) -> None:
