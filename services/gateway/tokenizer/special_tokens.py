@@ -77,7 +77,8 @@ class SpecialText:
         client's: it has no special token's text within a piece."""
         found = [""]
         for index, part in enumerate(parts):
-            first, *rest = self._plain(part) if index % 2 else [part]
+            apart = [part] if part else ["", ""]  # two texts of clients that meet begin none together
+            first, *rest = self._plain(part) if index % 2 else apart
             found[-1] += first
             found += rest
         return found

@@ -115,6 +115,15 @@ def test_what_models_write_calls_with_keeps_its_meaning_in_their_messages() -> N
     assert assistant["content"] == "[TOOL_CALLS]<\ufdd0|end|>"
 
 
+@given(first=text, between=st.sampled_from(["", " ", END]), second=text)
+async def test_parts_of_clients_begin_nothing_wherever_they_meet(
+    first: str, between: str, second: str
+) -> None:
+    (tokens,) = await TOKENIZER.encode_parts([[START, first, between, second, END]])
+    assert said(tokens) == START + first + between + second + END
+    assert (tokens.count(0), tokens.count(1)) == (1, 1 + (between == END))
+
+
 def test_texts_that_overlap() -> None:
     special = SpecialText(["<a>", "a>b", "x", "ab", "abc"])
     marked = special.marked([{"content": "<a>b abc x"}], None, {})
