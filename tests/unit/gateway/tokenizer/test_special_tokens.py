@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.gateway.tokenizer.special_tokens import SpecialText, pieces
@@ -115,6 +115,7 @@ def test_what_models_write_calls_with_keeps_its_meaning_in_their_messages() -> N
     assert assistant["content"] == "[TOOL_CALLS]<\ufdd0|end|>"
 
 
+@example(first="<|", between="", second="end|>")
 @given(first=text, between=st.sampled_from(["", " ", END]), second=text)
 async def test_parts_of_clients_begin_nothing_wherever_they_meet(
     first: str, between: str, second: str
