@@ -21,7 +21,7 @@ import msgspec
 
 from services.gateway.core.errors import InvalidParameter, asks_for_nothing, unsupported
 from services.gateway.intake import sampling
-from services.gateway.intake.rules import check_token_ids
+from services.gateway.intake.rules import check_neutral, check_token_ids
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -225,6 +225,16 @@ def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) ->
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if getattr(request, name):
             raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")
+
+
+def checked_fields(given: msgspec.Struct | None, path: str = "") -> list[str]:
+    """The fields of `given`, which stands at `path`, that change nothing. Raises `InvalidParameter` for the first that
+    is not supported."""
+    if given is None:
+        return []
+    check_neutral(given, path)
+    names = ignored_fields(given)
+    return [path + name for name in names] if names else names
 
 
 def ignored_fields(request: msgspec.Struct) -> list[str]:

@@ -15,14 +15,14 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.anthropic.intake import MessagesIntake
 from services.gateway.intake.anthropic.schemas import MessagesRequest
-from services.gateway.intake.chat import ChatPlan, demanded, rendered, schemas_of
+from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.history import History
 from services.gateway.intake.responses.intake import ResponseIntake
-from services.gateway.intake.responses.schemas import CompactRequest, ResponseRequest
+from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.intake.scoring.records import scoring_record
@@ -323,9 +323,7 @@ class Intake:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
 
-    async def loaded(
-        self, request: Decoded | ResponseRequest | MessagesRequest | CompactRequest, context: Context
-    ) -> ModelCard:
+    async def loaded(self, request: NamesModel, context: Context) -> ModelCard:
         """The card of the model that `request` names; one that was never loaded is waited for. Raises as
         `ColdStarts.card`."""
         return await self._cold_starts.card(
@@ -463,8 +461,7 @@ def _streamed(request: Decoded) -> Decoded:
             status=400,
             reason="unsupported_parameter",
         )
-    rules.check_streamed(request)
-    return msgspec.structs.replace(request, stream=True)
+    return rules.streamed(request)
 
 
 async def _prompt_ids(

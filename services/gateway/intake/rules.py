@@ -4,7 +4,7 @@ Every refusal is an `InvalidParameter`, with OpenAI's words and codes.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from services.gateway.intake.schemas import (
 from shared import limits
 from shared.messages import GenerationRequest, ModelCard
 
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 _REFUSED = {
     "generate": "generates no text",
     "embed": "gives no embeddings",
@@ -141,20 +142,18 @@ def check_prompt_ids(prompts: Sequence[GenerationRequest], choices: int) -> None
         )
 
 
-class _MayStream(Protocol):
+class _Streamable(Protocol):
     @property
     def stream(self) -> bool | None: ...
-
-
-class _Streamable(_MayStream, Protocol):
     @property
     def stream_options(self) -> msgspec.Struct | None: ...
 
 
-def check_streamed(request: _MayStream) -> None:
-    """Raises `InvalidParameter` when `request` does not want to be streamed where everything is."""
-    if request.stream is False:
+def streamed(request: StructT) -> StructT:
+    """`request`, streamed. Raises `InvalidParameter` when it does not want to be where everything is."""
+    if getattr(request, "stream", None) is False:
         raise _wrong("stream", "every generation on a WebSocket is streamed; leave it out.")
+    return msgspec.structs.replace(request, stream=True)
 
 
 def check_stream_options(request: _Streamable) -> None:
@@ -196,11 +195,16 @@ def _check_sizes(messages: Sequence[Message]) -> None:
     calls = sum(len(message.tool_calls or ()) for message in messages)
     for what, count, limit in (("content parts", parts, limits.PARTS), ("tool calls", calls, limits.CALLS)):
         if count > limit.value:
-            raise InvalidParameter(
-                f"Invalid 'messages': they have {count} {what}; join some, or send fewer ({limit.cited()}).",
-                param="messages",
-                reason="array_above_max_length",
-            )
+            raise too_many(what, count, limit)
+
+
+def too_many(what: str, count: int, limit: limits.Limit) -> InvalidParameter:
+    """Of all messages together."""
+    return InvalidParameter(
+        f"Invalid 'messages': they have {count} {what}; join some, or send fewer ({limit.cited()}).",
+        param="messages",
+        reason="array_above_max_length",
+    )
 
 
 def _check_message(path: str, message: Message) -> None:

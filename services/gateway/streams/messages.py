@@ -17,14 +17,12 @@ import msgspec
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
-from services.gateway.streams.output import Piece, StopReason
+from services.gateway.streams.output import Piece, StopReason, arguments_of
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages.records import GenerationRecord
 
 _encode = msgspec.json.Encoder().encode
-_PING = b'{"type":"ping"}'
-_STOP = b'{"type":"message_stop"}'
-_SIGNATURE = b'{"type":"signature_delta","signature":""}'
 _DELTAS = {
     "text": b'{"type":"text_delta","text":%b}',
     "thinking": b'{"type":"thinking_delta","thinking":%b}',
@@ -48,11 +46,10 @@ def usage_of(usage: Usage, thinking_tokens: int = 0) -> dict[str, Any]:
 class MessageEvents:
     """One message, from its beginning. Pure."""
 
-    def __init__(self, head: dict[str, Any], tier: str, *, capped: bool) -> None:
-        """`head`: what of the message does not change. `capped`: at the most tokens the context is full."""
-        self._head = head | {"type": "message", "role": "assistant"}
-        self._tier = tier
-        self._capped = capped
+    def __init__(self, identity: str, record: GenerationRecord) -> None:
+        self._head = {"id": identity, "type": "message", "role": "assistant", "model": record.model_shown}
+        self._tier = "batch" if record.requests[0].lane == "batch" else "standard"
+        self._at_length = "model_context_window_exceeded" if record.capped else "max_tokens"
         self.count = 0
         """Events so far."""
         self.new: list[Chunk] = []
@@ -70,14 +67,13 @@ class MessageEvents:
 
     def start(self, usage: Usage) -> None:
         """The first token has come, or an end."""
-        self._event(b"message_start", _encode({"type": "message_start", "message": self.message(usage)}))
+        self._event("message_start", message=self.message(usage))
 
     def add(self, piece: Piece, tokens: int) -> None:
         """What one token, the last of so many, has made clear: more of a call that has begun, then the rest."""
-        if piece.calls:
-            for call in piece.calls:
-                if not call.id:
-                    self._delta(call.arguments)
+        for call in piece.calls:
+            if not call.id:
+                self._delta(call.arguments)
         if piece.reasoning:
             self.thinking_tokens = tokens
             if self._kind != "thinking":
@@ -99,13 +95,12 @@ class MessageEvents:
         if isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
         elif reason == "length":
-            self._end["stop_reason"] = "model_context_window_exceeded" if self._capped else "max_tokens"
+            self._end["stop_reason"] = self._at_length
         else:
             called = any(block["type"] == "tool_use" for block in self._done)
             self._end["stop_reason"] = "tool_use" if called else "end_turn"
-        shown = usage_of(usage, self.thinking_tokens)
-        self._event(b"message_delta", _encode({"type": "message_delta", "delta": self._end, "usage": shown}))
-        self._event(b"message_stop", _STOP)
+        self._event("message_delta", delta=self._end, usage=usage_of(usage, self.thinking_tokens))
+        self._event("message_stop")
 
     def message(self, usage: Usage) -> dict[str, Any]:
         """As far as it has come; one that goes on has no stop reason."""
@@ -121,10 +116,9 @@ class MessageEvents:
         index = len(self._done)
         self._kind, self._block = kind, {"type": kind, **fields}
         self._template = b'{"type":"content_block_delta","index":%d,"delta":' % index + _DELTAS[kind] + b"}"
-        begin = {"type": "content_block_start", "index": index, "content_block": self._block}
-        self._event(b"content_block_start", _encode(begin))
+        self._event("content_block_start", index=index, content_block=self._block)
         if not index:
-            self._event(b"ping", _PING)
+            self._event("ping")
 
     def _delta(self, text: str) -> None:
         if text:
@@ -138,27 +132,21 @@ class MessageEvents:
             return
         index = len(self._done)
         if self._kind == "thinking":
-            delta = b'{"type":"content_block_delta","index":%d,"delta":%b}' % (index, _SIGNATURE)
-            self._event(b"content_block_delta", delta)
-        self._event(b"content_block_stop", b'{"type":"content_block_stop","index":%d}' % index)
+            signature = {"type": "signature_delta", "signature": ""}
+            self._event("content_block_delta", index=index, delta=signature)
+        self._event("content_block_stop", index=index)
         self._done.append(self._whole())
         self._block, self._kind, self._texts = {}, "", []
 
     def _whole(self) -> dict[str, Any]:
         text = "".join(self._texts)
-        return self._block | ({"input": input_of(text)} if self._kind == "tool_use" else {self._kind: text})
+        return self._block | (
+            {"input": arguments_of(text) or {}} if self._kind == "tool_use" else {self._kind: text}
+        )
 
-    def _event(self, kind: bytes, data: bytes) -> None:
-        self.new.append(Chunk(data, b"%d" % self.count, kind))
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.new.append(Chunk(_encode({"type": kind, **fields}), b"%d" % self.count, kind.encode()))
         self.count += 1
-
-
-def input_of(arguments: str) -> Any:
-    """A call's arguments; empty where they were cut off by the end of the answer, which its stop reason says."""
-    try:
-        return msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {}
 
 
 class MessageRun(NumberedRun):
@@ -167,10 +155,7 @@ class MessageRun(NumberedRun):
     _events: MessageEvents
 
     def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> MessageEvents:
-        record = answer.record
-        tier = "batch" if record.requests[0].lane == "batch" else "standard"
-        head = {"id": answer.public_id, "model": record.model_shown}
-        return MessageEvents(head, tier, capped=record.capped)
+        return MessageEvents(answer.public_id, answer.record)
 
     def collect(self) -> Coroutine[Any, Any, bytes]:
         """As `Run.collect`. A whole message of text alone is made without events."""
@@ -178,26 +163,25 @@ class MessageRun(NumberedRun):
         return super().collect()
 
     def _show(self, piece: Piece) -> None:
-        events = self._events
-        if not events.count:
+        events, output = self._events, self._output
+        if not events.count and self._told:
             events.start(self._usage())
         if piece.text or piece.reasoning or piece.calls:
-            events.add(piece, self._output.tokens)
-
-    def _finish(self) -> None:
-        self._events.finish(self._output.finish, self._output.stop_reason, self._usage())
+            events.add(piece, output.tokens)
+        if output.finish:
+            events.finish(output.finish, output.stop_reason, self._usage())
 
     def _append(self, batch: list[Chunk], index: int) -> None:
         """The new events that the client does not have."""
         events = self._events
         new, events.new = events.new, []
-        batch += new if self._known < 0 else [one for one in new if int(one.position) > self._known]
-        if not self._open:
-            self._check_known()
+        if self._known >= 0:
+            new = [one for one in new if int(one.position) > self._known]
+            if not self._open:
+                self._check_known()
+        batch += new
 
     def _whole(self) -> bytes:
-        events = self._events
         if not self._told:
-            events.add(self._output.take(), self._output.tokens)
-            self._finish()
-        return _encode(events.message(self._usage()))
+            self._show(self._output.take())
+        return _encode(self._events.message(self._usage()))

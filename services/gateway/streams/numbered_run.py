@@ -72,18 +72,13 @@ class NumberedRun(Run):
             output.feed(part)
             self._show(output.take())
             if output.finish:
-                self._finish()
                 self._open = 0
                 if self._answers is not None:
                     self._answers.end_choice(self.answer, choice)
                 return
 
     def _show(self, piece: Piece) -> None:
-        """What one token, or the end, has made clear; perhaps nothing."""
-        raise NotImplementedError
-
-    def _finish(self) -> None:
-        """The model has ended."""
+        """What one token has made clear, perhaps nothing, and the end where it is one."""
         raise NotImplementedError
 
     def _check_known(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.embeddings import floats_of, vector_outputs
 from services.gateway.streams.formats import Format, Usage
-from services.gateway.streams.output import ParsedOutput, Piece, ScoredToken, TextOutput
+from services.gateway.streams.output import ParsedOutput, Piece, ScoredToken, TextOutput, arguments_of
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest
@@ -60,9 +60,8 @@ def shown_calls(calls: Sequence[CallDelta]) -> tuple[list[dict[str, Any]], str]:
     found: list[dict[str, Any]] = []
     cut = ""
     for call in calls:
-        try:
-            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError):
+        arguments = arguments_of(call.arguments)
+        if not isinstance(arguments, dict):
             cut += f'{{"name":{_json.encode(call.name).decode()},"arguments":{call.arguments}'
             continue
         found.append(

@@ -12,7 +12,9 @@ as many tokens in silence goes on within a call exactly where another stood.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import FAMILIES, markers_of
@@ -23,6 +25,14 @@ from shared.messages.records import GenerationRecord
 
 StopReason = str | int | None
 """vLLM's: the stop string that has ended a text, or the id of the client's stop token; None: neither has."""
+
+
+def arguments_of(written: str) -> Any:
+    """Arguments of a call, as the model has written them; None where they were cut off by the end of the answer."""
+    try:
+        return msgspec.json.decode(written or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 class ScoredToken(NamedTuple):

@@ -99,11 +99,8 @@ class ResponseRun(NumberedRun):
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        self._events.finish(self._output.finish, self._usage())
-
     def _show(self, piece: Piece) -> None:
-        """More of a call that has begun, then the rest."""
+        """More of a call that has begun, then the rest, then the end."""
         events = self._events
         events.begin()
         if events.silent:
@@ -119,6 +116,8 @@ class ResponseRun(NumberedRun):
             if call.id:
                 events.call(call.id, call.name, custom=call.custom)
                 events.arguments(call.arguments)
+        if self._output.finish:
+            events.finish(self._output.finish, self._usage())
 
     def _end_with(self, error: RyzansteinError) -> None:
         """Raises `error` when it is of this reading alone, and the response goes on without it."""

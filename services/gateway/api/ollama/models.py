@@ -26,9 +26,10 @@ from services.gateway.core.errors import InvalidParameter, RouteError, missing, 
 from services.gateway.core.registry import not_registered
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.ollama.schemas import Options
-from services.gateway.intake.ollama.translation import LATEST, ignored_options, names_of, plain_name
+from services.gateway.intake.ollama.translation import LATEST, names_of, plain_name
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import ModelName, marked, neutral
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -234,7 +235,7 @@ def _defaults(parameters: Options | None, ask: Ask) -> dict[str, float]:
     """Raises `InvalidParameter` for one that a name cannot have."""
     if parameters is None:
         return {}
-    ignored = ignored_options(parameters, "parameters.")
+    ignored = checked_fields(parameters, "parameters.")
     tell_ignored(ignored, ask.answer_headers, strict=ask.settings.strict_fields)
     changing = marked(Options, "ignored").keys() | marked(Options, "neutral").keys()
     given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not None}

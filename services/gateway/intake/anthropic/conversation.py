@@ -8,25 +8,27 @@ Consecutive messages of one role are one turn, as at Anthropic's. An assistant's
 the answer goes on with. Every refusal is an `InvalidParameter` that names the block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, missing
+from services.gateway.core.errors import InvalidParameter, missing, unsupported
 from services.gateway.intake.anthropic.schemas import (
     Block,
-    ContentSource,
+    CountTokensRequest,
     DocumentBlock,
-    ImageBlock,
     MessageParam,
     PlainSource,
+    Readable,
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
+from services.gateway.intake.rules import too_many
 from shared import limits
 
 Placed = tuple[str, Block]
@@ -38,140 +40,112 @@ _ROLES = {
 """Whose blocks these are; texts are everybody's."""
 
 
-def chat_messages(
-    system: str | Sequence[TextBlock] | None, messages: Sequence[MessageParam]
-) -> list[dict[str, Any]]:
+def chat_messages(request: CountTokensRequest) -> list[dict[str, Any]]:
     """Raises `InvalidParameter`."""
-    shown: list[dict[str, Any]] = []
-    if system:
-        text = system if isinstance(system, str) else "\n".join(block.text for block in system)
-        shown.append({"role": "system", "content": text})
+    system = request.system
+    shown = [{"role": "system", "content": _joined("system", system)}] if system else []
     calls: dict[str, str] = {}
-    """Calls of the turn before, which the next one answers, and where they stand."""
-    for role, blocks in _turns(messages):
-        if calls and role != "user":
-            raise _unanswered(calls)
-        if role == "assistant":
-            shown.append(_assistant(blocks, calls))
-            continue
-        shown += _other(role, blocks, calls)
+    """Those of the turn before, which the next one answers, and where they stand."""
+    count = 0
+    for role, turn in groupby(enumerate(request.messages), lambda one: one[1].role):
+        blocks = list[Placed]()
+        for index, message in turn:
+            blocks += _blocks(index, message)
+        if (count := count + len(blocks)) > limits.PARTS.value:
+            raise too_many("blocks", count, limits.PARTS)
+        said = _assistant(blocks) if role == "assistant" else _other(role, blocks, calls)
         if calls:
             raise _unanswered(calls)
+        calls = _calls(blocks) if role == "assistant" else {}
+        shown += said
     if calls:
         raise _unanswered(calls)
     return shown
 
 
-def _turns(messages: Sequence[MessageParam]) -> Iterator[tuple[str, list[Placed]]]:
-    role, blocks, count = messages[0].role, list[Placed](), 0
-    for index, message in enumerate(messages):
-        if message.role != role:
-            yield role, blocks
-            role, blocks = message.role, []
-        path, content = f"messages[{index}].content", message.content
-        if isinstance(content, str):
-            blocks.append((path, TextBlock(text=content)))
-        elif not content:
-            raise missing(path, "a text or at least one block")
-        else:
-            count += len(content)
-            if count > limits.PARTS.value:
-                raise InvalidParameter(
-                    f"Invalid 'messages': they have {count} blocks or more; join some ({limits.PARTS.cited()}).",
-                    param="messages",
-                    reason="array_above_max_length",
-                )
-            blocks += [(f"{path}[{number}]", block) for number, block in enumerate(content)]
-    yield role, blocks
+def _blocks(index: int, message: MessageParam) -> list[Placed]:
+    path, content = f"messages[{index}].content", message.content
+    if isinstance(content, str):
+        return [(path, TextBlock(text=content))]
+    if not content:
+        raise missing(path, "a text or at least one block")
+    placed = [(f"{path}[{number}]", block) for number, block in enumerate(content)]
+    for place, block in placed:
+        kind = str(block.__struct_config__.tag)
+        if (whose := _ROLES.get(kind, message.role)) != message.role:
+            why = f"a {kind} block belongs into a message of the role '{whose}', not '{message.role}'."
+            raise _wrong(place, why)
+    return placed
 
 
-def _assistant(blocks: Sequence[Placed], calls: dict[str, str]) -> dict[str, Any]:
-    texts, thoughts, made = list[str](), list[str](), list[dict[str, Any]]()
+def _calls(blocks: Sequence[Placed]) -> dict[str, str]:
+    calls: dict[str, str] = {}
     for path, block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            if block.id in calls:
-                raise _wrong(f"{path}.id", f"'{block.id[:64]}' is the id of another tool_use already.")
-            calls[block.id] = path
-            function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
-            made.append({"id": block.id, "type": "function", "function": function})
-        else:
-            _check_role(path, block, "assistant")
-    message: dict[str, Any] = {
+        if isinstance(block, ToolUseBlock) and calls.setdefault(block.id, path) != path:
+            raise _wrong(f"{path}.id", f"'{block.id[:64]}' is the id of another tool_use already.")
+    return calls
+
+
+def _assistant(blocks: Sequence[Placed]) -> list[dict[str, Any]]:
+    texts = [block.text for _, block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for _, block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [_call(block) for _, block in blocks if isinstance(block, ToolUseBlock)]
+    message = {
         "role": "assistant",
-        "content": "\n".join(texts) if texts or not made else None,
+        "content": "\n".join(texts) if texts or not calls else None,
+        "reasoning_content": "\n".join(thoughts) if thoughts else None,
+        "tool_calls": calls or None,
     }
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if made:
-        message["tool_calls"] = made
-    return message
+    return [message]
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
+    return {"id": block.id, "type": "function", "function": function}
 
 
 def _other(role: str, blocks: Sequence[Placed], calls: dict[str, str]) -> list[dict[str, Any]]:
     """Results first, wherever they stand among the user's blocks: they answer what was before."""
     results, texts = list[dict[str, Any]](), list[str]()
     for path, block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-            continue
-        _check_role(path, block, role)
         if isinstance(block, ToolResultBlock):
-            if calls.pop(block.tool_use_id, None) is None:
-                raise _wrong(
-                    f"{path}.tool_use_id",
-                    f"there is no tool_use with the id '{block.tool_use_id[:64]}' in the assistant's turn before, or "
-                    "it has a tool_result already; send each call with one result behind it.",
-                )
-            text = _result(path, block)
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            results.append(_result(path, block, calls))
         else:
-            texts.append(_text(path, block))
+            texts.append(block.text if isinstance(block, TextBlock) else _text(path, block))
     return [*results, {"role": role, "content": "\n".join(texts)}] if texts else results
 
 
-def _result(path: str, block: ToolResultBlock) -> str:
+def _result(path: str, block: ToolResultBlock, calls: dict[str, str]) -> dict[str, Any]:
     """An error is told in words: templates have no other way."""
-    content = block.content or ""
-    if not isinstance(content, str):
-        content = "\n".join(_text(f"{path}.content[{number}]", one) for number, one in enumerate(content))
-    return f"Error: {content}" if block.is_error else content
+    if calls.pop(block.tool_use_id, None) is None:
+        raise _wrong(
+            f"{path}.tool_use_id",
+            f"there is no tool_use with the id '{block.tool_use_id[:64]}' in the assistant's turn before, or it has a "
+            "tool_result already; send each call with one result behind it.",
+        )
+    text = _joined(f"{path}.content", block.content)
+    text = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _joined(path: str, content: str | Sequence[Readable] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text(f"{path}[{number}]", block) for number, block in enumerate(content))
 
 
 def _text(path: str, block: Block) -> str:
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):
-        return "\n".join([block.title, block.source, *(one.text for one in block.content)])
+        return "\n".join([block.title, block.source, _joined(f"{path}.content", block.content)])
     if isinstance(block, DocumentBlock):
-        about = [part for part in (block.title, block.context) if part]
-        return "\n".join([*about, *_source(f"{path}.source", block.source)])
-    assert isinstance(block, ImageBlock), "the other blocks have been read"
-    raise InvalidParameter(
-        f"Unsupported content: '{path}' is an image, and this model does not see images; leave it out, or describe it.",
-        param=path,
-        reason="unsupported_parameter",
+        source, within = block.source, f"{path}.source.content"
+        text = source.data if isinstance(source, PlainSource) else _joined(within, source.content)
+        return "\n".join(part for part in (block.title, block.context, text) if part)
+    raise unsupported(
+        path, "it is an image, and this model does not see images; leave it out, or describe it"
     )
-
-
-def _source(path: str, source: PlainSource | ContentSource) -> Iterator[str]:
-    if isinstance(source, PlainSource):
-        yield source.data
-    elif isinstance(source.content, str):
-        yield source.content
-    else:
-        for number, one in enumerate(source.content):
-            yield _text(f"{path}.content[{number}]", one)
-
-
-def _check_role(path: str, block: Block, role: str) -> None:
-    kind = str(block.__struct_config__.tag)
-    whose = _ROLES.get(kind, role)
-    if whose != role:
-        raise _wrong(path, f"a {kind} block belongs into a message of the role '{whose}', not '{role}'.")
 
 
 def _unanswered(calls: dict[str, str]) -> InvalidParameter:

@@ -1,49 +1,27 @@
 """From the body of /v1/messages to a `Run`: translated, then the way of a chat completion."""
 
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake import extra_fields
-from services.gateway.intake.anthropic.schemas import CountTokensRequest, InputFields, MessagesRequest
+from services.gateway.intake.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.intake.anthropic.translation import (
     NAMES,
-    asks_for_reasoning,
     chat_request,
     own_words,
     reasoning_fields,
 )
+from services.gateway.intake.chat import Chat
 from services.gateway.intake.decoding import decode
+from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.record import Context
-from services.gateway.intake.rules import check_neutral, check_streamed
+from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.streams.run import Run
-from services.gateway.tokenizer.tokenizer import Tokenizer
-from shared.messages import ModelCard
 
-T = TypeVar("T", bound=InputFields)
-
-
-class Chat(Protocol):
-    """The way of a chat completion."""
-
-    async def chat_run(self, request: ChatCompletionRequest, context: Context) -> Run:
-        """Raises as `Intake.prepare`."""
-        ...
-
-    async def loaded(self, request: MessagesRequest, context: Context) -> ModelCard:
-        """The card of its model, once there is one. Raises as `chat_run`."""
-        ...
-
-    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
-        """Raises `UnknownModel`, `Unavailable`."""
-        ...
-
-    async def chat_tokens(self, request: ChatCompletionRequest) -> int:
-        """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
-        ...
+T = TypeVar("T", bound=CountTokensRequest)
 
 
 class MessagesIntake:
@@ -59,14 +37,9 @@ class MessagesIntake:
         """Raises as `Intake.prepare`."""
         request = self._decoded(body, self._request, context.answer_headers)
         if always_streamed:
-            check_streamed(request)
-            request = msgspec.structs.replace(request, stream=True)
-        reasoning: dict[str, Any] = {}
-        if asks_for_reasoning(request):
-            await self._chat.loaded(request, context)
-            reasoning = await self._reasoning(request, context.answer_headers)
+            request = streamed(request)
         with own_words():
-            chat = chat_request(request, reasoning)
+            chat = await self._translated(request, context.answer_headers, context)
             return await self._chat.chat_run(chat, msgspec.structs.replace(context, endpoint="messages"))
 
     def check(self, body: bytes | msgspec.Raw) -> MessagesRequest:
@@ -79,25 +52,31 @@ class MessagesIntake:
     async def count(self, body: bytes, headers: dict[str, str]) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
         request = self._decoded(body, self._count, headers)
-        reasoning = await self._reasoning(request, headers) if asks_for_reasoning(request) else {}
         with own_words():
-            return await self._chat.chat_tokens(chat_request(request, reasoning))
+            return await self._chat.chat_tokens(await self._translated(request, headers))
 
     def _decoded(
         self, body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], headers: dict[str, str]
     ) -> T:
         request = decode(body, decoder, names=NAMES)
-        check_neutral(request)
-        names = extra_fields.ignored_fields(request)
+        names = checked_fields(request)
         if request.thinking is not None:
-            names += [f"thinking.{name}" for name in extra_fields.ignored_fields(request.thinking)]
-            names += ["thinking.budget_tokens"] if request.thinking.budget_tokens else []
+            names += checked_fields(request.thinking, "thinking.")
+        for index, tool in enumerate(request.tools or ()):
+            names += checked_fields(tool, f"tools[{index}].")
         if names:
             tell_ignored(names, headers, strict=self._strict)
         return request
 
-    async def _reasoning(self, request: InputFields, headers: dict[str, str]) -> dict[str, Any]:
+    async def _translated(
+        self, request: CountTokensRequest, headers: dict[str, str], context: Context | None = None
+    ) -> ChatCompletionRequest:
+        """`context`: in which its model is waited for."""
+        if request.thinking is None and (request.output_config is None or not request.output_config.effort):
+            return chat_request(request, {})
+        if context is not None:
+            await self._chat.loaded(request, context)
         card, tokenizer = await self._chat.tokenizer(request.model)
-        fields, ignored = reasoning_fields(request, card, tokenizer.traits)
+        reasoning, ignored = reasoning_fields(request, card, tokenizer.traits)
         tell_ignored(ignored, headers, strict=self._strict)
-        return fields
+        return chat_request(request, reasoning)

@@ -21,9 +21,6 @@ from services.gateway.intake.schemas import (
 )
 from shared import limits
 
-LEAST_BUDGET = 1024
-"""Tokens of a thinking budget, as Anthropic has it."""
-
 
 class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The end of a prefix that will come again. Every prefix is cached here, so it asks for what is done anyway."""
@@ -143,8 +140,8 @@ class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the model's template has a switch for its reasoning, this is it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=LEAST_BUDGET, le=2**31)] | None = None
-    """Named as ignored: how long a model thinks is its own to decide, within `max_tokens`."""
+    budget_tokens: Annotated[Annotated[int, Meta(ge=1024, le=2**31)] | None, ignored()] = None
+    """How long a model thinks is its own to decide, within `max_tokens`."""
     display: Annotated[Literal["summarized", "omitted"] | None, ignored("summarized")] = None
 
 
@@ -162,8 +159,8 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     user_id: Annotated[str, limits.METADATA_VALUE.length()] | None = None
 
 
-class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an input is made of; all of a request whose tokens are only counted."""
+class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/messages/count_tokens: what an input is made of."""
 
     model: ModelName
     messages: Annotated[list[MessageParam], limits.MESSAGES.length(min_length=1)]
@@ -180,11 +177,7 @@ class InputFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mcp_servers: Annotated[Any, neutral([])] = None
 
 
-class CountTokensRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages/count_tokens."""
-
-
-class MessagesRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: PositiveCount

@@ -4,6 +4,7 @@ import msgspec
 
 from services.gateway.core.errors import unsupported
 from services.gateway.intake.chat import reasoning_of
+from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.intake import Intake
 from services.gateway.intake.ollama.schemas import (
@@ -18,7 +19,6 @@ from services.gateway.intake.ollama.translation import (
     checked,
     completion_of,
     embedding_of,
-    ignored_options,
     own_words,
     thinking_of,
 )
@@ -54,7 +54,7 @@ class OllamaIntake:
 
     async def vectors(self, request: Embedded, body: bytes, context: Context) -> Run:
         """Raises as `Intake.prepare`."""
-        tell_ignored(ignored_options(request.options), context.answer_headers, strict=self._strict)
+        tell_ignored(checked_fields(request.options, "options."), context.answer_headers, strict=self._strict)
         print_ = fingerprint(body) if context.key else ""
         name = "ollama.embed" if isinstance(request, OllamaEmbedRequest) else "ollama.embeddings"
         return await self._intake.prepare_decoded(name, embedding_of(request, request.model), context, print_)

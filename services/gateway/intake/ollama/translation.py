@@ -19,14 +19,13 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter, RouteError, renamed
 from services.gateway.intake.chat import switched
 from services.gateway.intake.embeddings import EmbeddingRequest
-from services.gateway.intake.extra_fields import ignored_fields
+from services.gateway.intake.extra_fields import checked_fields
 from services.gateway.intake.ollama.schemas import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaMessage,
-    Options,
 )
 from services.gateway.intake.rules import check_neutral
 from services.gateway.intake.schemas import (
@@ -79,19 +78,10 @@ def seconds_of(keep_alive: float | str) -> float:
 
 def checked(request: Asked) -> list[str]:
     """The fields of `request` that change nothing. Raises `InvalidParameter` for the first that is not supported."""
-    check_neutral(request)
     for index, message in enumerate(getattr(request, "messages", None) or ()):
         if message.images:
             check_neutral(message, f"messages[{index}].")
-    return [*ignored_fields(request), *ignored_options(request.options)]
-
-
-def ignored_options(options: Options | None, path: str = "options.") -> list[str]:
-    """Those that change nothing. Raises `InvalidParameter` for the first that is not supported."""
-    if options is None:
-        return []
-    check_neutral(options, path)
-    return [path + name for name in ignored_fields(options)]
+    return [*checked_fields(request), *checked_fields(request.options, "options.")]
 
 
 # --- generating ----------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from services.gateway.core.errors import unsupported
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake import extra_fields
+from services.gateway.intake.chat import Chat
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import tell_ignored
 from services.gateway.intake.record import Context
@@ -28,41 +28,16 @@ from services.gateway.intake.responses.schemas import (
     is_prewarm,
 )
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, own_words
-from services.gateway.intake.rules import check_streamed
+from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.streams.response_items import Item
 from services.gateway.streams.run import Run
 from shared import limits
 from shared.errors import ContextLengthExceeded
-from shared.messages import ModelCard
 
 MANY_ITEMS = 64
 """So many items, or more, are read beside the event loop."""
-
-
-class Chat(Protocol):
-    """The way of a chat completion."""
-
-    async def chat_run(self, request: ChatCompletionRequest, context: Context, response: MakeResponse) -> Run:
-        """Raises as `Intake.prepare`."""
-        ...
-
-    async def loaded(self, request: ResponseRequest | CompactRequest, context: Context) -> ModelCard:
-        """The card of its model, once there is one. Raises as `chat_run`."""
-        ...
-
-    def context_length(self, model: str) -> int:
-        """Tokens that `model` reads at most. Raises `UnknownModel`."""
-        ...
-
-    async def chat_tokens(self, request: ChatCompletionRequest, tenant: str = "") -> int:
-        """Tokens of the prompt. Raises as `chat_run`, but for the length of the context."""
-        ...
-
-    async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
-        """What the model says to `request`, a generation of its own. Raises as `chat_run`, and what ended it."""
-        ...
 
 
 class ResponseIntake:
@@ -127,8 +102,7 @@ class ResponseIntake:
         """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
         request = decode(body, self._request)
         if always_streamed:
-            check_streamed(request)
-            request = msgspec.structs.replace(request, stream=True)
+            request = streamed(request)
         check_request(request)
         tell_ignored(extra_fields.ignored_fields(request), {}, strict=self._settings.strict_fields)
         return request

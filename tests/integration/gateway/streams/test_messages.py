@@ -211,8 +211,9 @@ async def test_thinking_is_a_block_of_its_own(
     await claude.messages.create(**(asked | {"messages": turns}))
     with pytest.raises(anthropic.BadRequestError, match="this model does not think"):
         await claude.messages.create(model=MODEL, max_tokens=2000, messages=[USER], thinking=thinking)
+    few: Any = {"type": "enabled", "budget_tokens": 1000}
     with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens"):
-        await claude.messages.create(**(asked | {"max_tokens": 1000}), thinking=thinking)
+        await claude.messages.create(**asked, thinking=few)
 
 
 async def test_a_prefill_goes_on(claude: anthropic.AsyncAnthropic, ring: FakeRing) -> None:
@@ -270,7 +271,7 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
-            "'messages[0].content[1]' is an image, and this model does not see images",
+            "'messages[0].content[1]' is not supported by this server; it is an image, and this model",
         ),
         (
             {
@@ -286,7 +287,7 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
                     },
                 ]
             },
-            "'messages[2].content[0].content[0]' is an image",
+            "'messages[2].content[0].content[0]' is not supported by this server; it is an image",
         ),
         ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
         ({"tools": [TOOL, TOOL]}, "'tools[1].name'"),
