@@ -82,7 +82,7 @@ RING_TEXT = Limit(
     "ring_text", 1024, "characters", "each name, id and header that a generation sends to its group"
 )
 USER_CHARACTERS = Limit(
-    "user_characters", 128, "characters", "`user` and `safety_identifier`; logs show 64 of them"
+    "user_characters", 512, "characters", "`user` and `safety_identifier`; logs show 64 of them"
 )
 CACHE_SALT = Limit("cache_salt", 256, "characters", "`cache_salt`")
 METADATA_ENTRIES = Limit("metadata_entries", 16, "entries", "entries of `metadata`")

@@ -139,10 +139,9 @@ class MessageEvents:
         self._block, self._kind, self._texts = {}, "", []
 
     def _whole(self) -> dict[str, Any]:
-        text = "".join(self._texts)
-        return self._block | (
-            {"input": arguments_of(text) or {}} if self._kind == "tool_use" else {self._kind: text}
-        )
+        if self._kind == "tool_use":
+            return self._block | {"input": arguments_of("".join(self._texts)) or {}}
+        return self._block | {self._kind: "".join(self._texts)}
 
     def _event(self, kind: str, **fields: Any) -> None:
         self.new.append(Chunk(_encode({"type": kind, **fields}), b"%d" % self.count, kind.encode()))

@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -7,9 +8,10 @@ from starlette.routing import Route
 
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.dialects import MESSAGES, AnthropicError
-from services.gateway.api.openai.completions import CompletionsRoute
+from services.gateway.api.openai.completions import CompletionsRoute, context_of
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
+from services.gateway.core.asgi import disconnected
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.anthropic.schemas import CountTokensRequest, MessagesRequest
 
@@ -99,7 +101,9 @@ COUNT = Operation(
 async def count_tokens(ask: Ask) -> TokenCount:
     intake = await ask.counted()
     body = await ask.body(ask.settings.body_limit)
-    return TokenCount(await intake.messages.count(body, ask.answer_headers))
+    context = context_of(ask.scope, ask.settings)
+    context = msgspec.structs.replace(context, gone=partial(disconnected, ask.receive))
+    return TokenCount(await intake.messages.count(body, context))
 
 
 def message_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[Route]:

@@ -39,7 +39,7 @@ class MessagesIntake:
         if always_streamed:
             request = streamed(request)
         with own_words():
-            chat = await self._translated(request, context.answer_headers, context)
+            chat = await self._translated(request, context)
             return await self._chat.chat_run(chat, msgspec.structs.replace(context, endpoint="messages"))
 
     def check(self, body: bytes | msgspec.Raw) -> MessagesRequest:
@@ -49,11 +49,11 @@ class MessagesIntake:
             chat_request(request, {})
         return request
 
-    async def count(self, body: bytes, headers: dict[str, str]) -> int:
+    async def count(self, body: bytes, context: Context) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
-        request = self._decoded(body, self._count, headers)
+        request = self._decoded(body, self._count, context.answer_headers)
         with own_words():
-            return await self._chat.chat_tokens(await self._translated(request, headers))
+            return await self._chat.chat_tokens(await self._translated(request, context))
 
     def _decoded(
         self, body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], headers: dict[str, str]
@@ -68,15 +68,11 @@ class MessagesIntake:
             tell_ignored(names, headers, strict=self._strict)
         return request
 
-    async def _translated(
-        self, request: CountTokensRequest, headers: dict[str, str], context: Context | None = None
-    ) -> ChatCompletionRequest:
-        """`context`: in which its model is waited for."""
+    async def _translated(self, request: CountTokensRequest, context: Context) -> ChatCompletionRequest:
         if request.thinking is None and (request.output_config is None or not request.output_config.effort):
             return chat_request(request, {})
-        if context is not None:
-            await self._chat.loaded(request, context)
-        card, tokenizer = await self._chat.tokenizer(request.model)
+        card = await self._chat.loaded(request, context)
+        _, tokenizer = await self._chat.tokenizer(card.model)
         reasoning, ignored = reasoning_fields(request, card, tokenizer.traits)
-        tell_ignored(ignored, headers, strict=self._strict)
+        tell_ignored(ignored, context.answer_headers, strict=self._strict)
         return chat_request(request, reasoning)

@@ -16,6 +16,7 @@ from services.gateway.intake.schemas import (
     StopString,
     Temperature,
     TopP,
+    User,
     ignored,
     neutral,
 )
@@ -95,16 +96,16 @@ class ToolUseBlock(_Block, frozen=True, tag="tool_use"):
     toolset_name: None = None
 
 
+Readable = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+
+
 class ToolResultBlock(_Block, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: (
-        str | Annotated[list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock], _PARTS] | None
-    ) = None
+    content: str | Annotated[list[Readable], _PARTS] | None = None
     is_error: bool | None = None
     toolset_name: None = None
 
 
-Readable = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
 Block = Readable | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
@@ -156,7 +157,7 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    user_id: Annotated[str, limits.METADATA_VALUE.length()] | None = None
+    user_id: User | None = None
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

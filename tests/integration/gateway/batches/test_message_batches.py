@@ -126,7 +126,7 @@ async def test_what_is_wrong_is_told_before_the_batch_is_taken(
     claude: anthropic.AsyncAnthropic, http: httpx.AsyncClient
 ) -> None:
     create = claude.messages.batches.create
-    with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\]\.params\.n.*several times"):
+    with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\]\.params\.n.*Unknown parameter"):
         await create(requests=[request("a"), request("b", n=2)])
     with pytest.raises(anthropic.BadRequestError, match=r"requests\[1\]\.custom_id.*duplicate"):
         await create(requests=[request("a"), request("a")])

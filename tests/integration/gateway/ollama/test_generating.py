@@ -184,7 +184,10 @@ async def test_what_is_refused_and_how(http: httpx.AsyncClient, client: ollama.A
         404,
         "model 'nobody:latest' not found",
     )
-    assert await refused(http, CHAT, messages=HI, max_tokens=3) == (400, "Unknown parameter: 'max_tokens'.")
+    assert await refused(http, CHAT, messages=HI, max_tokens=3) == (
+        400,
+        "Unknown parameter: 'max_tokens'; this API has 'options.num_predict' for it.",
+    )
     for name, value in {
         "context": [1],
         "template": "{{ .Prompt }}",
