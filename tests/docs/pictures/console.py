@@ -1,4 +1,5 @@
-"""Pictures of the console: an example conversation, on a desk and on a phone, and a cluster at work."""
+"""Pictures of the console: an example conversation on a desk, what the model itself says on a phone, and a cluster at
+work."""
 
 import asyncio
 import base64
@@ -13,6 +14,8 @@ import httpx
 from tests.e2e.browser import Browser, Tab, run_browser
 
 EXAMPLE = Path(__file__).with_name("example.json")
+QUESTION = "Give me three tips for a good night's sleep."
+"""What a small model answers well enough."""
 LINES = 12
 WAVES = 8
 """Of requests, for the charts."""
@@ -35,20 +38,42 @@ async def _chat(browser: Browser, url: str, into: Path) -> None:
     async with browser.tab(f"{url}/") as tab:
         await _size(tab, 1200, 860)
         await tab.until("document.getElementById('model').value !== ''")
+        await _ask(tab)
         await tab.run(
             "(() => { const given = new DataTransfer();"
             f"given.items.add(new File([{json.dumps(_example())}], 'example.json'));"
             "const field = document.getElementById('import-file'); field.files = given.files;"
             "field.dispatchEvent(new Event('change')); })()"
         )
-        await tab.until("document.querySelector('#conversations a') !== null")
-        await tab.run("document.querySelector('#conversations a').click()")
+        example = "[...document.querySelectorAll('#conversations a')].find(link => link.textContent.includes('jitter'))"
+        await tab.until(f"{example} !== undefined")
+        await tab.run(f"{example}.click()")
         await tab.until("document.querySelectorAll('#transcript math').length === 2")
         await tab.run("document.activeElement.blur()")
         await _write(tab, into / "console.png")
+        asked = "[...document.querySelectorAll('#conversations a')].find(link => link.textContent.includes('sleep'))"
+        await tab.run(f"{asked}.click()")
+        await tab.until("document.getElementById('title').textContent.includes('sleep')")
+        await tab.run("document.activeElement.blur()")
         await _size(tab, 360, 740, mobile=True)
         await tab.until("getComputedStyle(document.getElementById('side')).visibility === 'hidden'")
         await _write(tab, into / "console-phone.png")
+
+
+async def _ask(tab: Tab) -> None:
+    """Has the model answer, as a user does."""
+    for field, value in (("temperature", "0"), ("limit", "120")):
+        place = f"document.getElementById('{field}')"
+        await tab.run(
+            f"{place}.value = '{value}', {place}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+        )
+    await tab.run("document.getElementById('prompt').focus()")
+    await tab.type(QUESTION)
+    await tab.press("Enter", 13, "\r")
+    done = (
+        "document.querySelector('#transcript > li:last-child .figures')?.textContent.includes('first token')"
+    )
+    await tab.until(f"{done} && document.getElementById('stop').hidden", 120)
 
 
 def _example() -> str:
@@ -79,6 +104,7 @@ async def _work(url: str) -> AsyncIterator[None]:
     async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=120, trust_env=False) as client:
         model = (await client.get("/models")).json()["data"][0]["id"]
         body = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400}
+        body["ignore_eos"] = True
         tasks: list[asyncio.Task[httpx.Response]] = []
         for wave in range(WAVES):
             tasks += [

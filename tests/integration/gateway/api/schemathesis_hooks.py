@@ -37,7 +37,7 @@ DEEP = (
         "guided_grammar",
     ),
     *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
-    *("format", "think", "raw"),
+    *("format", "think", "raw", "instruction"),
 )
 """Fields whose values have a language of their own."""
 _ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|msg_|msgbatch_|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')

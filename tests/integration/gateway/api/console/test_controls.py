@@ -263,6 +263,8 @@ async def test_every_page_is_reached_by_mouse_and_by_keyboard(tab: Tab) -> None:
         await tab.until(f"!{of(part, 'hidden')}")
         assert await tab.run(of(f"to-{part}", "getAttribute('aria-current')")) == "page"
         assert await tab.run("document.querySelectorAll('main > section:not([hidden])').length") == 1
+    await tab.run("window.before = true; location.hash = '#cluster'; location.reload()")
+    await tab.until("!window.before && document.getElementById('conversations')?.textContent === 'none yet'")
     await tab.click("#side nav a[href=docs]")
     await tab.until("location.pathname === '/docs' && document.querySelectorAll('details').length > 20")
     await tab.click("#operations details > summary")

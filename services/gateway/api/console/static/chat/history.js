@@ -29,6 +29,7 @@ export class History {
       if (file.files[0]) await this.import(file.files[0]);
       file.value = "";
     });
+    this.refresh(); // also where the page begins with another part than the chat
   }
 
   /** Marks the conversation that is shown. */
