@@ -230,6 +230,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Texts that inputs are put behind, by name (sentence-transformers'): `query`, `document`."""
     default_prompt: str = ""
     """Which of them an input that names none is put behind; empty: none."""
+    architecture: str = ""
+    """The `model_type` of its config.json; empty: not known."""
+    weights: str = ""
+    """How its safetensors hold them: BF16, F16, F32, or the method of their quantization; empty: not known, as of GGUF
+    files, whose names say it."""
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""

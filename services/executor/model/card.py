@@ -12,6 +12,7 @@ from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
+from shared.models import linked_gguf
 from shared.nats.bus import encode
 
 TOKENIZER_FILES = (
@@ -25,6 +26,9 @@ TOKENIZER_FILES = (
 _SAMPLE = 1 << 16
 """Bytes of the end of each weights file that are looked at, beside its name and size."""
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_LONGEST_NAME = 64
+"""Characters of an architecture or a method that others are told."""
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -52,8 +56,19 @@ def read_card(
         matryoshka_dimensions=matryoshka_dimensions(config),
         prompts=prompts,
         default_prompt=default_prompt,
+        architecture=str(config.get("model_type") or "")[:_LONGEST_NAME],
+        weights="" if linked_gguf(directory) else _stored_as(config),
     )
     return with_tasks(card, spec), bundle
+
+
+def _stored_as(config: dict[str, Any]) -> str:
+    inner = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or inner.get("quantization_config") or {}
+    if method := quantization.get("quant_method"):
+        return str(method).upper()[:_LONGEST_NAME]
+    given = config.get("dtype") or config.get("torch_dtype") or inner.get("dtype") or inner.get("torch_dtype")
+    return _DTYPES.get(str(given), "")
 
 
 def encoder_config(directory: Path) -> Any:

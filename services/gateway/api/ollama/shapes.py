@@ -1,7 +1,6 @@
 """What Ollama's API shows of models (`Shown`), and its answers as types for the document."""
 
 import hashlib
-import re
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -23,8 +22,6 @@ API_VERSION = "0.12.6"
 """Of Ollama, whose API this is: some clients ask for a version at least."""
 NEVER = rfc3339(datetime(9999, 12, 31, tzinfo=UTC).timestamp())
 """When a model is unloaded that is kept until others need its memory."""
-_SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
-_FAMILY = re.compile(r"[a-z]+\d*")
 _ARCHITECTURE = "ryzanstein"
 """Of keys in `model_info`: clients look for `<general.architecture>.context_length`."""
 
@@ -42,7 +39,7 @@ class OllamaVersion(msgspec.Struct, frozen=True):
 
 
 class ModelDetails(msgspec.Struct, frozen=True):
-    """`family` and `parameter_size` are read from the model's name; empty: it does not say."""
+    """Empty: not known, as `family` is before the first load, and `parameter_size` always."""
 
     parent_model: str
     format: str
@@ -138,7 +135,7 @@ class Shown:
             modelfile="\n".join(lines) + "\n",
             parameters=_parameters({**(card.defaults if card else {}), **resolved.defaults}),
             template=_template(tokenizer),
-            details=_details(model, spec, parent=model if adapter or name != model else ""),
+            details=_details(model, spec, card, parent=model if adapter or name != model else ""),
             model_info=info,
             capabilities=_capabilities(card, tokenizer),
             modified_at=rfc3339(adapter.created if adapter else self._created(model)),
@@ -156,11 +153,11 @@ class Shown:
             rfc3339(self._created(model)),
             self._size(model, status),
             self.digest(model),
-            _details(model, self._catalog.registry.specs.get(model), parent=model if name != model else ""),
+            self._details(model, parent=model if name != model else ""),
         )
 
     def _adapter(self, record: AdapterRecord) -> TaggedModel:
-        details = _details(record.model, self._catalog.registry.specs.get(record.model), parent=record.model)
+        details = self._details(record.model, parent=record.model)
         name = tagged(record.name)
         return TaggedModel(name, name, rfc3339(record.created), record.bytes, record.digest, details)
 
@@ -173,11 +170,15 @@ class Shown:
             tagged(model),
             size,
             self.digest(model),
-            _details(model, spec),
+            _details(model, spec, card),
             NEVER if kept or spec is None else rfc3339(now + spec.idle),
             size if self._on_gpus(status) else 0,
             card.context_length if card is not None else 0,
         )
+
+    def _details(self, model: str, parent: str) -> ModelDetails:
+        catalog = self._catalog
+        return _details(model, catalog.registry.specs.get(model), catalog.known_card(model), parent)
 
     def _aliases(self, model: str) -> list[str]:
         spec = self._catalog.registry.specs.get(model)
@@ -197,19 +198,20 @@ class Shown:
         return any(hosts[name].host.devices > 0 for name in status.hosts if name in hosts)
 
 
-def _details(model: str, spec: ModelSpec | None, parent: str = "") -> ModelDetails:
-    last = model.rpartition("/")[2].lower()
-    family, size = _FAMILY.match(last), _SIZE.search(last)
+def _details(model: str, spec: ModelSpec | None, card: ModelCard | None, parent: str = "") -> ModelDetails:
+    """What nobody knows, as before the first load, is empty; nothing is read out of names but GGUF's quantization."""
     source = spec.source if spec is not None else model
     tag = source.rpartition("/")[2].partition(":")[2]
     gguf = bool(tag) or source.endswith(".gguf")
+    family, stored = (card.architecture, card.weights) if card is not None else ("", "")
+    asked = spec.settings.weight_dtype if spec is not None else None
     return ModelDetails(
         parent_model=parent,
         format="gguf" if gguf else "safetensors",
-        family=family[0] if family else "",
-        families=[family[0]] if family else [],
-        parameter_size=f"{size[1]}{size[2].upper()}" if size else "",
-        quantization_level=tag or (spec.settings.weight_dtype or "" if spec is not None else ""),
+        family=family,
+        families=[family] if family else [],
+        parameter_size="",
+        quantization_level=tag or (asked if asked and asked != "auto" else stored),
     )
 
 

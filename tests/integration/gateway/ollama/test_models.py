@@ -21,7 +21,7 @@ from shared.nats.bus import Bus
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card, until
 from tests.integration.gateway.models.test_adapters import Reader, reader  # noqa: F401  # a fixture
 
 HUB = "org/Tiny-1.5B-Chat"
@@ -69,6 +69,12 @@ async def test_models_are_listed_and_shown(
     assert (cold.size, cold.modified_at and cold.modified_at.timestamp()) == (123, 1_700_000_000)
     assert cold.details is not None
     assert (cold.details.format, cold.details.quantization_level) == ("gguf", "Q4_K_M")
+    assert (cold.details.family, cold.details.parameter_size) == ("", ""), "names are not asked"
+    await ring.add_model(stub_card(architecture="llama", weights="BF16"))
+    await until(lambda: gateway.service.work.catalog.card(MODEL).architecture == "llama")
+    details = (await client.show(MODEL)).details
+    assert details is not None
+    assert (details.family, details.families, details.quantization_level) == ("llama", ["llama"], "BF16")
     assert cold.digest == listed["warm:1b"].digest != listed[f"{MODEL}:latest"].digest
     shown = await client.show("warm:1b")
     assert shown.modelinfo is not None

@@ -262,6 +262,24 @@ def test_the_card_names_the_ends_of_a_sequence(
 
 
 @pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama", "torch_dtype": "bfloat16"}, ("llama", "BF16")),
+        ({"model_type": "gemma3", "text_config": {"dtype": "float16"}}, ("gemma3", "F16")),
+        ({"dtype": "float32", "quantization_config": {"quant_method": "gptq"}}, ("", "GPTQ")),
+        ({"dtype": "int3"}, ("", "")),
+    ],
+)
+def test_the_card_says_how_weights_are_stored(
+    tmp_path: Path, config: dict[str, object], said: tuple[str, str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    card, _ = read_card(tmp_path, "m", SPEC)
+    assert (card.architecture, card.weights) == said
+
+
+@pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "has no tokenizer.json, which gateways need"),
