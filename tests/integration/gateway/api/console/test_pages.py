@@ -13,6 +13,7 @@ from shared.messages import GenerationRequest, ServiceRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.gateway.api.console.test_accessibility import PARTS
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 
@@ -140,3 +141,17 @@ async def test_many_generations_make_no_long_answer(gateway: RunningGateway, rin
     assert len(state["generations"]) == MOST
     assert state["generations_total"] == MOST + 5
     assert {item["status"] for item in state["generations"]} == {"queued"}
+
+
+def test_every_control_of_the_console_is_named_in_a_test_with_a_browser() -> None:
+    """So that nobody adds one without a test; that it is clicked on, or typed into, is for the reader to see."""
+    page = (STATIC / "console.html").read_text()
+    controls = set(re.findall(r'<(?:button|input|select|textarea|a) id="([\w-]+)"', page))
+    scripts = "\n".join(path.read_text() for path in own_scripts())
+    actions = set(re.findall(r'"data-action": "(\w+)"|act\("\w+", .*, "(\w+)"\)|add\("(\w+)", ', scripts))
+    names = {name for found in actions for name in found if name}
+    assert {"edit", "continue", "save", "unload", "pin"} <= names
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    worked = set(re.findall(r"[\"'#=_]([\w-]+?)[\"'\]> ]", tests)) | {f"to-{part}" for part in PARTS}
+    worked |= {field.replace("_", "-") for field in re.findall(r"\b(\w+)=", tests)}  # of `write`
+    assert (controls | names) - worked == set()
