@@ -142,3 +142,13 @@ async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
         "import", "export-all", "model", "SUMMARY", "transcript", "copy", "edit", "copy", "regenerate", "prompt",
         "attach", "send", "SUMMARY",
     ]  # fmt: skip
+    await tab.run("document.querySelector('.skip').focus()")
+    await tab.press("Enter", 13, "\r")
+    await tab.until(f"{at}.id === 'prompt'")
+    assert await tab.run("document.querySelectorAll('#transcript > li').length") == 2, (
+        "it leads to no other chat"
+    )
+    await tab.click("#to-cluster")
+    await tab.run("document.querySelector('.skip').focus()")
+    await tab.press("Enter", 13, "\r")
+    await tab.until(f"{at}.id === 'prompt'")

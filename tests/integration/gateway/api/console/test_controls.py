@@ -19,8 +19,7 @@ FIRST = "#transcript > li:first-child"
 ANSWER = "#transcript > li:last-child"
 OTHER = "org/other-model"
 SHIFT = {"modifiers": 8}
-HALF = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
-"""A phone."""
+PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
 
 
 def of(field: str, what: str = "value") -> str:
@@ -274,7 +273,7 @@ async def test_every_page_is_reached_by_mouse_and_by_keyboard(tab: Tab) -> None:
 @pytest.fixture
 async def phone(browser: Browser, gateway: RunningGateway) -> AsyncIterator[Tab]:
     async with console(browser, f"{gateway.url}/") as opened:
-        await opened.call("Emulation.setDeviceMetricsOverride", **HALF)
+        await opened.call("Emulation.setDeviceMetricsOverride", **PHONE)
         await opened.until("innerWidth === 360")
         yield opened
 
@@ -334,3 +333,7 @@ async def test_the_chat_on_a_phone(phone: Tab, ring: FakeRing) -> None:
     await tab.until(f"{IDLE} && {body(ANSWER)} === 'Short'")
     assert asked(tab)[0]["temperature"] == 0.5
     assert await tab.run("document.documentElement.scrollWidth <= innerWidth")
+    await tab.click("#menu")
+    await tab.until("document.querySelector('main').inert")
+    await tab.call("Emulation.setDeviceMetricsOverride", **PHONE | {"width": 1200, "mobile": False})
+    await tab.until("!document.querySelector('main').inert")

@@ -60,6 +60,14 @@ const chat = new Chat();
 const models = new ModelsPage(showModels);
 $("menu").addEventListener("click", () => showSide(!document.body.classList.contains("side-open")));
 $("shade").addEventListener("click", () => showSide(false));
+matchMedia("(max-width: 48rem)").addEventListener("change", () => showSide(false)); // as in console.css
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // its address would lead to a new chat
+  if ($("chat").hidden) {
+    addEventListener("hashchange", () => $("prompt").focus(), { once: true });
+    location.hash = "#chat";
+  } else $("prompt").focus();
+});
 $("new").addEventListener("click", () => {
   showSide(false);
   if (location.hash === "#chat") chat.open("");
