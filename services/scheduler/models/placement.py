@@ -288,17 +288,19 @@ class ModelPlacer:
     # --- what is missing -------------------------------------------------------------------------
 
     def _is_unloaded(self, spec: ModelSpec) -> bool:
-        """Whether somebody has unloaded it, and no request has come since."""
+        """Whether somebody has unloaded it, and no request has come since, nor waits from before."""
         if spec.action != "unload" or self._done.get(spec.name) == spec.action_at:
             return False
-        return self._demand.get(spec.name, NO_DEMAND).last <= spec.action_at
+        demand = self._demand.get(spec.name, NO_DEMAND)
+        return demand.last <= spec.action_at and (spec.force or not demand.waiting)
 
     def _missing(self, spec: ModelSpec) -> Iterator[Want]:
         """The replicas that the model should have and has not, nor gets."""
         if self._is_unloaded(spec):
             return
         demand = self._demand.get(spec.name, NO_DEMAND)
-        if spec.action == "unload" or (self._wished(spec) and self._any_ready(spec.name)):
+        asked_again = spec.action == "unload" and demand.last > spec.action_at
+        if asked_again or (self._wished(spec) and self._any_ready(spec.name)):
             self._done[spec.name] = spec.action_at
         have = self._plans.staying(spec.name) + self._plans.coming(spec.name)
         for _ in range(spec.least - have):

@@ -250,6 +250,23 @@ def test_load_and_unload_by_name() -> None:
     assert cluster.serving("a")
 
 
+def test_an_unload_lets_what_waits_already_be_served_first() -> None:
+    cluster = one_host()
+    cluster.register(spec("a"))
+    cluster.ask("a")
+    cluster.step()
+    cluster.register(spec("a", action="unload", action_at=cluster.now))  # in the middle of the load
+    said = cluster.run(3)
+    assert said.placements["a"].hosts == ["h1"]
+    assert not said.placements["a"].cordoned
+    (group,) = cluster.groups("a")
+    assert not group.draining
+    cluster.run(30)
+    assert cluster.now > group.ready_at
+    assert not cluster.groups("a"), "it goes then"
+    assert [type(c.command) for c in cluster.commands] == [LoadModel, UnloadModel]
+
+
 def test_a_scheduler_that_takes_over_does_not_carry_out_again_what_was_done() -> None:
     cluster = one_host(a=20, b=20, c=20)
     cluster.register(spec("a", action="load", action_at=BEGIN), spec("b", least=1), spec("c"))
