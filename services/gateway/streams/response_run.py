@@ -100,11 +100,15 @@ class ResponseRun(NumberedRun):
     # --- inside ----------------------------------------------------------------------------------
 
     def _show(self, piece: Piece) -> None:
-        """More of a call that has begun, then the rest, then the end."""
+        self._events.begin()
+        if not self._events.silent:
+            self._show_piece(piece)
+        if self._output.finish:
+            self._events.finish(self._output.finish, self._usage())
+
+    def _show_piece(self, piece: Piece) -> None:
+        """More of a call that has begun, then the rest."""
         events = self._events
-        events.begin()
-        if events.silent:
-            return
         if piece.reasoning:
             events.reasoning_tokens = self._output.tokens
         for call in piece.calls:
@@ -116,8 +120,6 @@ class ResponseRun(NumberedRun):
             if call.id:
                 events.call(call.id, call.name, custom=call.custom)
                 events.arguments(call.arguments)
-        if self._output.finish:
-            events.finish(self._output.finish, self._usage())
 
     def _end_with(self, error: RyzansteinError) -> None:
         """Raises `error` when it is of this reading alone, and the response goes on without it."""

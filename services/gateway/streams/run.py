@@ -367,14 +367,13 @@ class Run:
             lengths[id(prompt)] = len(prompt)
             cached[id(prompt)] = max(cached.get(id(prompt), 0), generation.cached_tokens)
         tokens = sum([output.tokens for output in self._outputs])
-        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *self._predictions())
+        prediction = self.answer.generations[0].request.prediction
+        predicted = self._predictions(prediction) if prediction else ()
+        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *predicted)
 
-    def _predictions(self) -> tuple[int, int]:
+    def _predictions(self, prediction: Sequence[int]) -> tuple[int, int]:
         """Tokens of the prediction that came, and that did not, over all choices."""
         generations = self.answer.generations
-        prediction = generations[0].request.prediction
-        if not prediction:
-            return 0, 0
         if self._tallies is None:
             expected = Counter(prediction)
             self._tallies = [PredictionTally(expected) for _ in generations]

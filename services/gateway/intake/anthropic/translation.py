@@ -107,16 +107,21 @@ def chat_request(request: CountTokensRequest, reasoning: dict[str, Any]) -> Chat
         "model": request.model,
         "messages": messages,
         "continue_final_message": prefilled or None,
-        "tools": [_tool(tool) for tool in request.tools or ()] or None,
+        "tools": [_tool(tool) for tool in request.tools] if request.tools else None,
         "response_format": _format(output.format) if output and output.format else None,
         **(_choice(request.tool_choice) if request.tool_choice else {}),
         **reasoning,
     }
     if isinstance(request, MessagesRequest):
-        body |= {name: getattr(request, name) for name in ("stream", "temperature", "top_k", "top_p")}
-        body["max_completion_tokens"] = request.max_tokens
-        body["safety_identifier"] = request.metadata and request.metadata.user_id
-        body["stop"] = request.stop_sequences
+        body |= {
+            "stream": request.stream,
+            "temperature": request.temperature,
+            "top_k": request.top_k,
+            "top_p": request.top_p,
+            "max_completion_tokens": request.max_tokens,
+            "safety_identifier": request.metadata and request.metadata.user_id,
+            "stop": request.stop_sequences,
+        }
     return convert({name: value for name, value in body.items() if value is not None}, ChatCompletionRequest)
 
 
