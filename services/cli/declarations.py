@@ -82,7 +82,9 @@ def plan_apply(
             added.append(spec.name)
             continue
         kept = {name: getattr(known, name) for name in ("action", "action_at", "force", "created")}
-        entry = msgspec.structs.replace(spec, origin=origin, **kept)
+        gone = set(known.aliases).difference(spec.aliases)
+        defaults = {name: values for name, values in known.defaults.items() if name not in gone}
+        entry = msgspec.structs.replace(spec, origin=origin, defaults=defaults, **kept)
         if entry != known:
             writes.append(entry)
         (unchanged if known.declared() == spec.declared() else changed).append(spec.name)

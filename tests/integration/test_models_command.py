@@ -264,6 +264,23 @@ models:
 """
 
 
+async def test_a_file_leaves_what_it_does_not_declare(
+    command: Command, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Such as sampling defaults that Ollama's API has set, but for those of an alias that is gone."""
+    file = tmp_path / "models.yaml"
+    file.write_text(FILE.replace("least: 1", "aliases: [x, y]"))
+    await command.run("apply", "-f", str(file))
+    defaults = {"a": {"top_k": 7.0}, "x": {"top_k": 8.0}, "y": {"top_k": 9.0}}
+    spec = (await cluster.registry.items())["a"]
+    await cluster.registry.put("a", msgspec.structs.replace(spec, defaults=defaults))
+    assert await command.run("apply", "-f", str(file)) == "a: unchanged\nb: unchanged\n"
+    assert (await cluster.registry.items())["a"].defaults == defaults
+    file.write_text(FILE.replace("least: 1", "aliases: [x]"))
+    await command.run("apply", "-f", str(file))
+    assert (await cluster.registry.items())["a"].defaults == {"a": defaults["a"], "x": defaults["x"]}
+
+
 async def test_a_file_is_applied_as_a_whole(command: Command, cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text(FILE)

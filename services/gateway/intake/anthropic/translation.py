@@ -113,21 +113,16 @@ def chat_request(request: CountTokensRequest, reasoning: dict[str, Any]) -> Chat
         **reasoning,
     }
     if isinstance(request, MessagesRequest):
-        body |= {
-            "stream": request.stream,
-            "temperature": request.temperature,
-            "top_k": request.top_k,
-            "top_p": request.top_p,
-            "max_completion_tokens": request.max_tokens,
-            "safety_identifier": request.metadata and request.metadata.user_id,
-            "stop": request.stop_sequences,
-        }
+        for name in ("stream", "temperature", "top_k", "top_p"):
+            body[name] = getattr(request, name)
+        body["max_completion_tokens"] = request.max_tokens
+        body["safety_identifier"] = request.metadata and request.metadata.user_id
+        body["stop"] = request.stop_sequences
     return convert({name: value for name, value in body.items() if value is not None}, ChatCompletionRequest)
 
 
 def _format(form: JsonFormat) -> dict[str, Any]:
-    schema = {"name": "output", "schema": form.schema, "strict": True}
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema, "strict": True}}
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:
