@@ -22,9 +22,10 @@ STUCK = """
 import ctypes, pathlib, sys, threading
 from services.executor.worker.diagnostics import install_stacks
 file = install_stacks(pathlib.Path(sys.argv[1]))
+sleep = ctypes.PyDLL(None).sleep  # which keeps the interpreter's lock
 def held_up():
     print("ready", flush=True)
-    ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock
+    sleep(600)
 threading.Thread(target=held_up).start()
 threading.Event().wait()
 """

@@ -19,7 +19,8 @@ export class Chart {
   /** `format(value)`: a figure as people read it; `most`: the top of the axis, where it is fixed. */
   constructor(place, title, format, most = 0) {
     Object.assign(this, { format, most, title });
-    this.picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+    const named = { role: "img", "aria-label": `${title}: no figures yet` };
+    this.picture = drawn("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", ...named });
     this.top = element("span", { className: "top" });
     this.value = element("strong", {});
     this.legend = element("ul", { className: "legend" });
