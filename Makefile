@@ -19,8 +19,8 @@ SELECTED ?= not chaos and not slow
 # measured.
 COVERED ?=
 # How many failed tests are run once again by themselves, for a loaded machine can be too slow for a test beside others:
-# what then passes is named, and is a fault to mend. More failures than that fail at once. Empty: none.
-AGAIN ?=
+# what then passes is named as flaky, and is a fault to mend. More failures than that fail at once. Empty: none.
+RERUN_FAILED ?=
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
@@ -71,7 +71,7 @@ test-slow: test-only ## The slow tests alone, in about 10: the real model, varia
 .PHONY: test-all
 test-all: SELECTED := not chaos
 test-all: COVERED := 97
-test-all: AGAIN := 3
+test-all: RERUN_FAILED := 3
 test-all: lint test-only ## Lint and all tests, with the coverage of both, in about 25 minutes: what CI runs
 
 # Hundreds of processes are started: one that keeps no bytecode compiles the project anew.
@@ -79,10 +79,10 @@ test-all: lint test-only ## Lint and all tests, with the coverage of both, in ab
 test-only: export PYTHONDONTWRITEBYTECODE :=
 test-only: $(INSTALLED) ## make test without lint (make test-only ARGS="tests/unit -x"; COVERED=0 prints the coverage)
 	@$(if $(COVERED),$(BIN)/coverage erase)
-	@$(if $(AGAIN),rm -f $(FAILED))
+	@$(if $(RERUN_FAILED),rm -f $(FAILED))
 	@$(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "$(SELECTED)" $(ARGS) \
-	  || { status=$$?; [ $$status = 1 ] && [ "$$(grep -c '::' $(FAILED))" -le "$(or $(AGAIN),0)" ] || exit $$status; \
-	    echo "UNSTEADY unless they fail again, now by themselves:"; grep '::' $(FAILED); \
+	  || { status=$$?; [ $$status = 1 ] && [ "$$(grep -c '::' $(FAILED))" -le "$(or $(RERUN_FAILED),0)" ] || exit $$status; \
+	    echo "FLAKY unless they fail again, now by themselves:"; grep '::' $(FAILED); \
 	    $(PYTEST) --last-failed -m "$(SELECTED)" $(ARGS); }
 	@$(if $(COVERED),$(BIN)/coverage combine --quiet)
 	@$(if $(COVERED),$(BIN)/coverage report --fail-under=$(COVERED))

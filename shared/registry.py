@@ -316,7 +316,7 @@ def read_partly(
         else:
             _convert(key, _seconds(value) if key == "idle" else value, _TYPES[key], values, found)
     if "pinned" in values:
-        values["kept"] = False  # from now on the pin is theirs who have declared it
+        values["pinned_by_request"] = False  # from now on the pin is theirs who have declared it
     if base is not None:
         return msgspec.structs.replace(base, **values), found
     if "name" not in fields:

@@ -80,7 +80,7 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     defaults: dict[str, dict[str, float]] = {}
     """Sampling defaults, named as in a model's generation_config.json, by the name that a client gives: an alias, the
     model's own, or that of an adapter of it."""
-    kept: bool = False
+    pinned_by_request: bool = False
     """Whether it is pinned by a request's `keep_alive`, which a later one takes back; a pin by hand or of a file
     stays."""
 

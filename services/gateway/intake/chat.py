@@ -50,7 +50,7 @@ class NamesModel(Protocol):
 
 
 class Chat(Protocol):
-    """The way of a chat completion, for APIs whose requests become one."""
+    """Serves chat completions, for APIs whose requests are translated into one."""
 
     async def chat_run(
         self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None

@@ -187,7 +187,7 @@ class DemandTracker:
         return asked
 
 
-class Expectation:
+class ConcurrencyEstimator:
     """How many requests each model will have at a time, waiting or running.
 
         requests that ended = those that came - those that are there     (averaged over `SERVICE_TIME`)
@@ -200,7 +200,7 @@ class Expectation:
     def __init__(self) -> None:
         self._flows: dict[str, _Flow] = {}
 
-    def expect(self, model: str, inside: int, demand: Demand, now: float) -> float:
+    def estimate(self, model: str, inside: int, demand: Demand, now: float) -> float:
         """Requests at a time; `inside`: those that groups have. All that there are, before any has ended."""
         flow = self._flows.get(model)
         if flow is None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from services.scheduler.models.cluster import ClusterView, Host, Replica
-from services.scheduler.models.demand import NO_DEMAND, Demand, Expectation
+from services.scheduler.models.demand import NO_DEMAND, ConcurrencyEstimator, Demand
 from services.scheduler.models.failures import Failures
 from services.scheduler.models.plans import Plan, Plans, Reason
 from services.scheduler.models.refusals import Refused, why_not
@@ -96,7 +96,7 @@ class ModelPlacer:
         self.cluster = cluster
         self.failures = Failures()
         self._plans = Plans(cluster)
-        self._expectation = Expectation()
+        self._concurrency = ConcurrencyEstimator()
         self._refused: dict[str, Refused] = {}
         """Why models are not placed that are wanted, or were when they were last asked for."""
         self._done: dict[str, float] = {}
@@ -227,7 +227,7 @@ class ModelPlacer:
         return host.free + host.promised.get(plan.group, 0) >= plan.size
 
     def _forget(self) -> None:
-        self._expectation.keep(self._specs)
+        self._concurrency.keep(self._specs)
         for known in (self._refused, self._done, self._again, self._settled, self._idle_from):
             for name in [name for name in known if name not in self._specs]:
                 del known[name]
@@ -323,7 +323,7 @@ class ModelPlacer:
         """Replicas that would have a quarter of their places free once one more is loaded."""
         slots = self.cluster.replicas(model).slots or UNKNOWN_SLOTS
         inside = self._plans.inside(model)
-        expected = self._expectation.expect(model, inside, demand, self._now)
+        expected = self._concurrency.estimate(model, inside, demand, self._now)
         return math.ceil((expected if demand.waiting else inside) / (TARGET_SHARE * slots))
 
     def _wished(self, spec: ModelSpec) -> bool:

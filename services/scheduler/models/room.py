@@ -22,7 +22,7 @@ COMPARED = 32
 SPARE_SHARE = 0.6
 """Share of the places of a model's other replicas that may be taken once a spare one has gone."""
 
-Goers = Literal["idle", "spare", "any"]
+Evictable = Literal["idle", "spare", "any"]
 """Which groups may make room: those without work, also those that the others of their model can do without, all."""
 
 
@@ -123,17 +123,17 @@ class RoomSearch:
         self._worth = worth
         self._demand = demand
         self._turn = turn
-        self._offers: dict[tuple[str, Goers], _Offers] = {}
+        self._offers: dict[tuple[str, Evictable], _Offers] = {}
         self.compared = 0
         """Hosts whose groups were compared so far, in all searches: what makes a pass long."""
 
-    def find(self, model: str, now: float, goers: Goers) -> Room | None:
+    def find(self, model: str, now: float, evictable: Evictable) -> Room | None:
         """The host that loses least; one without a replica of the model, where there is any."""
         homes = {replica.host for replica in self._cluster.of(model)}
         homes.update(plan.host for plan in self._plans.of(model))
-        offers = self._offers.get((model, goers))
+        offers = self._offers.get((model, evictable))
         if offers is None:
-            offers = self._offers[model, goers] = self._look(model, homes, now, goers)
+            offers = self._offers[model, evictable] = self._look(model, homes, now, evictable)
         best = offers.best(homes, self._cluster.free)
         room = None if best is None else Room(best.host, (), best.cost)
         key = (True, math.inf, 0.0) if best is None else best[:3]
@@ -141,12 +141,12 @@ class RoomSearch:
             found = known.again(homes)
             if found[:2] >= key[:2] or not offers.takes(found.host):
                 continue
-            made = self._with_victims(found, model, goers)
+            made = self._with_victims(found, model, evictable)
             if made is not None and (found.home, made.cost, found.share) < key:
                 room, key = made, (found.home, made.cost, found.share)
         return room
 
-    def _look(self, model: str, homes: Collection[str], now: float, goers: Goers) -> _Offers:
+    def _look(self, model: str, homes: Collection[str], now: float, evictable: Evictable) -> _Offers:
         cluster = self._cluster
         knowing = cluster.knowing(model)
         weight = max(1, self._demand.get(model, NO_DEMAND).waiting)
@@ -156,21 +156,21 @@ class RoomSearch:
             if host.takes:
                 size = cluster.size(model, host)
                 cost = weight * cluster.load_seconds(model, host)
-                self._sort(offers, host, size, cost, homes, goers)
+                self._sort(offers, host, size, cost, homes, evictable)
         heapq.heapify(offers.fitting)
         for host in cluster.free:
             if host.free < offers.size and host.number not in knowing:
-                self._sort(offers, host, offers.size, offers.cost, homes, goers)
+                self._sort(offers, host, offers.size, offers.cost, homes, evictable)
         return offers
 
     @staticmethod
     def _sort(
-        offers: _Offers, host: Host, size: int, cost: float, homes: Collection[str], goers: Goers
+        offers: _Offers, host: Host, size: int, cost: float, homes: Collection[str], evictable: Evictable
     ) -> None:
         """Notes a host as one with room, as one that could make room, or not at all."""
         if host.free >= size:
             chosen = offers.fitting
-        elif (goers != "idle" and host.memory >= size) or host.free + host.idle >= size:
+        elif (evictable != "idle" and host.memory >= size) or host.free + host.idle >= size:
             chosen = offers.full
         else:
             return
@@ -185,10 +185,10 @@ class RoomSearch:
         begin = self._turn * half % len(full)
         return heapq.nsmallest(half, full) + (full + full)[begin : begin + half]
 
-    def _with_victims(self, found: _Found, model: str, goers: Goers) -> Room | None:
+    def _with_victims(self, found: _Found, model: str, evictable: Evictable) -> Room | None:
         self.compared += 1
         host, lacking = found.host, found.size - found.host.free
-        candidates = list(self._candidates(host, model, goers))
+        candidates = list(self._candidates(host, model, evictable))
         if sum(replica.memory for replica in candidates) < lacking:
             return None
         spare = {replica.model: self._plans.staying(replica.model) > 1 for replica in candidates}
@@ -197,7 +197,7 @@ class RoomSearch:
         )
         return None if chosen is None else Room(host, chosen[0], found.cost + chosen[1], chosen[1])
 
-    def _candidates(self, host: Host, model: str, goers: Goers) -> Iterator[Replica]:
+    def _candidates(self, host: Host, model: str, evictable: Evictable) -> Iterator[Replica]:
         """Groups on the host that may make room."""
         chosen: Counter[str] = Counter()
         for replica in sorted(host.replicas.values(), key=lambda replica: replica.idle_since):
@@ -207,14 +207,14 @@ class RoomSearch:
             staying = self._plans.staying(name) - chosen[name]
             if staying <= self._worth.least(name) or self._worth.stays(replica, host, model):
                 continue
-            if goers == "any" or self._may_go(replica, staying, goers):
+            if evictable == "any" or self._may_go(replica, staying, evictable):
                 chosen[name] += 1
                 yield replica
 
-    def _may_go(self, replica: Replica, staying: int, goers: Goers) -> bool:
+    def _may_go(self, replica: Replica, staying: int, evictable: Evictable) -> bool:
         """Whether nobody waits longer because it goes; `staying`: replicas of its model, it among them."""
         name = replica.model
         if replica.idle:
             return staying > 1 or not self._worth.waits(name)
         places = self._cluster.replicas(name).slots * (staying - 1)
-        return goers == "spare" and staying > 1 and self._plans.inside(name) <= SPARE_SHARE * places
+        return evictable == "spare" and staying > 1 and self._plans.inside(name) <= SPARE_SHARE * places

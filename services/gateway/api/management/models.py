@@ -166,14 +166,14 @@ class Management:
             if seconds < 0 and not known.pinned:
                 # An earlier unload, after which requests have loaded it again, is not repeated.
                 action = "" if known.action == "unload" else known.action
-                spec = msgspec.structs.replace(known, pinned=True, kept=True, action=action)
+                spec = msgspec.structs.replace(known, pinned=True, pinned_by_request=True, action=action)
                 self._check_pins(spec, known)
                 return spec
             if seconds < 0:
                 return known
             idle = min(seconds, MAX_IDLE) or known.idle
             return msgspec.structs.replace(
-                known, pinned=known.pinned and not known.kept, kept=False, idle=idle
+                known, pinned=known.pinned and not known.pinned_by_request, pinned_by_request=False, idle=idle
             )
 
         known = self._spec(model)

@@ -62,7 +62,7 @@ async def _kept(ask: Ask, name: str, seconds: float) -> bool:
     model = ask.parts.catalog.resolve(name).model
     spec = ask.parts.catalog.registry.specs.get(model)
     may = ask.settings.manage_models and ask.principal.manages_models
-    if not may or spec is None or (spec.pinned and not spec.kept and seconds >= 0):
+    if not may or spec is None or (spec.pinned and not spec.pinned_by_request and seconds >= 0):
         tell_ignored(["keep_alive"], ask.answer_headers, strict=ask.settings.strict_fields)
         return False
     await ask.parts.management.keep(model, seconds)

@@ -1,6 +1,13 @@
 """What is asked of each model: counted once, forgotten when its reporter is silent, bounded."""
 
-from services.scheduler.models.demand import CLEARED, KEPT, MAX_REPORTERS, Demand, DemandTracker, Expectation
+from services.scheduler.models.demand import (
+    CLEARED,
+    KEPT,
+    MAX_REPORTERS,
+    ConcurrencyEstimator,
+    Demand,
+    DemandTracker,
+)
 from services.scheduler.models.lease import LeaseWatch
 from shared.messages import ModelDemand, SchedulerDemand, WaitingModel
 from shared.messages.registry import MAX_MODELS
@@ -68,7 +75,7 @@ class Flow:
     """Requests of one model that take `seconds` each, in a second of which `rate` come and all have places."""
 
     def __init__(self, seconds: int) -> None:
-        self.expectation = Expectation()
+        self.estimator = ConcurrencyEstimator()
         self.seconds = seconds
         self.now = self.arrived = self.waiting = 0
         self.came: list[int] = []
@@ -80,7 +87,7 @@ class Flow:
         self.waiting += 0 if places else rate
         inside = sum(self.came[-self.seconds :])
         demand = Demand(self.waiting, arrived=self.arrived, latest=float(rate))
-        return self.expectation.expect("m", inside, demand, float(self.now))
+        return self.estimator.estimate("m", inside, demand, float(self.now))
 
 
 def test_what_is_there_is_expected_until_requests_have_ended() -> None:
@@ -101,9 +108,9 @@ def test_a_jump_is_expected_to_need_what_the_requests_take_each() -> None:
     assert waited < jumped + 6000 * 25 / CLEARED, "nor as many replicas as would serve the backlog at once"
 
 
-def test_expectations_of_models_of_no_registry_are_forgotten() -> None:
+def test_estimates_of_models_of_no_registry_are_forgotten() -> None:
     flow = Flow(5)
     for _ in range(100):
         flow.pass_second(10)
-    flow.expectation.keep({"other"})
+    flow.estimator.keep({"other"})
     assert flow.pass_second(100, places=False) == 50 - 10 + 100
