@@ -129,6 +129,11 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who has declared it, as of a model."""
     wanted: WantedAdapter | None = None
     """What the name is to stand for next: the scheduler that decides has a host read it."""
+    tenant: str | None = None
+    """Whose it is, alone: of a fine-tuning job. None: everybody's. An empty one is the tenant of requests without a
+    key."""
+    job: str = ""
+    """The fine-tuning job that has made it."""
 
 
 HostModelState = Literal["downloading", "loading", "sleeping", "failed", "stored"]
@@ -153,6 +158,19 @@ class HostModel(msgspec.Struct, frozen=True, omit_defaults=True):
     """Unix seconds."""
 
 
+class HostTraining(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a host says of a job that it trains, in its heartbeats."""
+
+    job: str
+    tenant: str
+    attempt: int
+    state: Literal["loading", "training", "yielding", "ending"]
+    """`yielding`: interactive requests have the host's processors."""
+    step: int = 0
+    memory: int = 0
+    """Bytes that it was promised."""
+
+
 class HostBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an executor says of itself as a host."""
 
@@ -165,6 +183,10 @@ class HostBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     models: list[HostModel] = []
     takes_models: bool = False
     """Whether it loads and unloads models when it is told to."""
+    trains: int = 0
+    """Fine-tuning jobs that it takes at a time; 0: none."""
+    trainings: list[HostTraining] = []
+    """Those that it has."""
 
 
 class HostRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -221,7 +243,25 @@ class PullAdapter(msgspec.Struct, frozen=True, tag="pull_adapter", omit_defaults
     """Of a hub name."""
 
 
-HostCommand = LoadModel | UnloadModel | PullModel | RemoveModel | PullAdapter
+class StartTraining(msgspec.Struct, frozen=True, tag="start_training", omit_defaults=True):
+    """Train a job of the KV bucket `training_jobs`, from its last state on. What is under way is no error; the answer
+    does not wait for it."""
+
+    job: str
+    tenant: str
+    attempt: int
+
+
+class StopTraining(msgspec.Struct, frozen=True, tag="stop_training", omit_defaults=True):
+    """End a job's training here: another host has it, or nobody wants it any more. Unknown ones are no error."""
+
+    job: str
+    tenant: str
+    attempt: int
+    """Later attempts are not meant."""
+
+
+HostCommand = LoadModel | UnloadModel | PullModel | RemoveModel | PullAdapter | StartTraining | StopTraining
 
 
 class HostReply(msgspec.Struct, frozen=True, omit_defaults=True):

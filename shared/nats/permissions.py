@@ -30,6 +30,8 @@ _OF_TENANTS = (
     subjects.FILES_BUCKET,
     subjects.RECORDS_BUCKET,
     subjects.RESPONSES_BUCKET,
+    subjects.TRAINING_BUCKET,
+    subjects.TRAINING_EVENTS_BUCKET,
 )
 """Buckets of which each tenant has a quota."""
 
@@ -216,6 +218,9 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),
             *_own_objects(subjects.FILES_STORE),
+            *_own_bucket(subjects.TRAINING_BUCKET),
+            *_own_bucket(subjects.TRAINING_EVENTS_BUCKET),
+            *_own_objects(subjects.TRAINING_STORE),
             *(right for bucket in _OF_TENANTS for right in _clear(bucket)),
             subjects.ALL_BATCH_RESULTS,
             _create(subjects.BATCHES_STREAM),
@@ -249,6 +254,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.LEASES_BUCKET),  # of them one decides which host loads what
             *_own_bucket(subjects.PLACEMENTS_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),  # what has become of those that are declared
+            *_own_bucket(subjects.TRAINING_BUCKET),  # which host trains
+            *_own_bucket(subjects.TRAINING_EVENTS_BUCKET),
             subjects.SCHEDULER_DEMAND,
         ),
         (subjects.CANCEL, subjects.HEALTH_EVENTS, subjects.MODEL_DEMAND, subjects.SCHEDULER_DEMAND),
@@ -272,6 +279,9 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.ADAPTERS_BUCKET),
             *_bucket(subjects.REGISTRY_BUCKET),  # whose models' files stay
             *_own_objects(subjects.ADAPTERS_STORE),
+            *_own_bucket(subjects.TRAINING_BUCKET),  # of jobs that it trains
+            *_own_bucket(subjects.TRAINING_EVENTS_BUCKET),
+            *_own_objects(subjects.TRAINING_STORE),
             *_own_keys(subjects.SESSIONS_BUCKET),  # a ring that leaves pins them to who has their blocks
             _ALL_HANDOVER,
             *_answers("scheduler", "gateway", "operator", "executor"),

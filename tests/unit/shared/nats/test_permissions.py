@@ -29,6 +29,8 @@ OWNERS: dict[str, set[User]] = {
     subjects.HOSTS_BUCKET: {"health-monitor"},
     subjects.LEASES_BUCKET: {"scheduler"},
     subjects.PLACEMENTS_BUCKET: {"scheduler"},
+    subjects.TRAINING_BUCKET: {"gateway", "scheduler", "executor"},
+    subjects.TRAINING_EVENTS_BUCKET: {"gateway", "scheduler", "executor"},
 }
 token = st.text("ab", min_size=1, max_size=2)
 subject = st.lists(token, min_size=1, max_size=4).map(".".join)

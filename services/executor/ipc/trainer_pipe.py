@@ -1,0 +1,104 @@
+"""The pipe between a trainer and the executor that has started it: what either says, one JSON line each.
+
+supervisor ──standard input──▶ trainer   its specification, then `pause`; the end of the file ends it
+trainer ──────events─────────▶ supervisor
+
+The trainer knows no broker: files come and go in a directory that the supervisor has made.
+"""
+
+import msgspec
+
+from shared.messages.training import TrainingJob, TrainingMetrics
+
+EXAMPLES = "examples.msgpack"
+"""In the directory: `TrainingData`."""
+STATE = "state.safetensors"
+"""What an earlier attempt has written; not there: it begins anew."""
+PAUSE = b"pause\n"
+"""Write a state after the step that is under way, and end."""
+
+
+class TrainerSpec(msgspec.Struct, frozen=True):
+    """What a trainer is told at its start, as one JSON line on its standard input."""
+
+    job: TrainingJob
+    """Its hyperparameters are chosen, none of them is `auto`."""
+    directory: str
+    """For its files."""
+    model_directory: str
+    settings: dict[str, object]
+    """Of the executor, for its base (`ExecutorSettings`)."""
+    threads: int
+    """Of its computing: the same for all attempts, or sums would be others."""
+    activity: str = ""
+    """File of the page that says whether interactive requests run on this host (`HostActivity`); empty: never."""
+    replica: int = 0
+    secret: str = ""
+    """What replicas show to be taken for one."""
+    store: str = ""
+    """`host:port` where replicas meet."""
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The base is there, and the state read."""
+
+    step: int
+    """Done already."""
+    steps: int
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    metrics: TrainingMetrics
+
+
+class Yielding(msgspec.Struct, frozen=True, tag="yielding"):
+    """Whether it waits for interactive requests to end."""
+
+    waits: bool
+
+
+class StateWritten(msgspec.Struct, frozen=True, tag="state"):
+    """A file in the directory, which is the supervisor's now."""
+
+    step: int
+    file: str
+    bytes: int
+    digest: str
+
+
+class AdapterWritten(msgspec.Struct, frozen=True, tag="adapter"):
+    """A directory as peft writes it, below the directory, which is the supervisor's now."""
+
+    step: int
+    directory: str
+    digest: str
+    """As `AdapterRecord` has it."""
+    rank: int
+    bytes: int
+    metrics: TrainingMetrics
+    is_result: bool
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """All steps are done, and their adapter written before."""
+
+    metrics: str
+    """File in the directory: CSV of all steps, those of earlier attempts too."""
+    trained_tokens: int
+
+
+class Paused(msgspec.Struct, frozen=True, tag="paused"):
+    """As it was told; its state is written."""
+
+    step: int
+
+
+class TrainerFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Why it ends. `code` is one of `shared.errors`; what would fail anywhere is not retryable."""
+
+    code: str
+    message: str
+    step: int = 0
+
+
+TrainerEvent = Loaded | Stepped | Yielding | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed

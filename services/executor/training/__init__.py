@@ -1,0 +1,1 @@
+"""Fine-tuning: a process that trains LoRA factors over frozen, packed weights."""

@@ -1,0 +1,249 @@
+"""Fine-tuning jobs: what the services keep of them in NATS, and what hosts are told.
+
+gateway ──creates, checks the files──▶ KV `training_jobs` ◀──host, attempt── the scheduler that decides
+                                          ▲     └── StartTraining, StopTraining ──▶ hosts.<instance>.control
+    host ── progress, checkpoints, result ┘         examples, checkpoints ◀──▶ object store `training`
+
+Every change of a job is a compare-and-set. A host writes only while the job is its own: `host` and `attempt` are those
+that it was told. As in `shared.messages`: fields are only ever added, at the end and with a default.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from shared.messages.registry import ModelSpec
+
+TrainingStatus = Literal[
+    "validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"
+]
+TRAINING_OVER: tuple[TrainingStatus, ...] = ("succeeded", "failed", "cancelled")
+"""States that a job does not leave."""
+TrainingMethod = Literal["supervised", "dpo"]
+Schedule = Literal["cosine", "linear", "constant"]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit"]
+
+MAX_EVENT_MESSAGE = 1000
+"""Characters of an event."""
+
+
+class Hyperparameters(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a job trains. What is 0 or empty is `auto`, and is chosen when the examples are known."""
+
+    epochs: int = 0
+    batch_size: int = 0
+    """Examples (of DPO: pairs) of one optimizer step, on all hosts together."""
+    learning_rate_multiplier: float = 0.0
+    """Of the learning rate that the method has for LoRA: 2e-4 supervised, 5e-6 DPO."""
+    beta: float = 0.0
+    """Of DPO: how far the model may go from its base."""
+    rank: int = 16
+    alpha: float = 0.0
+    """0: twice the rank. The adapter adds alpha / rank times its product."""
+    dropout: float = 0.0
+    """Of the inputs of LoRA's factors."""
+    targets: list[str] = []
+    """Last parts of the linears' names (`q_proj`); empty: all linears but the output layer."""
+    max_tokens: int = 0
+    """Of an example; 0: the model's context."""
+    truncate: bool = False
+    """Whether longer examples are cut at their end; else they are a fault of the file."""
+    schedule: Schedule = "cosine"
+    warmup_ratio: float = 0.03
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    optimizer: Optimizer = "adamw"
+    replicas: int = 1
+    """Hosts that train it side by side, each a part of every step's examples; fixed, so that the result is."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's product is multiplied by."""
+        return (self.alpha or 2.0 * self.rank) / self.rank
+
+
+class TrainingError(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a job has failed, as OpenAI shows it. `code` is one of `shared.errors`, or of the checks of a file."""
+
+    code: str
+    message: str
+    param: str = ""
+
+
+class TokenizedData(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a job's examples lie, as `TrainingData` in MessagePack."""
+
+    object_name: str
+    """In the object store `training`."""
+    examples: int
+    """Of DPO: pairs."""
+    tokens: int
+    """Of all examples together."""
+    trained: int
+    """Of these the ones that a loss is taken of."""
+    longest: int
+    validation_examples: int = 0
+    validation_tokens: int = 0
+
+
+class Examples(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokenized examples, end to end; of DPO the preferred text of pair i is example 2i, the other one 2i + 1.
+
+    A token with the weight 0 is context: no loss is taken of predicting it."""
+
+    tokens: bytes = b""
+    """int32, little-endian."""
+    weights: bytes = b""
+    """One byte a token, 0 or 1."""
+    lengths: bytes = b""
+    """uint32, little-endian: tokens of each example, never 0."""
+
+
+class TrainingData(msgspec.Struct, frozen=True):
+    """What a job learns from."""
+
+    training: Examples
+    validation: Examples = Examples()
+
+
+class TrainingState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a job goes on from after a host's death: it counts once the job's record names it."""
+
+    step: int
+    """Optimizer steps that it holds."""
+    object_name: str
+    """In the object store `training`: a safetensors file."""
+    bytes: int
+    digest: str
+    """BLAKE2b of the file, 32 bytes in hexadecimal."""
+
+
+class TrainingMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of one optimizer step, or of the examples for validation after it. Means are over tokens with a weight; of DPO
+    over pairs."""
+
+    step: int
+    train_loss: float = 0.0
+    train_accuracy: float = 0.0
+    """Share of tokens that the model finds likeliest; of DPO share of pairs that it orders right."""
+    learning_rate: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    tokens: int = 0
+    """Trained on so far, context included."""
+    seconds: float = 0.0
+    """That the step took, pauses excluded."""
+    valid_loss: float | None = None
+    valid_accuracy: float | None = None
+    margin: float | None = None
+    """Of DPO: by how much the reward of the preferred text is larger."""
+    valid_margin: float | None = None
+
+
+class TrainedAdapter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An adapter that a job has made: at the end of an epoch, or its result. Its files lie in the object store
+    `adapters` under the digest."""
+
+    step: int
+    digest: str
+    rank: int
+    bytes: int
+    created: int
+    """Unix seconds."""
+    metrics: TrainingMetrics
+    name: str = ""
+    """Under which it is registered; empty: not yet."""
+
+
+class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job in the KV bucket `training_jobs`. Times are unix seconds, 0: not yet."""
+
+    id: str
+    tenant: str
+    model: str
+    """Name of its base, as the catalog resolves it."""
+    method: TrainingMethod
+    training_file: str
+    training_object: str
+    """In the object store `files`."""
+    created_at: float
+    seed: int
+    hyperparameters: Hyperparameters = Hyperparameters()
+    validation_file: str = ""
+    validation_object: str = ""
+    suffix: str = ""
+    metadata: dict[str, str] | None = None
+    status: TrainingStatus = "validating_files"
+    wanted: Literal["run", "pause", "cancel"] = "run"
+    """What its tenant wants of it: who trains it obeys, and writes the status that comes of it."""
+    key: str = ""
+    """Of the API, under which it was made."""
+    fingerprint: str = ""
+    """Of the request, under an idempotency key."""
+    traceparent: str = ""
+    owner: str = ""
+    """The gateway that checks its files, or publishes its result, and renews `beat` meanwhile; empty: whoever comes
+    first."""
+    beat: int = 0
+    base: ModelSpec | None = None
+    """What a host needs to find the base's files, from the moment that it is queued; without a `source` the base is
+    the model that the host was started with."""
+    data: TokenizedData | None = None
+    host: str = ""
+    """The executor that trains it; empty: it waits for one."""
+    attempt: int = 0
+    """Grows each time that a host is told to train it: what an earlier one still does is void."""
+    helpers: list[str] = []
+    """Further executors, where it has more than one replica."""
+    waiting_for: str = ""
+    """Why no host has it: one sentence."""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    steps: int = 0
+    """In all; 0: not known yet."""
+    metrics: TrainingMetrics | None = None
+    """Of the last step that was told, at most every other second."""
+    expected_at: float = 0.0
+    """When it is expected to end."""
+    state: TrainingState | None = None
+    adapters: list[TrainedAdapter] = []
+    """Of the ends of its epochs, the last ones."""
+    result: TrainedAdapter | None = None
+    """Set by the host when the last step is done: what is left is to publish it."""
+    metrics_object: str = ""
+    """In the object store `training`: CSV of its steps."""
+    result_files: list[str] = []
+    fine_tuned_model: str = ""
+    trained_tokens: int = 0
+    error: TrainingError | None = None
+    clean: bool = False
+    """Whether what it kept for training (examples, states) is gone again."""
+
+
+class TrainingEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a job, in the KV bucket `training_events`. Its key orders it, and what is said again after a death is the same
+    entry: see `event_name`."""
+
+    job: str
+    step: int
+    kind: str
+    """What happened, in snake_case: `job_queued`, `step`, `checkpoint`, ..."""
+    level: Literal["info", "warn", "error"]
+    message: str
+    created: float
+    """Unix seconds."""
+    metrics: TrainingMetrics | None = None
+    """Of events of the type `metrics`; others are of the type `message`."""
+    data: dict[str, Any] = {}
+
+
+def event_name(job: str, step: int, kind: str, attempt: int = 0) -> str:
+    """Its name within the tenant: `<job>-<step>-<attempt>-<kind>`, which sorts as it happened. `attempt`: 0 for what is
+    true once, such as a step."""
+    return f"{job}-{step:09d}-{attempt:04d}-{kind}"
+
+
+def steps_of(hyperparameters: Hyperparameters, examples: int) -> int:
+    """Optimizer steps of a job whose `epochs` and `batch_size` are chosen; the last one of an epoch may be smaller."""
+    return hyperparameters.epochs * -(-examples // hyperparameters.batch_size)
