@@ -217,6 +217,8 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     fine_tuned_model: str = ""
     trained_tokens: int = 0
     error: TrainingError | None = None
+    threads: int = 0
+    """That compute it, as its first host has chosen: with others the sums would be others. 0: it never ran."""
     clean: bool = False
     """Whether what it kept for training (examples, states) is gone again."""
 
