@@ -252,6 +252,28 @@ TENANT_BATCHES = Limit(
 KNOWN_BATCHES = Limit(
     "known_batches", 10_000, "entries", "known batches; the oldest that have ended are forgotten", "tenant"
 )
+TENANT_TRAINING_JOBS = Limit(
+    "tenant_training_jobs",
+    16,
+    "entries",
+    "fine-tuning jobs that are not over",
+    "tenant",
+    "RYZANSTEIN_TENANT_TRAINING_JOBS",
+)
+KNOWN_TRAINING_JOBS = Limit(
+    "known_training_jobs",
+    1000,
+    "entries",
+    "known fine-tuning jobs; the oldest that have ended are forgotten, their models stay",
+    "tenant",
+)
+TRAINING_EVENTS = Limit(
+    "training_events",
+    10_000,
+    "entries",
+    "steps of a fine-tuning job that have an event; the newest are kept",
+    "tenant",
+)
 TENANT_RESPONSE_BYTES = Limit(
     "tenant_response_bytes",
     64 << 20,

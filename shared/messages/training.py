@@ -224,8 +224,8 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrainingEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a job, in the KV bucket `training_events`. Its key orders it, and what is said again after a death is the same
-    entry: see `event_name`."""
+    """Of a job, in the KV bucket `training_events` (`shared.nats.training`). What is said again after a death is the
+    same entry: see `event_name`."""
 
     job: str
     step: int

@@ -262,8 +262,10 @@ class Bucket(Generic[T]):
             async for update in updates:
                 yield None if update is None else update[:2]
 
-    async def watch_revisions(self) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
-        """As `watch`, with the revision of each value; 0: not known.
+    async def watch_revisions(
+        self, keys: str = ">"
+    ) -> AsyncGenerator[tuple[str, T | None, int] | None, None]:
+        """As `watch`, with the revision of each value; 0: not known. `keys`: as of `scan`.
 
         A watcher is opened again when it is lost or the connection was: everything
         present is yielded anew, and what was deleted meanwhile as a deletion.
@@ -273,7 +275,7 @@ class Bucket(Generic[T]):
         while True:
             present: set[str] | None = set()
             try:
-                async with self._watcher() as watcher:
+                async with self._watcher(keys) as watcher:
                     async for update in watcher:
                         if update is None:  # all that was there has been yielded
                             for key in known - (present or set()):
@@ -297,11 +299,11 @@ class Bucket(Generic[T]):
             await asyncio.sleep(WATCH_PAUSE)
 
     @contextlib.asynccontextmanager
-    async def _watcher(self) -> AsyncIterator[KeyValue.KeyWatcher]:
-        """A watcher of all keys, which ends when the connection was lost, or a cluster has lost a server: the
-        broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
+    async def _watcher(self, keys: str = ">") -> AsyncIterator[KeyValue.KeyWatcher]:
+        """A watcher of the keys that match, which ends when the connection was lost, or a cluster has lost a server:
+        the broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
         else it would stay."""
-        watcher = await self._store.watchall()
+        watcher = await self._store.watch(keys)
         stopping: set[asyncio.Task[None]] = set()
 
         def end(*_: object) -> None:

@@ -137,6 +137,8 @@ class GatewaySettings(CommonSettings):
     """Longest completion window of a batch, in seconds."""
     tenant_batches: int = Field(default=200, gt=0)
     """Unfinished batches of a tenant; beyond them submissions are refused."""
+    tenant_training_jobs: int = Field(default=16, gt=0)
+    """Unfinished fine-tuning jobs of a tenant; beyond them submissions are refused."""
     batch_jobs: int = Field(default=8, ge=0)
     """Batches that this gateway runs at a time; 0: it leaves them to other gateways."""
     batch_parallelism: int = Field(default=256, gt=0)
