@@ -20,6 +20,7 @@ from services.executor.model.adapters import inspect_adapter
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import FORMATS, convert
 from services.executor.model.conversion.inspection import inspect, verdict_on
+from services.executor.model.conversion.merging import dtype_of
 from services.executor.model.loading.checkpoints import convert_gguf
 from services.executor.model.loading.loader import load_config
 from shared.errors import RyzansteinError
@@ -72,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("source", type=Path)
     other.add_argument("target", type=Path)
     other.add_argument("--to", choices=sorted(FORMATS), required=True)
-    other.add_argument("--dtype", required=True)
+    other.add_argument("--dtype", help="that of the source's weights where it is left out; codes become bf16")
+    other.add_argument("--adapter", type=Path, help="directory of a LoRA adapter to merge into the weights")
     other.add_argument("--calibrate", type=Path, help="a text by which codes of 4 bits are chosen")
     other.add_argument("--check", action="store_true", help="compare logits before and after")
     return parser
@@ -85,11 +87,18 @@ def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:
     report = _reporter()
+    dtype, codes = (options.dtype, "") if options.dtype else dtype_of(options.source)
     size = convert(
-        options.source, options.target, options.to, options.dtype, report, calibrate=options.calibrate
+        options.source,
+        options.target,
+        options.to,
+        dtype,
+        report,
+        calibrate=options.calibrate,
+        adapter=options.adapter,
     )
     checked = compare(options.source, options.target, report) if options.check else None
-    return {"bytes": size, "check": checked}
+    return {"bytes": size, "check": checked, "dtype": dtype, "codes": codes}
 
 
 def _make_directory(options: argparse.Namespace) -> dict[str, object]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.conversion import gguf_header, gguf_types, safetensors_file
 from services.executor.model.conversion.calibration import Calibration
+from services.executor.model.conversion.merging import fingerprint, with_adapter
 from services.executor.model.conversion.models import (
     SourceModel,
     SourceTensor,
@@ -52,13 +53,20 @@ _TEXTS_BYTES = 64 << 20
 
 
 def convert(
-    source: Path, target: Path, to: str, dtype: str, report: Progress, calibrate: Path | None = None
+    source: Path,
+    target: Path,
+    to: str,
+    dtype: str,
+    report: Progress,
+    calibrate: Path | None = None,
+    adapter: Path | None = None,
 ) -> int:
     """Writes the model `source`, a directory or a .gguf file, to `target`: a .gguf file or a directory of safetensors.
 
     `target` appears whole or not at all; what a killed run had finished is kept for the next. `calibrate` is
-    a text by which codes of 4 bits are chosen. Returns its bytes. Raises
-    `ModelLoadError` for models, `ConfigurationError` for everything else that is in the way, `OSError`.
+    a text by which codes of 4 bits are chosen, `adapter` a directory of peft's files that is merged into the weights.
+    Returns its bytes. Raises `ModelLoadError` for models and adapters, `ConfigurationError` for everything else that is
+    in the way, `OSError`.
     """
     _check(target, to, dtype)
     if calibrate is not None and not (to == "safetensors" and safetensors_file.DTYPES[dtype].group):
@@ -66,12 +74,17 @@ def convert(
             "--calibrate is for groups of 4 bits; give --to safetensors --dtype int4-g128, or leave it out."
         )
     linked = linked_gguf(source)
-    if to == "gguf" and (linked or is_gguf(source)):
+    if to == "gguf" and (linked or is_gguf(source)) and adapter is None:
         return _between_types(linked[0] if linked else source, target, gguf_types.DTYPES[dtype], report)
     with open_model(source) as model:
+        made_of = ""
+        if adapter is not None:
+            model, made_of = with_adapter(model, adapter), fingerprint(adapter)
         if to == "gguf":
-            return _to_gguf(model, source, target, gguf_types.DTYPES[dtype], report)
-        return _to_safetensors(model, source, target, safetensors_file.DTYPES[dtype], report, calibrate)
+            return _to_gguf(model, source, target, gguf_types.DTYPES[dtype], report, made_of)
+        return _to_safetensors(
+            model, source, target, safetensors_file.DTYPES[dtype], report, calibrate, made_of
+        )
 
 
 @contextlib.contextmanager
@@ -120,9 +133,14 @@ def _check(target: Path, to: str, dtype: str) -> None:
 
 
 def _to_gguf(
-    model: SourceModel, source: Path, target: Path, dtype: gguf_types.GgufDtype, report: Progress
+    model: SourceModel,
+    source: Path,
+    target: Path,
+    dtype: gguf_types.GgufDtype,
+    report: Progress,
+    made_of: str,
 ) -> int:
-    config = model.config.to_dict()
+    config = {**model.config.to_dict(), **_rotary_settings(model)}
     architecture = gguf_header.architecture_of(config)
     names = gguf_header.names_of([tensor.name for tensor in model.tensors], architecture, config)
     named = [
@@ -134,8 +152,13 @@ def _to_gguf(
     layers = config["num_hidden_layers"]
     listed = [(name, one.shape, gguf_types.type_of(name, one.shape, dtype, layers)) for name, one in named]
     written = [_gguf_tensor(one, kind) for (_, one), (_, _, kind) in zip(named, listed, strict=True)]
-    header = gguf_header.header_of(source.resolve().name, config, model.directory, dtype, listed)
-    return _write_gguf(source, target, header, written, dtype, report)
+    if linked := linked_gguf(
+        model.directory
+    ):  # merged with an adapter: what the file says of its tokenizer stays
+        header = gguf_header.header_from(open_parts(linked[0])[0], dtype, listed)
+    else:
+        header = gguf_header.header_of(source.resolve().name, config, model.directory, dtype, listed)
+    return _write_gguf(source, target, header, written, f"{dtype.name} {made_of}".strip(), report)
 
 
 def _between_types(source: Path, target: Path, dtype: gguf_types.GgufDtype, report: Progress) -> int:
@@ -154,7 +177,7 @@ def _between_types(source: Path, target: Path, dtype: gguf_types.GgufDtype, repo
     listed = [(tensor.name, tensor.shape, kind) for (_, tensor), kind in zip(held, kinds, strict=True)]
     header = gguf_header.header_from(files[0], dtype, listed)
     written = [_from_rows(*one, kind) for one, kind in zip(held, kinds, strict=True)]
-    return _write_gguf(source, target, header, written, dtype, report)
+    return _write_gguf(source, target, header, written, dtype.name, report)
 
 
 def _from_rows(file: GgufFile, tensor: GgufTensor, kind: Type) -> WrittenTensor:
@@ -180,10 +203,10 @@ def _write_gguf(
     target: Path,
     header: bytes,
     tensors: list[WrittenTensor],
-    dtype: gguf_types.GgufDtype,
+    options: str,
     report: Progress,
 ) -> int:
-    with partial_directory(target, digest_of(source, header, dtype.name)) as directory:
+    with partial_directory(target, digest_of(source, header, options)) as directory:
         made = directory / target.name
         _write(made, header, tensors, gguf_header.ALIGNMENT, 0, report)
         made.rename(target)
@@ -197,15 +220,15 @@ def _to_safetensors(
     dtype: safetensors_file.SafetensorsDtype,
     report: Progress,
     text: Path | None,
+    made_of: str,
 ) -> int:
-    changes = safetensors_file.configuration(dtype)
-    if model.gguf is not None and (factors := model.gguf.rotary_factors()) is not None:
-        changes["rope_parameters"] = _rope_parameters(model.config.to_dict(), factors)
+    changes = {**safetensors_file.configuration(dtype), **_rotary_settings(model)}
     safetensors_file.check(model, dtype)
     rounded = partial(safetensors_file.quantize, dtype=dtype)
     calibration = None if text is None else Calibration(model, text, rounded, report)
     header, written = safetensors_file.file_of(model, dtype, calibration.rows if calibration else rounded)
     made_by = [dtype.name, *([str(text.resolve()), str(text.stat().st_mtime_ns)] if text else [])]
+    made_by += [made_of] if made_of else []
     with partial_directory(target, digest_of(source, header, " ".join(made_by))) as directory:
         made = directory / "model"
         made.mkdir(exist_ok=True)
@@ -216,6 +239,13 @@ def _to_safetensors(
         copy_texts(model.directory, made, changes)
         made.rename(target)
     return sum(file.stat().st_size for file in target.iterdir())
+
+
+def _rotary_settings(model: SourceModel) -> dict[str, Any]:
+    """What a GGUF file keeps as a tensor of factors, and config.json as settings. Raises `ModelLoadError`."""
+    if model.gguf is None or (factors := model.gguf.rotary_factors()) is None:
+        return {}
+    return {"rope_parameters": _rope_parameters(model.config.to_dict(), factors)}
 
 
 def _rope_parameters(config: Mapping[str, Any], factors: Tensor) -> dict[str, Any]:
