@@ -17,15 +17,15 @@ from services.gateway.api.management.models import Management
 from services.gateway.auth.authenticator import KeyWatch
 from services.gateway.batches.dependencies import BatchMetrics, BatchParts, line_endpoints
 from services.gateway.batches.files import Files
-from services.gateway.batches.jobs import Jobs
 from services.gateway.batches.queue import BatchQueue
 from services.gateway.batches.results import Results
-from services.gateway.batches.runners import Runners
-from services.gateway.batches.service import Batches
+from services.gateway.batches.runner import batch_work
+from services.gateway.batches.service import Batches, batch_jobs
 from services.gateway.batches.uploads import Uploads
 from services.gateway.core.adapters import RETENTION_FACTOR, AdapterRegistry
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
+from services.gateway.core.job_runners import Runners, sweep, watch
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.registry import ModelRegistry
 from services.gateway.core.settings import GatewaySettings
@@ -114,7 +114,7 @@ class Work:
             History(lookup, conversations),
             files,
         )
-        jobs = self._jobs = Jobs(bus, settings.tenant_batches)
+        jobs = self._jobs = batch_jobs(bus, settings.tenant_batches)
         results = self._results = Results(bus, files.objects, settings.batch_window_limit)
         endpoints = line_endpoints(intake, catalog)
         batches = Batches(jobs, files, settings)
@@ -131,7 +131,7 @@ class Work:
             authenticator,
             instance,
         )
-        self._runners = Runners(bus, jobs, parts)
+        self._runners = Runners(bus, jobs, batch_work(parts), instance)
         management = Management(bus, catalog, settings)
         self._parts = Parts(
             intake,
@@ -205,9 +205,9 @@ class Work:
         await self._queue.start()
         self._spawn(self._files.watch(), "files of tenants")
         self._spawn(self._files.run(), "files")
-        self._spawn(self._runners.watch(), "batches")
+        self._spawn(watch(self._jobs, self._runners), "batches")
         self._spawn(self._runners.run(), "batch runners")
-        self._spawn(self._runners.sweep(), "batches that are forgotten")
+        self._spawn(sweep(self._jobs), "batches that are forgotten")
 
     async def stop(self) -> None:
         """No new connections come by now. What they brought is answered and streams may end within their time, then

@@ -35,16 +35,16 @@ import structlog
 
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
-from services.gateway.batches.jobs import RENEW, Lease, LeaseLost
 from services.gateway.batches.line_runner import LineRunner, backoff
 from services.gateway.batches.lines import Checker, Line, Request, Wrong, input_lines, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.core.errors import QuotaExceeded
-from shared.errors import BrokerUnavailable, InternalError, RyzansteinError, StorageFull
+from services.gateway.core.job_runners import Work
+from services.gateway.core.leases import Lease, LeaseLost
+from shared.errors import InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending
 from shared.nats.objects import MissingObject
-from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ FINISH_WITHIN = 3600.0
 class BatchRunner:
     """One batch under one lease. `run` ends when nothing is left to do, or the lease is lost."""
 
-    def __init__(self, lease: Lease, parts: BatchParts, lines: LineRunner) -> None:
+    def __init__(self, lease: Lease[BatchJob], parts: BatchParts, lines: LineRunner) -> None:
         """`lines` is this runner's alone."""
         self._lease = lease
         self._parts = parts
@@ -64,7 +64,6 @@ class BatchRunner:
         self._tally = CompletionBitmap()
         self._reason: Ending = ""
         """Why no more lines are begun."""
-        self._lost = False
 
     @property
     def _job(self) -> BatchJob:
@@ -72,26 +71,22 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Until the batch is over. What the broker or a fault prevents is tried again. Raises `LeaseLost`."""
-        runner = asyncio.current_task()
-        assert runner is not None, "it runs in a task"
-        renewing = asyncio.create_task(self._renew(runner))
-        tries = 0
         try:
-            while states.needs_work(self._job):
-                began = self._job.status
-                try:
-                    await self._step()
-                except (RyzansteinError, msgspec.DecodeError) as error:
-                    log.warning("batch_step_failed", batch=self._job.id, error=str(error))
-                    await asyncio.sleep(backoff(tries))
-                tries = 0 if self._job.status != began else tries + 1
-        except asyncio.CancelledError:
-            if self._lost:
-                raise LeaseLost from None
-            raise
+            async with self._lease.renewed(self._with_counts, self._renewed):
+                await self._steps()
         finally:
-            await cancel_all([renewing])
             await self._lines.stop(unwanted=False)
+
+    async def _steps(self) -> None:
+        tries = 0
+        while states.needs_work(self._job):
+            began = self._job.status
+            try:
+                await self._step()
+            except (RyzansteinError, msgspec.DecodeError) as error:
+                log.warning("batch_step_failed", batch=self._job.id, error=str(error))
+                await asyncio.sleep(backoff(tries))
+            tries = 0 if self._job.status != began else tries + 1
 
     async def release(self) -> None:
         """Another gateway may go on at once."""
@@ -119,25 +114,11 @@ class BatchRunner:
         except MissingObject:
             await self._lease.write(lambda job: states.input_gone(job, time.time()))
 
-    async def _renew(self, runner: "asyncio.Task[None]") -> None:
-        """Says that the batch is looked after, and how far it is; looks at the clock. Ends `runner` when the
-        lease is lost."""
-        while True:
-            await asyncio.sleep(RENEW)
-            try:
-                job = await self._lease.write(self._with_counts)
-            except BrokerUnavailable as error:
-                log.info("batch_lease_renewal_failed", batch=self._job.id, error=str(error))
-                continue
-            except LeaseLost:
-                self._lost = True
-                break
-            self.news(job)
-            if job.status in ("validating", "in_progress") and time.time() >= job.expires_at:
-                self._end_lines("expired")
-        while True:
-            runner.cancel()  # once is not enough where `wait_for` swallows it: see `cancel_all`
-            await asyncio.sleep(RENEW)
+    def _renewed(self, job: BatchJob) -> None:
+        """With each renewal of the lease: looks at the clock."""
+        self.news(job)
+        if job.status in ("validating", "in_progress") and time.time() >= job.expires_at:
+            self._end_lines("expired")
 
     def _with_counts(self, job: BatchJob) -> BatchJob:
         if job.status not in ("in_progress", "cancelling") or self._tally.done < job.counts.completed:
@@ -277,3 +258,15 @@ class BatchRunner:
     async def _clean(self) -> None:
         await self._parts.results.clear(self._job.id)
         await self._lease.write(lambda job: msgspec.structs.replace(job, clean=True, owner=""))
+
+
+def batch_work(parts: BatchParts) -> Work[BatchJob]:
+    """How this gateway runs batches."""
+    return Work(
+        states.needs_work,
+        lambda job: job.endpoint in parts.endpoints,
+        parts.settings.batch_jobs,
+        lambda lease, running: BatchRunner(lease, parts, LineRunner(parts, running)),
+        parts.metrics.running,
+        parts.metrics.taken_over,
+    )

@@ -1,8 +1,6 @@
 """Batches as clients and other programs see them: submitted, looked at, listed, cancelled."""
 
 import contextlib
-import hashlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Literal
@@ -13,14 +11,18 @@ from msgspec import Meta
 from services.gateway.auth.authenticator import Principal
 from services.gateway.batches import states
 from services.gateway.batches.files import BATCH_EXPIRY, Files
-from services.gateway.batches.jobs import Jobs
-from services.gateway.core.errors import InvalidParameter, KeyReused, RouteError
+from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.leases import JobKind, Jobs, fingerprint, job_id
 from services.gateway.core.pagination import page
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.schemas import Metadata
 from shared import tracing
 from shared.errors import InvalidRequest
-from shared.messages.batches import BatchJob, Counts, ExpiresAfter
+from shared.limits import KNOWN_BATCHES, TENANT_BATCHES
+from shared.messages.batches import OVER, BatchJob, Counts, ExpiresAfter
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.tenants import TenantBucket
 
 LineUrl = Literal[
     "/v1/chat/completions",
@@ -33,6 +35,19 @@ LineUrl = Literal[
     "/v1/classify",
 ]
 """What the lines of a batch may ask for."""
+
+
+KEEP = 2_592_000.0
+"""Seconds for which a batch is known after the last change: 30 days, as OpenAI keeps its files."""
+KIND = JobKind[BatchJob](
+    "batch", "batches", lambda job: job.status in OVER, most=TENANT_BATCHES, known=KNOWN_BATCHES
+)
+
+
+def batch_jobs(bus: Bus, most: int) -> Jobs[BatchJob]:
+    """`most`: batches of a tenant that are not over."""
+    bucket = TenantBucket(bus, subjects.BATCHES_BUCKET, BatchJob, lambda job: job.tenant, ttl=KEEP)
+    return Jobs(KIND, bucket, most)
 
 
 class BatchCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,7 +68,7 @@ def unknown_batch(batch: str) -> RouteError:
 class Batches:
     """The same for HTTP and the queue. Methods raise `InvalidRequest`, `BrokerUnavailable`."""
 
-    def __init__(self, jobs: Jobs, files: Files, settings: GatewaySettings) -> None:
+    def __init__(self, jobs: Jobs[BatchJob], files: Files, settings: GatewaySettings) -> None:
         self._jobs = jobs
         self._files = files
         self._settings = settings
@@ -116,13 +131,13 @@ class Batches:
                 param="input_file_id",
                 reason="invalid_value",
             )
-        print_ = (print_ or _fingerprint(wanted)) if key else ""
+        print_ = (print_ or fingerprint(wanted)) if key else ""
         if key and (known := await self.known(principal, key, print_)) is not None:
             return known
         await self._jobs.admit(principal.tenant)
         now = time.time()
         job = BatchJob(
-            id=_id_of(principal.tenant, key),
+            id=job_id("batch_", principal.tenant, key),
             tenant=principal.tenant,
             endpoint=wanted.endpoint,
             input_file_id=file.id,
@@ -147,13 +162,7 @@ class Batches:
 
     async def known(self, principal: Principal, key: str, print_: str) -> BatchJob | None:
         """The batch that there is under an idempotency key. Raises `KeyReused` where `print_` is not its request's."""
-        known = await self._jobs.get(_id_of(principal.tenant, key), principal.tenant)
-        if known is not None and known.fingerprint != print_:
-            raise KeyReused(
-                "This Idempotency-Key was used with another request body; use a new key for another request.",
-                param="Idempotency-Key",
-            )
-        return known
+        return await self._jobs.known(job_id("batch_", principal.tenant, key), principal.tenant, print_)
 
     async def get(self, batch: str, tenant: str) -> BatchJob:
         job = await self._jobs.get(batch, tenant)
@@ -195,16 +204,5 @@ class Batches:
         return sorted(jobs, key=lambda job: (job.created_at, job.id), reverse=True)
 
 
-def _id_of(tenant: str, key: str) -> str:
-    if not key:
-        return f"batch_{secrets.token_hex(16)}"
-    text = f"{len(tenant)}:{tenant}:{key}"
-    return f"batch_{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-
-
 async def _parts(data: bytes) -> AsyncIterator[bytes]:
     yield data
-
-
-def _fingerprint(wanted: BatchCreate) -> str:
-    return hashlib.blake2b(msgspec.json.encode(wanted, order="deterministic"), digest_size=16).hexdigest()

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai.types import Batch
 
-from services.gateway.batches.jobs import Jobs
 from services.gateway.batches.results import Results
+from services.gateway.batches.service import batch_jobs
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.nats import subjects
@@ -47,7 +47,7 @@ async def let_expire(bus: Bus, batch: str, results: int) -> None:
     store, found = Results(bus, Objects(bus, subjects.FILES_STORE), 0.0), 0
     while found < results:
         found = len([result async for result in store.read(batch)])
-    jobs = Jobs(bus, 1)
+    jobs = batch_jobs(bus, 1)
     await jobs.bucket.ensure()
     await jobs.change(batch, "", lambda job: msgspec.structs.replace(job, expires_at=time.time()))
 

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec import structs
 
-from services.gateway.batches import jobs as jobs_module
-from services.gateway.batches import runner, runners
-from services.gateway.batches import runners as turns
+from services.gateway.batches import runner
+from services.gateway.core import job_runners, leases
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.messages.batches import BatchJob
@@ -39,8 +40,8 @@ async def submitted(http: httpx.AsyncClient, headers: dict[str, str], lines: int
 async def test_one_tenants_batches_make_room_for_anothers(
     nats_settings: CommonSettings, ring: FakeRing, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "TURN", 2.0)
-    monkeypatch.setattr(runners, "WAITS", 0.0)
+    monkeypatch.setattr(job_runners, "TURN", 2.0)
+    monkeypatch.setattr(job_runners, "WAITS", 0.0)
     gate = asyncio.Event()
 
     async def held(fake: FakeRing, request: GenerationRequest) -> None:
@@ -105,15 +106,15 @@ async def test_a_repeat_is_not_refused(nats_settings: CommonSettings, ring: Fake
 async def test_the_oldest_that_are_over_are_forgotten(
     gateway: RunningGateway, ring: FakeRing, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "MOST_KNOWN", 3)
-    monkeypatch.setattr(jobs_module, "FORGOTTEN_AT_ONCE", 1)
+    monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
+    jobs = gateway.service._work._jobs  # type: ignore[union-attr]
+    jobs.kind = replace(jobs.kind, known=structs.replace(jobs.kind.known, value=3))
     await ready(ring)
     async with gateway.openai() as client:
         made = []
         for _ in range(4):
             made.append((await submit(client, requests(1))).id)
             await until_status(client, made[-1])
-            jobs = gateway.service._work._jobs  # type: ignore[union-attr]
             while not (await jobs.get(made[-1], "")).clean:  # type: ignore[union-attr]
                 await bus.flush()
         assert {batch.id for batch in (await client.batches.list()).data} == set(made[1:])

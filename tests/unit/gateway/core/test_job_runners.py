@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.batches.runners import SHORT_TURN, TURN, Running, Waiting, next_of, to_yield
+from services.gateway.core.job_runners import SHORT_TURN, TURN, Running, Waiting, next_of, to_yield
 
 tenants = st.sampled_from(["", "a", "b", "c"])
 waiting = st.lists(tenants, max_size=8).map(
