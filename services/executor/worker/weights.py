@@ -28,6 +28,7 @@ from services.executor.kv_cache.capacity import StepWidths, check_room, smallest
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.lowering import FAMILIES, CannotLower
+from services.executor.model.weight_formats import has_fast_bf16
 from services.executor.native.library import choose_level, why_not
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
@@ -261,15 +262,3 @@ def choose_dtype(settings: ExecutorSettings, device: torch.device, config: objec
         return torch.float32
     may_be_native = not why_not() and getattr(config, "model_type", "") in FAMILIES
     return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether PyTorch computes bf16 fast: on GPUs, and on CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's
-    BF16 extension)."""
-    if device.type != "cpu":
-        return True
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

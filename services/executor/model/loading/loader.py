@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
@@ -197,22 +197,12 @@ def load_model(
             "again; leave --weight-dtype at auto, or choose the model's unquantized weights."
         )
     with LOADING, _open(directory, find) as files:
-        if isinstance(files, WeightFiles) and not has_output_layer(directory, config, files.shapes):
-            config.tie_word_embeddings = True  # one is built that nobody asks
-        model, ties = _build(config, dtype)
-        if isinstance(files, GgufWeights):
-            sources = files.sources(model)
-            files.scale_frequencies(model)
-        else:
-            sources = find_sources(model, files.shapes)
-        apply_plan(model, config, layout, collectives)
-        parameters = parameters_of(model, ties)
         # On CPUs PyTorch computes others' experts, and multiplies by plain weights alone.
         kernels = device.type == "cuda" or config.model_type in FAMILIES
         with_experts = dtype is torch.bfloat16 and kernels
-        plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
-        _check_leftovers(model, parameters, sources, files, directory)
-        _say_heads(files, config)
+        model, plan = _planned(
+            directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts
+        )
         reads = [read for _, read in plan]
         before_reading(sum(read.least_bytes for read in reads))
         if isinstance(files, GgufWeights):
@@ -229,6 +219,81 @@ def load_model(
     return served
 
 
+def load_frozen(directory: Path, dtype: torch.dtype, *, mapped: bool) -> nn.Module:
+    """The whole model in `directory` on the host, for whoever computes with its weights where they lie.
+
+    What linears and embeddings multiply by is, where it is `mapped`, a tensor over the checkpoint's mapped file, of the
+    file's dtype; else it has no memory (`meta`). All else is copied, as `dtype`. Raises `ModelLoadError`.
+    """
+    config = load_config(directory)
+    check_supported(config)
+    with LOADING, _open(directory, scheme_of(config)) as files:
+        layout = ShardLayout.from_config(config, 1, 0)
+        model, plan = _planned(directory, config, dtype, layout, SingleRank(), files)
+        rest = []
+        for parameter, read in plan:
+            if not parameter.may_be_quantized:
+                rest.append((parameter, read))
+            elif mapped and isinstance(files, WeightFiles):
+                stored = _stored(read, files)
+                if stored is None:
+                    rest.append((parameter, read))
+                else:
+                    place(parameter, stored)
+        reads = [read for _, read in rest]
+        if isinstance(files, GgufWeights):
+            tensors = files.read_all(reads, config, _CPU, lambda done, total: None)
+        else:
+            tensors = read_all(reads, files, _CPU, lambda done, total: None)
+        for (parameter, _), tensor in zip(rest, tensors, strict=True):
+            place(parameter, tensor)
+    frozen: nn.Module = model.eval()
+    return frozen
+
+
+def _stored(read: Read, files: WeightFiles) -> Tensor | None:
+    """The tensor of the files that `read` would copy as it is; None: there is none."""
+    source = read.content.whole_source
+    if source is None or source in files.coded:
+        return None
+    stored = files.tensor(source)
+    return stored if stored.is_floating_point() and stored.shape == read.content.shape else None
+
+
+def is_quantized(directory: Path, config: Any) -> bool:
+    """Whether the files hold codes, or are GGUF, whose tensors may."""
+    return scheme_of(config) is not None or _is_gguf(directory)
+
+
+def _planned(
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    layout: ShardLayout,
+    collectives: Collectives,
+    files: WeightFiles | GgufWeights,
+    codec: WeightCodec | None = None,
+    keep_codes: bool = False,
+    defer_codes: bool = False,
+    with_experts: bool = False,
+) -> tuple[Any, "list[tuple[_Parameter, Read]]"]:
+    """A rank's share of the model, without memory for its weights, and what to read of them; with `LOADING` held."""
+    if isinstance(files, WeightFiles) and not has_output_layer(directory, config, files.shapes):
+        config.tie_word_embeddings = True  # one is built that nobody asks
+    model, ties = _build(config, dtype)
+    if isinstance(files, GgufWeights):
+        sources = files.sources(model)
+        files.scale_frequencies(model)
+    else:
+        sources = find_sources(model, files.shapes)
+    apply_plan(model, config, layout, collectives)
+    parameters = parameters_of(model, ties)
+    plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
+    _check_leftovers(model, parameters, sources, files, directory)
+    _say_heads(files, config)
+    return model, plan
+
+
 def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collectives: Collectives) -> nn.Module:
     """A rank's share of the model of this text configuration, without memory for its weights. Raises
     `ModelLoadError` where the architecture is not served."""
@@ -240,8 +305,12 @@ def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collective
 
 
 def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
+    return GgufWeights(directory) if _is_gguf(directory) else WeightFiles(directory, find)
+
+
+def _is_gguf(directory: Path) -> bool:
     plain = any((directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
-    return GgufWeights(directory) if linked_gguf(directory) and not plain else WeightFiles(directory, find)
+    return bool(linked_gguf(directory)) and not plain
 
 
 def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:

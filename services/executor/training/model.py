@@ -1,0 +1,253 @@
+"""The model that a job trains: a frozen base, low-rank factors beside its linears, and log probabilities.
+
+    batch ──▶ embedding ──▶ layers, one at a time ──▶ norm ──trained rows──▶ output layer in blocks ──▶ log p(target)
+                               │ of each its input is kept, all else is computed again for the gradients;
+                               │ of some more is kept, as far as ACTIVATION_BYTES reach
+                               └ before each, forward and backward: `between_layers`
+
+The modules are transformers', as serving builds them, so that a model trains as it is served.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, VocabParallelHead
+from services.executor.training.base.attention import (
+    ATTENTION_NAME,
+    CURRENT_ATTRIBUTE,
+    register_training_attention,
+)
+from services.executor.training.base.linear import Factors, FrozenLinear, Pass
+from services.executor.training.base.loading import Base, load_base
+from services.executor.training.base.log_probs import Head
+from services.executor.training.base.weights import Scratch
+from services.executor.training.batch import DropoutKey, PackedBatch
+from shared.errors import ModelLoadError
+from shared.messages.training import Hyperparameters
+
+log = structlog.get_logger(__name__)
+
+ACTIVATION_BYTES = 1 << 30
+"""Of what layers of an unquantized base keep from forward to backward, so that they are not computed again. More is
+computed again: that changes memory and time, and no bit of a result."""
+_KEPT_SHARE = 1.25
+"""What a layer keeps, against the inputs and outputs of its linears."""
+
+
+class TrainableModel:
+    """One thread at a time. `factors` are the parameters that an optimizer changes."""
+
+    def __init__(
+        self, base: Base, hyperparameters: Hyperparameters, seed: int, between_layers: Callable[[], None]
+    ) -> None:
+        """Raises `ModelLoadError` where the base has none of the linears that are to be trained."""
+        self._model = base.model
+        self._between_layers = between_layers
+        self._scratch = Scratch(base.dtype, _device_of(base))
+        self._current = [Pass()]
+        self._linears = _freeze_linears(base, self._scratch, self._current)
+        self._head = _head_of(base, self._scratch)
+        _look_up(base, self._scratch)
+        self._attend()
+        self.factors: dict[str, Factors] = {}
+        """By the linear's name, sorted."""
+        self._add_factors(base, hyperparameters, seed)
+        self._layers = _layers_of(self._model)
+        self._kept_layers = 0
+        self._keeps = base.kind == "checkpoint"
+        self._widths = [self._width_of(layer) for layer in self._layers]
+        for index, layer in enumerate(self._layers):
+            layer.forward = self._through(index, layer.forward)
+        self.trained_bytes = sum(part.nbytes for some in self.factors.values() for part in (some.a, some.b))
+        """Of all factors."""
+        self.description = {
+            "base": base.kind,
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "linears": len(self.factors),
+            "rank": hyperparameters.rank,
+            "trained_bytes": self.trained_bytes,
+        }
+        """For the log."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All factors' parts, in the order of their names, A before B."""
+        return [part for some in self.factors.values() for part in (some.a, some.b)]
+
+    def log_probs(
+        self, batch: PackedBatch, *, adapter: bool, dropout: DropoutKey | None
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [N] log p(target), with gradients to the factors where they count (`adapter`) and gradients are
+        wanted; bool [N] whether no token is likelier. `dropout`: what that of the factors is drawn from; None: none.
+        """
+        device = self._scratch.device
+        tokens = batch.tokens.to(device)
+        positions = torch.cat([torch.arange(length, device=device) for length in batch.lengths])
+        with self._during(Pass(adapter, dropout, batch.lengths)):
+            self._kept_layers = self._how_many_keep(len(tokens))
+            states = self._model.base_model(
+                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+            ).last_hidden_state[0]
+            self._between_layers()
+            return self._head.log_probs(states[batch.rows.to(device)], batch.targets.to(device))
+
+    @contextmanager
+    def _during(self, now: Pass) -> Iterator[None]:
+        """Also of what is computed again while another pass is under way."""
+        before, self._current[0] = self._current[0], now
+        try:
+            yield
+        finally:
+            self._current[0] = before
+
+    def _how_many_keep(self, tokens: int) -> int:
+        if not self._keeps:
+            return 0
+        left = ACTIVATION_BYTES
+        size = self._scratch.dtype.itemsize * tokens * _KEPT_SHARE
+        for index, width in enumerate(self._widths):
+            left -= int(width * size)
+            if left < 0:
+                return index
+        return len(self._widths)
+
+    def _through(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` of a layer, computed again for its gradients unless it keeps what these need."""
+
+        def once(now: Pass, hidden: Tensor, *rest: Any, **named: Any) -> Any:
+            with self._during(now):
+                self._between_layers()
+                return forward(hidden, *rest, **named)
+
+        def through(hidden: Tensor, *rest: Any, **named: Any) -> Any:
+            now = self._current[0]
+            if not torch.is_grad_enabled() or not now.adapter:
+                return once(now, hidden, *rest, **named)
+            if index < self._kept_layers:
+                out = once(now, hidden, *rest, **named)
+            else:
+                out = checkpoint(
+                    once, now, hidden, *rest, use_reentrant=False, preserve_rng_state=False, **named
+                )
+            first: Tensor = out[0] if isinstance(out, tuple) else out
+            if first.requires_grad:
+                first.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+            return out
+
+        return through
+
+    def _width_of(self, layer: nn.Module) -> int:
+        """Values that the linears of a layer read and write of a token."""
+        own = set(layer.modules())
+        named = self._model.named_modules()
+        weights = [
+            self._linears[name].weight for name, module in named if module in own and name in self._linears
+        ]
+        return sum(weight.inputs + weight.outputs for weight in weights)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self._between_layers()
+
+    def _attend(self) -> None:
+        register_training_attention()
+        for module in self._model.modules():
+            module.__dict__[CURRENT_ATTRIBUTE] = self._current
+            if (config := getattr(module, "config", None)) is not None:
+                config._attn_implementation = ATTENTION_NAME  # noqa: SLF001  # no public name
+
+    def _add_factors(self, base: Base, hyperparameters: Hyperparameters, seed: int) -> None:
+        device = self._scratch.device
+        for name in _chosen(base.targets, self._linears, hyperparameters.targets):
+            linear = self._linears[name]
+            shape = (linear.weight.outputs, linear.weight.inputs)
+            factors = Factors.drawn(seed, name, hyperparameters.rank, shape, device)
+            linear.train(factors, hyperparameters.scale, hyperparameters.dropout)
+            self.factors[name] = factors
+
+
+def load_trainable(
+    model_directory: Path,
+    settings: ExecutorSettings,
+    hyperparameters: Hyperparameters,
+    seed: int,
+    threads: int,
+    device: torch.device,
+    between_layers: Callable[[], None],
+    compute_dtype: torch.dtype | None = None,
+) -> TrainableModel:
+    """The model in `model_directory` with factors of `hyperparameters`, drawn from `seed`. `settings`: of the executor
+    that serves it; `compute_dtype`: other than these say.
+
+    Raises `ModelLoadError`: one sentence that says why this base cannot be trained here.
+    """
+    base = load_base(model_directory, settings, device, threads, compute_dtype)
+    made = TrainableModel(base, hyperparameters, seed, between_layers)
+    log.info("training_model_loaded", **made.description)
+    return made
+
+
+def _device_of(base: Base) -> torch.device:
+    return next((held.device for held in base.model.parameters() if held.numel()), torch.device("cpu"))
+
+
+def _freeze_linears(base: Base, scratch: Scratch, current: list[Pass]) -> dict[str, FrozenLinear]:
+    """By their names, with the modules computing by them; the output layer is not among them."""
+    linears = {}
+    for name, module in base.model.named_modules():
+        if isinstance(module, LinearShard) and not isinstance(module, VocabParallelHead):
+            bias = None if module.bias is None else module.bias.detach()
+            linears[name] = FrozenLinear(name, base.weights[name], bias, scratch, current)
+            module.multiply_by(linears[name])
+    return linears
+
+
+def _look_up(base: Base, scratch: Scratch) -> None:
+    for name, module in base.model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            weight = base.weights[name]
+            module.look_up_by(lambda tokens, weight=weight: weight.picked(tokens, scratch))  # type: ignore[misc]
+
+
+def _head_of(base: Base, scratch: Scratch) -> Head:
+    config, module = base.model.config, base.model.get_output_embeddings()
+    name = next(name for name, one in base.model.named_modules() if one is module)
+    scale = 1.0
+    if divisor := getattr(config, "logits_scaling", None):
+        scale /= float(divisor)
+    if factor := getattr(config, "logit_scale", None):
+        scale *= float(factor)
+    bias = None if module.bias is None else module.bias.detach().float()
+    cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+    return Head(base.weights[name], bias, scale, cap, scratch)
+
+
+def _layers_of(model: Any) -> list[Any]:
+    """The decoder layers, in their order."""
+    count = model.config.num_hidden_layers
+    for module in model.base_model.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ModelLoadError(
+        f"This model cannot be fine-tuned here, since the layers of {model.config.model_type!r} are not found; choose "
+        "a dense model of attention layers, such as Llama, Mistral, Qwen or Gemma."
+    )
+
+
+def _chosen(targets: list[str], linears: dict[str, FrozenLinear], wanted: list[str]) -> list[str]:
+    """Names of the linears that are trained, sorted. Raises `ModelLoadError` where one of `wanted` is none."""
+    known = sorted(name for name in targets if name in linears)
+    leaves = {name.rpartition(".")[2] for name in known}
+    if missing := sorted(set(wanted) - leaves):
+        raise ModelLoadError(
+            f"The model has no linear layers named {', '.join(missing)} that adapters can change; choose targets among "
+            f"{', '.join(sorted(leaves))}."
+        )
+    return [name for name in known if not wanted or name.rpartition(".")[2] in wanted]
