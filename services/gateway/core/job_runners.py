@@ -158,13 +158,13 @@ class Runners(Generic[JobT]):
 
     def news(self, key: str, job: JobT | None, revision: int) -> None:
         """What `watch` of the jobs has yielded."""
+        if job is not None and key in self._running:
+            self._running[key].runner.news(job)
         if job is None or not self._work.needs(job):
             self._seen.pop(key, None)
             return
         self._seen[key] = _Seen(job, revision, self._still_since(key, job))
-        if key in self._running:
-            self._running[key].runner.news(job)
-        else:
+        if key not in self._running:
             self._wake.set()
 
     def _still_since(self, key: str, job: JobT) -> float:

@@ -193,7 +193,7 @@ class Lease(Generic[JobT]):
         self.bucket: TenantBucket[JobT] = jobs.bucket
         self._word = jobs.kind.word
         self._entry: Entry[JobT] = entry
-        self._owner = owner
+        self.owner = owner
         self._writing = asyncio.Lock()
         self._lost = False
         """Whether the renewal has found that it is."""
@@ -220,7 +220,7 @@ class Lease(Generic[JobT]):
 
     async def _read(self) -> None:
         entry = await self.bucket.get(self.job.tenant, self.job.id)
-        if entry is None or entry.value.owner != self._owner:
+        if entry is None or entry.value.owner != self.owner:
             raise LeaseLost
         self._entry = entry
 

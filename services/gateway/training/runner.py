@@ -1,0 +1,168 @@
+"""Does for a fine-tuning job what a gateway has to do, under its lease: first its files are checked, later what a host
+has trained is published. Each is repeated as a whole by whoever takes the job over.
+
+    validating_files ── Preparation.prepare ──▶ queued | failed
+    an adapter without a name, a result, nothing more to do ── Publication.publish ──▶ registered, succeeded, clean
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.gateway.core.job_runners import Work
+from services.gateway.core.leases import JobKind, Jobs, Lease, LeaseLost
+from services.gateway.core.metrics import PREFIX
+from services.gateway.training import states
+from shared.errors import RyzansteinError
+from shared.limits import KNOWN_TRAINING_JOBS, TENANT_TRAINING_JOBS
+from shared.messages.training import TRAINING_OVER, TrainingJob
+from shared.nats.bus import Bus
+from shared.nats.training import training_jobs
+from shared.tasks import cancel_all
+
+log = structlog.get_logger(__name__)
+
+PREPARED_AT_ONCE = 4
+"""Jobs whose files one gateway checks at a time."""
+PUBLISHED_AT_ONCE = 8
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two tries, each time twice as many."""
+KIND = JobKind[TrainingJob](
+    "fine_tuning_job",
+    "fine-tuning jobs",
+    lambda job: job.status in TRAINING_OVER,
+    most=TENANT_TRAINING_JOBS,
+    known=KNOWN_TRAINING_JOBS,
+)
+
+
+def fine_tuning_jobs(bus: Bus, most: int) -> Jobs[TrainingJob]:
+    """`most`: jobs of a tenant that are not over."""
+    return Jobs(KIND, training_jobs(bus), most)
+
+
+class Preparation(Protocol):
+    """Checks a job's files."""
+
+    async def prepare(self, lease: Lease[TrainingJob], job: TrainingJob) -> None:
+        """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
+        ...
+
+
+class FineTuningMetrics:
+    """Registered on the service's own registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        named: dict[str, Any] = {"namespace": PREFIX, "registry": registry}
+        self.preparing = Gauge(
+            "fine_tuning_jobs_preparing", "Fine-tuning jobs whose files this gateway checks.", **named
+        )
+        self.publishing = Gauge(
+            "fine_tuning_jobs_publishing",
+            "Fine-tuning jobs of which this gateway publishes something.",
+            **named,
+        )
+        self.taken_over = Counter(
+            "fine_tuning_jobs_taken_over", "Fine-tuning jobs taken over from lost gateways.", **named
+        )
+
+
+class TrainingRunner:
+    """One job under one lease."""
+
+    def __init__(
+        self,
+        lease: Lease[TrainingJob],
+        needs: Callable[[TrainingJob], bool],
+        step: Callable[[Lease[TrainingJob]], Awaitable[None]],
+    ) -> None:
+        """`step` does what `needs` finds to be done, or raises `RyzansteinError` to be tried again."""
+        self._lease = lease
+        self._needs = needs
+        self._step = step
+        self._idle = False
+        """Whether somebody has written that there is nothing left to do."""
+        self._working: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Until there is nothing left to do. Raises `LeaseLost`."""
+        async with self._lease.renewed(told=self.news):
+            pause = FIRST_PAUSE
+            while not self._idle and self._needs(self._lease.job):
+                try:
+                    await self._work()
+                    pause = FIRST_PAUSE
+                except RyzansteinError as error:
+                    log.warning(
+                        "fine_tuning_step_failed", fine_tuning_job=self._lease.job.id, error=str(error)
+                    )
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        await self.release()
+
+    async def _work(self) -> None:
+        """The step, unless it becomes needless."""
+
+        async def step() -> None:
+            await self._step(self._lease)
+
+        self._working = asyncio.create_task(step())
+        try:
+            await asyncio.wait([self._working])
+        finally:
+            await cancel_all([self._working])
+        if not self._working.cancelled():
+            self._working.result()
+
+    async def release(self) -> None:
+        """Another gateway may go on at once."""
+        if self._lease.job.owner:
+            with contextlib.suppress(LeaseLost, RyzansteinError):
+                await self._lease.release()
+
+    def news(self, job: TrainingJob) -> None:
+        """Somebody has written the job: what is done for it may have become needless. Who ends the lease by what it
+        writes goes on to its own end."""
+        self._idle = job.owner == self._lease.owner and not self._needs(job)
+        if self._idle and self._working is not None:
+            self._working.cancel()
+
+
+def preparing(
+    preparation: Preparation, metrics: FineTuningMetrics, places: int = PREPARED_AT_ONCE
+) -> Work[TrainingJob]:
+    """How this gateway checks the files of jobs."""
+
+    async def prepare(lease: Lease[TrainingJob]) -> None:
+        await preparation.prepare(lease, lease.job)
+
+    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics)
+
+
+def publishing(
+    publish: Callable[[Lease[TrainingJob]], Awaitable[None]], metrics: FineTuningMetrics
+) -> Work[TrainingJob]:
+    """How this gateway publishes what jobs have made."""
+    return _work(states.needs_publication, publish, PUBLISHED_AT_ONCE, metrics.publishing, metrics)
+
+
+def _work(
+    needs: Callable[[TrainingJob], bool],
+    step: Callable[[Lease[TrainingJob]], Awaitable[None]],
+    places: int,
+    running: Gauge,
+    metrics: FineTuningMetrics,
+) -> Work[TrainingJob]:
+    return Work(
+        needs,
+        needs,
+        places,
+        lambda lease, _: TrainingRunner(lease, needs, step),
+        running,
+        metrics.taken_over,
+        turns=False,
+    )
