@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.intake.schemas import Message
+from services.gateway.intake.schemas import Message, TrainedMessage
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
@@ -113,6 +113,7 @@ def _messages(messages: Sequence[Message]) -> Iterator[Shown]:
             "thinking": message.reasoning_content,  # gpt-oss' name of it
             "reasoning_content": message.reasoning_content,
             "calls": calls or None,
+            "weight": message.weight if isinstance(message, TrainedMessage) else None,
         }
         yield shown | {name: value for name, value in fields.items() if value is not None}
 

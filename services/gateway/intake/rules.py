@@ -176,9 +176,7 @@ def _only_with(name: str, other: str) -> InvalidParameter:
 def check_chat(request: ChatCompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
     _check_fields(request)
-    _check_sizes(request.messages)
-    for index, message in enumerate(request.messages):
-        _check_message(f"messages[{index}].", message)
+    check_messages(request.messages)
     tools.check_conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise _only_with("top_logprobs", "logprobs")
@@ -187,6 +185,13 @@ def check_chat(request: ChatCompletionRequest) -> None:
             "continue_final_message",
             "an answer either continues the last message or begins a new one; leave out 'add_generation_prompt'.",
         )
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises `InvalidParameter` for the first thing wrong in one of `messages`, and where they have too much."""
+    _check_sizes(messages)
+    for index, message in enumerate(messages):
+        _check_message(f"messages[{index}].", message)
 
 
 def _check_sizes(messages: Sequence[Message]) -> None:

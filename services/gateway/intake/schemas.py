@@ -228,6 +228,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]
 
 
+class TrainedMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """A message of a conversation that a model learns from."""
+
+    weight: Literal[0, 1] | None = None
+    """Of an assistant's: 0, it is context alone; otherwise it is trained."""
+
+
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the answer is expected to be."""
 

@@ -9,8 +9,10 @@ conversations.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,8 +23,17 @@ import jinja2.parser
 import jinja2.sandbox
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.tokenizer.templates import TemplateOptions, Templates, Traits
+from services.gateway.tokenizer.templates import (
+    Conversation,
+    Span,
+    TemplateOptions,
+    Templates,
+    Traits,
+    Turns,
+)
+from services.gateway.tokenizer.turns import turns_of
 from services.gateway.tool_calls.families import family_of, reasoning_of, variant_of
+from services.gateway.tool_calls.parser import REASONING
 
 _TOOL, _ARGUMENT, _VALUE, _RESULT = "probe_tool", "probe_argument", "probe_value", "probe_result"
 _OTHER = "other_value"
@@ -58,13 +69,22 @@ _REFUSALS = (
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the answer for training; here it is only its content."""
+    """`{% generation %}...{% endgeneration %}` marks the answer for training: see `ChatTemplate.render_marked`."""
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.mark = ""
+        """Put before and behind such text; empty: nothing is."""
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{self.mark}{caller()}{self.mark}"
 
 
 class ChatTemplate:
@@ -75,6 +95,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
+        self._generation: Any = environment.extensions[_GenerationTag.identifier]
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
@@ -90,6 +111,8 @@ class ChatTemplate:
             undeclared - environment.globals.keys() - self._special_tokens.keys() - _OURS
         )
         """What it can be told beyond the conversation and its tools."""
+        marks = REASONING.get(reasoning_of(source))
+        self.thought = ("", "") if marks is None else (marks.begin, marks.end)
 
     def render(
         self,
@@ -108,6 +131,21 @@ class ChatTemplate:
                 reason="invalid_messages",
             ) from None
         return _cut_behind(messages[-1].get("content"), text) if options.continue_final else text
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> tuple[str, list[Span]]:
+        """As `render`, with the spans of the text that the template puts into `{% generation %}` blocks."""
+        self._generation.mark = mark = f"\ue000{secrets.token_hex(12)}\ue000"  # nobody can send it
+        try:
+            parts = self.render(messages, tools, options).split(mark)
+        finally:
+            self._generation.mark = ""
+        ends = list(accumulate(map(len, parts)))
+        return "".join(parts), [*zip(ends[0::2], ends[1::2], strict=False)]
 
     def tries(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -261,6 +299,12 @@ class InProcess:
     ) -> str:
         """Raises `InvalidParameter`."""
         return (self._template if tools is None else self._with_tools).render(messages, tools, options)
+
+    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+        """Raises `InvalidParameter`."""
+        return turns_of(
+            self._template if conversation.tools is None else self._with_tools, conversation, trained
+        )
 
 
 def _to_json(

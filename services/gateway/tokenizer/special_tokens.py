@@ -94,10 +94,15 @@ class SpecialText:
 
 def pieces(text: str, mark: str) -> list[str]:
     """A rendered conversation, cut at its marks, a template's JSON with ASCII alone included."""
+    return [text[begin:end] for begin, end in piece_spans(text, mark)]
+
+
+def piece_spans(text: str, mark: str) -> list[tuple[int, int]]:
+    """Where the pieces of `text` lie, in characters."""
     if not mark:
-        return [text]
-    escaped = f"\\u{ord(mark):04x}"
-    return [piece for part in text.split(mark) for piece in part.split(escaped)]
+        return [(0, len(text))]
+    marks = [found.span() for found in re.finditer(f"{mark}|\\\\u{ord(mark):04x}", text)]
+    return [*zip((0, *(end for _, end in marks)), (*(begin for begin, _ in marks), len(text)), strict=True)]
 
 
 def _cut(pattern: "re.Pattern[str]", text: str, mark: str) -> str:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.tokenizer.templates import TemplateOptions, Templates, Traits
+from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates, Traits, Turns
+from services.gateway.tokenizer.turns import turns_of
 from shared import limits
 from shared.errors import InternalError, QueueFull
 
@@ -54,10 +55,13 @@ class _Job(msgspec.Struct, frozen=True):
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
     options: TemplateOptions = TemplateOptions()
+    trained: list[int] | None = None
+    """Which messages are trained: the texts for that are wanted, and no prompt."""
 
 
 class _Reply(msgspec.Struct, frozen=True):
     text: str = ""
+    turns: list[Turns] = []
     traits: Traits | None = None
     problem: str = ""
     """Why there is none: the sentence for the client."""
@@ -100,15 +104,25 @@ class TemplateProcess:
         options: TemplateOptions,
     ) -> str:
         """The prompt. Raises `InvalidParameter`, which names the limit that was passed, if one was; `QueueFull`."""
+        return (await self._rendered(Conversation(messages, tools, options))).text
+
+    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+        """See `turns_of`; all its renderings together are one under the limits. Raises as `render`."""
+        return (await self._rendered(conversation, list(trained))).turns
+
+    async def _rendered(self, conversation: Conversation, trained: list[int] | None = None) -> _Reply:
         if self.refused:
             raise _passed(self.refused, "small conversations, and is not used; POST /v1/completions instead")
-        job = _Job(None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options)
+        messages, tools, options = conversation
+        job = _Job(
+            None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options, trained
+        )
         reply = await self._ask(pickle.dumps(job))
         if reply.limit:
             raise _passed(reply.limit, "these messages; send fewer or shorter ones, or another model")
         if reply.problem:
             raise InvalidParameter(reply.problem, param=reply.param, reason=reply.reason)
-        return reply.text
+        return reply
 
     async def _ask(self, job: bytes) -> _Reply:
         if self._waiting and self._bytes + len(job) > limits.TEMPLATES_WAITING.value:
@@ -233,7 +247,12 @@ class _Renderer:
         if job.templates is not None:
             return self._compile(job.templates)
         assert self._templates is not None, "the templates come first"
-        text = self._templates[job.tools is not None].render(job.messages, job.tools, job.options)
+        template = self._templates[job.tools is not None]
+        if job.trained is not None:
+            turns = turns_of(template, Conversation(job.messages, job.tools, job.options), job.trained)
+            size = sum(len(turn.text.encode()) for turn in turns)
+            return _Reply(turns=turns) if size <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
+        text = template.render(job.messages, job.tools, job.options)
         return _Reply(text) if len(text.encode()) <= limits.TEMPLATE_TEXT.value else _Reply(limit=_TOO_LONG)
 
     def _compile(self, templates: Templates) -> _Reply:

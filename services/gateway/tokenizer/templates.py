@@ -1,7 +1,7 @@
 """Chat templates as they lie among a model's files, and what they can do. Pure, and without jinja2."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -53,6 +53,29 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     """Further variables of the template."""
 
 
+class Conversation(NamedTuple):
+    """As a template gets it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: TemplateOptions = TemplateOptions()
+
+
+Span = tuple[int, int]
+"""Of characters: the first one, and the one behind the last."""
+
+
+class Turns(msgspec.Struct, frozen=True):
+    """A conversation up to its last trained message, as its template shows it."""
+
+    text: str
+    spans: list[Span]
+    """What is trained, in order."""
+    unlike_prompt: str = ""
+    """What a prompt for a trained message ends with, and the text does not show before the message: serving puts it
+    there."""
+
+
 class Templates(msgspec.Struct, frozen=True):
     """The chat templates of a model, not compiled yet."""
 
@@ -75,6 +98,10 @@ class Renderer(Protocol):
         options: TemplateOptions,
     ) -> str:
         """The prompt. Raises `InvalidParameter`, `QueueFull`."""
+        ...
+
+    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+        """See `turns_of`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 
 

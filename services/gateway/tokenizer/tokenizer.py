@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,9 +17,10 @@ from services.gateway.tokenizer.detokenizer import (
     StreamDetokenizer,
     TokenBytes,
 )
-from services.gateway.tokenizer.encoding import Encoding
+from services.gateway.tokenizer.encoding import INLINE, Encoding
 from services.gateway.tokenizer.special_tokens import SpecialText, pieces
 from services.gateway.tokenizer.templates import (
+    Conversation,
     Renderer,
     TemplateOptions,
     Traits,
@@ -27,6 +28,13 @@ from services.gateway.tokenizer.templates import (
     tokenizer_info,
 )
 from services.gateway.tokenizer.token_bound import TokenBound, TokenizerJson
+from services.gateway.tokenizer.turns import (
+    Piece,
+    TrainedText,
+    TrainedTokens,
+    pieces_of,
+    weights_of,
+)
 from services.gateway.tool_calls.parsers.tagged import without_suffix
 from shared.errors import InternalError
 from shared.process import give_back
@@ -128,6 +136,46 @@ class ModelTokenizer:
         options = msgspec.structs.replace(options, variables=marked.variables)
         text = await self._renderer.render(marked.messages, marked.tools, options)
         return Rendered(pieces(text, marked.mark))
+
+    async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
+        """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
+        `InvalidParameter`, `QueueFull`."""
+        if self._renderer is None:
+            raise InvalidParameter(
+                "This model has no chat template, so it learns no conversations: send lines of 'prompt' and "
+                "'completion'.",
+                param="messages",
+                reason="no_chat_template",
+            )
+        messages, tools, options = conversation
+        marked = self._special_text.marked(messages, tools, options.variables)
+        options = msgspec.structs.replace(options, variables=marked.variables)
+        found = await self._renderer.turns(Conversation(marked.messages, marked.tools, options), trained)
+        return [
+            TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt)
+            for turns in found
+        ]
+
+    async def encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+        """Each text with what is trained of it; beside the event loop, however small they are. `end`: the token that is
+        put behind a text which ends with no special token. Raises `QueueFull`."""
+        size = sum(len(piece.text) + _EACH for text in texts for piece in text.pieces)
+        return await self._encoding.run(max(size, INLINE + 1), lambda: self._encode_trained(texts, end))
+
+    def _encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+        found = []
+        specials = {*self._special.values(), end}
+        for text in texts:
+            tokens, weights = list[int](), bytearray()
+            for piece in text.pieces:
+                encoding = self._tokenizer.encode_batch([piece.text], add_special_tokens=text.special)[0]
+                weights += weights_of((last for _, last in encoding.offsets), piece.spans)
+                tokens += encoding.ids
+            if text.ends_trained and tokens[-1:] and tokens[-1] not in specials:
+                tokens.append(end)
+                weights.append(1)
+            found.append(TrainedTokens(tokens, bytes(weights)))
+        return found
 
     async def encode_rendered(self, rendered: Rendered) -> list[int]:
         """The tokens of a rendered conversation. Raises `QueueFull`."""
@@ -251,6 +299,20 @@ class StubTokenizer:
         text = "".join(f"{name}: {given[name]}\n" for name in sorted(self.traits.variables & given.keys()))
         text += "".join(f"{message['content']}\n" for message in messages)
         return Rendered([text[:-1] if options is not None and options.continue_final else text])
+
+    async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
+        texts = [f"{message['content'] or ''}\n" for message in conversation.messages[: max(trained) + 1]]
+        ends = list(accumulate(map(len, texts)))
+        spans = [(ends[index] - len(texts[index]), ends[index]) for index in sorted(trained)]
+        return [TrainedText([Piece("".join(texts), spans)])]
+
+    async def encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+        pieces = [piece for text in texts for piece in text.pieces]
+        found = [await self.encode(piece.text) for piece in pieces]
+        return [
+            TrainedTokens(tokens, bytes(weights_of(range(1, len(tokens) + 1), piece.spans)))
+            for tokens, piece in zip(found, pieces, strict=True)
+        ]
 
     async def encode_rendered(self, rendered: Rendered) -> list[int]:
         return await self.encode(rendered.text)
