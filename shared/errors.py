@@ -7,6 +7,7 @@
     │   ├── ContextLengthExceeded
     │   ├── InvalidGrammar
     │   ├── FatalRequest          two rings have died of computing it
+    │   ├── TrainingDiverged      a fine-tuning job's loss is no number
     │   └── PayloadTooLarge
     ├── Unavailable               the same request may succeed later (retryable)
     │   ├── QueueFull
@@ -77,6 +78,12 @@ class FatalRequest(InvalidRequest):
     """Rings die of computing it: handing it in again would end another one."""
 
     code = "fatal_request"
+
+
+class TrainingDiverged(InvalidRequest):
+    """The loss of a fine-tuning job, or the norm of its gradients, is no number: it would be again."""
+
+    code = "training_diverged"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -6,6 +6,10 @@ trainer ──────events─────────▶ supervisor
 The trainer knows no broker: files come and go in a directory that the supervisor has made.
 """
 
+import os
+import threading
+from typing import BinaryIO
+
 import msgspec
 
 from shared.messages.training import TrainingJob, TrainingMetrics
@@ -37,6 +41,8 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     """What replicas show to be taken for one."""
     store: str = ""
     """`host:port` where replicas meet."""
+    state_interval: float = 60.0
+    """Seconds between two states, at least; larger states are written less often. 0: one after every step."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -102,3 +108,35 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 TrainerEvent = Loaded | Stepped | Yielding | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed
+
+
+class TrainerPipe:
+    """The trainer's end."""
+
+    def __init__(self, commands: BinaryIO, events_fd: int) -> None:
+        self._commands = commands
+        self._events_fd = events_fd
+        self.pause = threading.Event()
+        """Is set when a pause is wanted."""
+
+    def read_spec(self) -> TrainerSpec:
+        """The first line. Raises `msgspec.MsgspecError`."""
+        return msgspec.json.decode(self._commands.readline(), type=TrainerSpec)
+
+    def send(self, event: TrainerEvent) -> None:
+        """Ends the process where the supervisor is gone."""
+        try:
+            os.write(self._events_fd, msgspec.json.encode(event) + b"\n")
+        except BrokenPipeError:
+            os._exit(1)
+
+    def listen(self) -> None:
+        """From now on `pause` is set when it is wanted, and the process ends when the supervisor is gone or wants it
+        to."""
+        threading.Thread(target=self._listen, name="supervisor", daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._commands:
+            if line == PAUSE:
+                self.pause.set()
+        os._exit(1)

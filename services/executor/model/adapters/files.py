@@ -32,7 +32,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_BYTES = 4 << 30
 """Of an adapter's weights."""
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 _OF_ALL_EXPERTS = re.compile(r"(.+\.experts)(?:\.base_layer)?")
@@ -359,7 +359,7 @@ def _opened(directory: Path) -> Any:
 
 
 def _own_name(module: str) -> str:
-    return module.removeprefix(_PREFIX)
+    return module.removeprefix(PREFIX)
 
 
 def _spellings(module: str) -> Iterator[str]:

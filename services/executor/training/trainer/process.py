@@ -1,0 +1,254 @@
+"""The life of a trainer: reads what it is to train, does what `loop.py` decides, and tells its supervisor.
+
+specification ─▶ base, examples, state ─▶ Loaded ─▶ Stepped, StateWritten, AdapterWritten, ... ─▶ Finished
+                                            └─▶ Paused or TrainerFailed, at any time
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import structlog
+import torch
+
+from services.executor.core import gpu_errors
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.activity import HostActivity
+from services.executor.ipc.trainer_pipe import (
+    EXAMPLES,
+    STATE,
+    AdapterWritten,
+    Finished,
+    Loaded,
+    Paused,
+    StateWritten,
+    Stepped,
+    TrainerEvent,
+    TrainerFailed,
+    TrainerPipe,
+    TrainerSpec,
+    Yielding,
+)
+from services.executor.training.trainer.adapter_files import (
+    base_name,
+    check_size,
+    write_adapter,
+    write_metrics,
+)
+from services.executor.training.trainer.examples import read_examples
+from services.executor.training.trainer.loop import Loop
+from services.executor.training.trainer.optimizer import FactorOptimizer
+from services.executor.training.trainer.schedule import course_of
+from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
+from services.executor.training.trainer.steps import Model, SingleReplica, Steps, named_factors
+from services.executor.training.trainer.yielding import Gate, PauseWanted
+from shared.errors import ConfigurationError, InternalError, RyzansteinError, TrainingDiverged
+from shared.messages.training import TrainingData, TrainingMetrics
+from shared.service.logs import configure_logging
+
+log = structlog.get_logger(__name__)
+
+METRICS = "steps.csv"
+"""In the directory."""
+
+Load = Callable[[TrainerSpec, torch.device, Callable[[], None]], Model]
+
+
+class Trainer:
+    """One attempt at a job."""
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        load: Load,
+        tell: Callable[[TrainerEvent], None],
+        pause: threading.Event,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted. Raises
+        `RyzansteinError`."""
+        self._spec, self._tell, self._pause, self._clock = spec, tell, pause, clock
+        self._job, self._directory = spec.job, Path(spec.directory)
+        encoded = (self._directory / EXAMPLES).read_bytes()
+        unit = 2 if self._job.method == "dpo" else 1
+        data = msgspec.msgpack.decode(encoded, type=TrainingData)
+        examples = read_examples(data.training, unit, "training")
+        self._validation = read_examples(data.validation, unit, "validation")
+        self._fingerprint = fingerprint(self._job, spec.threads, encoded)
+        activity = HostActivity(Path(spec.activity)) if spec.activity else None
+        self._gate = Gate(activity, device, lambda waits: tell(Yielding(waits)), pause, clock)
+        model = load(spec, device, self._gate)
+        self._factors = named_factors(model)
+        check_size(self._factors)
+        self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device)
+        course = course_of(self._job.hyperparameters, examples.units)
+        self._steps = Steps(self._job, model, self._optimizer, examples, course, device, SingleReplica())
+        self._metrics: list[TrainingMetrics] = self._resumed(device)
+        self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
+
+    @property
+    def done(self) -> int:
+        """Steps, those of earlier attempts too."""
+        return self._loop.done
+
+    def run(self) -> None:
+        """Until the job is trained, or a pause is wanted. Raises `RyzansteinError`."""
+        self._tell(Loaded(self.done, self._loop.course.steps))
+        while True:
+            match self._loop.next(self._clock(), pause=self._pause.is_set()):
+                case "compute":
+                    self._compute()
+                case "save":
+                    self._save()
+                case "close_epoch":
+                    self._close_epoch()
+                case "finish":
+                    write_metrics(self._directory / METRICS, self._metrics)
+                    return self._tell(Finished(METRICS, self._tokens))
+                case "rest":
+                    return self._tell(Paused(self.done))
+
+    @property
+    def _tokens(self) -> int:
+        return self._metrics[-1].tokens if self._metrics else 0
+
+    def _resumed(self, device: torch.device) -> list[TrainingMetrics]:
+        """The metrics of the steps that an earlier attempt has made, after which factors and moments are as then."""
+        path = self._directory / STATE
+        if not path.exists():
+            return []
+        state = read_state(path, self._job.id, self._fingerprint, device)
+        if state.factors.keys() != self._factors.keys():
+            raise InternalError(
+                f"The state {path.name} of the job {self._job.id} has factors of other linears than its base; create "
+                "the job again."
+            )
+        with torch.no_grad():
+            for name, factor in self._factors.items():
+                factor.copy_(state.factors[name])
+        self._optimizer.restore(state.moments)
+        return state.metrics
+
+    def _compute(self) -> None:
+        began, waited = self._clock(), self._gate.waited
+        try:
+            metrics = self._steps.compute(self.done + 1, self._tokens)
+        except PauseWanted:
+            return
+        seconds = self._clock() - began - (self._gate.waited - waited)
+        self._metrics.append(msgspec.structs.replace(metrics, seconds=seconds))
+        self._loop.computed()
+        self._tell(Stepped(self._metrics[-1]))
+
+    def _save(self) -> None:
+        began = self._clock()
+        name = f"state-{self.done}.safetensors"
+        state = SavedState(self.done, self._factors, self._optimizer.moments(), self._metrics)
+        size, digest = write_state(self._directory / name, self._job.id, self._fingerprint, state)
+        self._loop.saved(self._clock(), self._clock() - began, size)
+        self._tell(StateWritten(self.done, name, size, digest))
+
+    def _close_epoch(self) -> None:
+        """Validates, and writes the adapter."""
+        if self._validation.units:
+            try:
+                means = self._steps.validate(self._validation)
+            except PauseWanted:
+                return
+            self._metrics[-1] = msgspec.structs.replace(
+                self._metrics[-1],
+                valid_loss=means.loss,
+                valid_accuracy=means.accuracy,
+                valid_margin=means.margin,
+            )
+            self._tell(Stepped(self._metrics[-1]))
+        name = f"adapter-{self.done}"
+        hyperparameters = self._job.hyperparameters
+        written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
+        self._loop.closed()
+        self._tell(
+            AdapterWritten(
+                self.done,
+                name,
+                written.digest,
+                written.rank,
+                written.bytes,
+                self._metrics[-1],
+                is_result=self._loop.is_whole,
+            )
+        )
+
+
+def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None]) -> Model:
+    """Raises `ModelLoadError`."""
+    from services.executor.training.model import load_trainable
+
+    settings = ExecutorSettings.model_validate(spec.settings)
+    job = spec.job
+    return load_trainable(
+        Path(spec.model_directory),
+        settings,
+        job.hyperparameters,
+        job.seed,
+        spec.threads,
+        device,
+        between_layers,
+    )
+
+
+def device_of(settings: ExecutorSettings) -> torch.device:
+    """Where the ranks of these settings compute."""
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(settings.device)
+
+
+def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
+    """The process, whose standard input is `commands`. Returns its exit code."""
+    pipe = TrainerPipe(commands, events_fd)
+    spec = pipe.read_spec()
+    settings = ExecutorSettings.model_validate(spec.settings)
+    configure_logging(
+        "executor",
+        f"trainer-{spec.job.id}",
+        level=settings.log_level,
+        fmt=settings.log_format,
+        about={"job": spec.job.id, "attempt": spec.job.attempt},
+    )
+    pipe.listen()
+    torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(True)
+    trainer: Trainer | None = None
+    try:
+        if spec.job.hyperparameters.replicas > 1:
+            raise ConfigurationError(
+                f"The job {spec.job.id} asks for {spec.job.hyperparameters.replicas} replicas, and one trains here; "
+                "create it with one."
+            )
+        trainer = Trainer(spec, load, pipe.send, pipe.pause, device_of(settings))
+        trainer.run()
+    except Exception as error:
+        failed = _told(error, spec.job.id)
+        if failed.code == InternalError.code:
+            log.exception("trainer_failed")
+        done = 0 if trainer is None else trainer.done
+        step = done + isinstance(error, TrainingDiverged)
+        pipe.send(TrainerFailed(failed.code, str(failed), step))
+        return 1
+    return 0
+
+
+def _told(error: Exception, job: str) -> RyzansteinError:
+    if isinstance(error, RyzansteinError):
+        return error
+    who = f"The trainer of the job {job}"
+    if isinstance(error, MemoryError):
+        return InternalError(
+            f"{who} has run out of memory; create the job with a smaller max_tokens or rank."
+        )
+    fault = gpu_errors.told(error, who)
+    return fault or InternalError(f"{who} failed: {type(error).__name__}: {error}.")
