@@ -4,22 +4,31 @@ import asyncio
 import contextlib
 import inspect
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
 import msgspec
 import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from services.cli.target import ApiKey, DataDir, NatsUrl, Url, gateway_of_stack, nats_of_stack
+from services.cli.gateway_client import (
+    TIMEOUT,
+    GatewayClient,
+    Refused,
+    connected,
+    metadata_of,
+    patiently,
+    save,
+)
+from services.cli.target import ApiKey, DataDir, Gateway, NatsUrl, Url, gateway_of_stack, nats_of_stack
 from services.cli.ui import bar_columns, console, print_columns, say
 from shared.config import CommonSettings
-from shared.errors import ConfigurationError, RyzansteinError, Unavailable
+from shared.errors import ConfigurationError, RyzansteinError
 from shared.messages.batches import OVER, BatchAsk, BatchListing, BatchReply, BatchSubmit
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -29,7 +38,6 @@ Batch = dict[str, Any]
 """A batch as `GET /v1/batches/{id}` shows it."""
 Kind = Literal["output", "errors"]
 FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
-TIMEOUT = 30.0
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -39,25 +47,14 @@ class Wanted(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None
 
 
-class Refused(RyzansteinError):
-    """The server's own words."""
-
-
 class HttpBatches:
     """By the gateway's API, as any OpenAI client does it. Methods raise `RyzansteinError`."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+    def __init__(self, gateway: GatewayClient) -> None:
+        self._gateway = gateway
 
     async def submit(self, wanted: Wanted) -> Batch:
-        with wanted.path.open("rb") as data:
-            file = await self._ask(
-                "POST",
-                "/v1/files",
-                data={"purpose": "batch"},
-                files={"file": (wanted.path.name, data)},
-                timeout=httpx.Timeout(TIMEOUT, write=600.0, read=600.0),
-            )
+        file = await self._gateway.upload(wanted.path, "batch")
         body = {
             "input_file_id": file["id"],
             "endpoint": wanted.endpoint,
@@ -65,54 +62,20 @@ class HttpBatches:
             "metadata": wanted.metadata,
         }
         key = {"Idempotency-Key": secrets.token_hex(16)}
-        return await self._ask("POST", "/v1/batches", json=body, headers=key)
+        return await self._gateway.ask("POST", "/v1/batches", json=body, headers=key)
 
     async def get(self, batch: str) -> Batch:
-        return await self._ask("GET", f"/v1/batches/{batch}")
+        return await self._gateway.ask("GET", f"/v1/batches/{batch}")
 
     async def cancel(self, batch: str) -> Batch:
-        return await self._ask("POST", f"/v1/batches/{batch}/cancel")
+        return await self._gateway.ask("POST", f"/v1/batches/{batch}/cancel")
 
     async def listed(self, limit: int) -> list[Batch]:
-        found: list[Batch] = (await self._ask("GET", f"/v1/batches?limit={limit}"))["data"]
+        found: list[Batch] = (await self._gateway.ask("GET", f"/v1/batches?limit={limit}"))["data"]
         return found
 
-    async def content(self, batch: Batch, kind: Kind) -> AsyncGenerator[bytes, None]:
-        with _reachable(self._http):
-            path = f"/v1/files/{batch[FILE_FIELDS[kind]]}/content"
-            async with self._http.stream("GET", path) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise Refused(_message(response))
-                async for part in response.aiter_bytes():
-                    yield part
-
-    async def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        with _reachable(self._http):
-            response = await self._http.request(method, path, **options)
-        if response.status_code != 200:
-            raise Refused(_message(response))
-        answer: dict[str, Any] = response.json()
-        return answer
-
-
-@contextlib.contextmanager
-def _reachable(http: httpx.AsyncClient) -> Iterator[None]:
-    try:
-        yield
-    except httpx.HTTPError as error:
-        raise Unavailable(
-            f"The gateway at {http.base_url} did not answer ({error or type(error).__name__}); start it, or name it "
-            "with --url."
-        ) from None
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = f"{response.url} answered with status {response.status_code}."
-    return str(message)
+    def content(self, batch: Batch, kind: Kind) -> AsyncGenerator[bytes, None]:
+        return self._gateway.content(f"/v1/files/{batch[FILE_FIELDS[kind]]}/content")
 
 
 class NatsBatches:
@@ -172,15 +135,10 @@ async def _parts(path: Path) -> AsyncGenerator[bytes, None]:
 
 
 @contextlib.asynccontextmanager
-async def by_http(url: str, key: str) -> AsyncIterator[BatchClient]:
+async def by_http(gateway: Gateway, key: str) -> AsyncIterator[BatchClient]:
     """`key`: an API key, or none. Raises `ConfigurationError` for what is no address."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise ConfigurationError(f"{url!r} is not the address of a gateway ({error}).") from None
-    async with http:
-        yield HttpBatches(http)
+    async with connected(gateway, key) as client:
+        yield HttpBatches(client)
 
 
 @contextlib.asynccontextmanager
@@ -223,7 +181,7 @@ def _command(name: str) -> Callable[[Callable[..., Awaitable[None]]], None]:
             if nats or nats_url:
                 way = by_nats(nats_of_stack(data_dir, nats_url))
             else:
-                way = by_http(url or gateway_of_stack(data_dir).url, api_key)
+                way = by_http(Gateway(url) if url else gateway_of_stack(data_dir), api_key)
             asyncio.run(reached(way, given))
 
         async def reached(way: AbstractAsyncContextManager[BatchClient], given: dict[str, Any]) -> None:
@@ -324,8 +282,6 @@ def _what_is_wrong(batch: Batch) -> str:
 
 POLL = 0.5
 """Seconds between two looks at a batch that is waited for."""
-PATIENCE = 60.0
-"""Seconds for which a gateway that is waited at may be away."""
 
 
 async def submit(client: BatchClient, wanted: Wanted) -> Batch:
@@ -352,45 +308,15 @@ async def wait_for_end(client: BatchClient, batch: Batch, console: Console) -> B
             if batch["status"] in OVER:
                 return batch
             await asyncio.sleep(POLL)
-            batch = await _look(client, batch["id"])
-
-
-async def _look(client: BatchClient, batch: str) -> Batch:
-    loop = asyncio.get_running_loop()
-    give_up = loop.time() + PATIENCE
-    while True:
-        try:
-            return await client.get(batch)
-        except Unavailable:
-            if loop.time() >= give_up:
-                raise
-        await asyncio.sleep(POLL)
+            batch = await patiently(partial(client.get, batch["id"]))
 
 
 async def download(client: BatchClient, batch: Batch, kind: Kind, path: Path) -> bool:
     """Writes one of its files to `path`; False when it has none of that kind."""
     if not batch[FILE_FIELDS[kind]]:
         return False
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as out:
-            async for data in client.content(batch, kind):
-                out.write(data)
-        part.replace(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error.strerror}.") from None
+    await save(client.content(batch, kind), path)
     return True
-
-
-def metadata_of(pairs: Sequence[str]) -> dict[str, str] | None:
-    """From `key=value` pairs. Raises `ConfigurationError`."""
-    found = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not key or not separator:
-            raise ConfigurationError(f"--metadata takes KEY=VALUE, not {pair!r}.")
-        found[key] = value
-    return found or None
 
 
 def print_batch(batch: Batch, console: Console) -> None:

@@ -9,6 +9,7 @@ from services.cli.commands.batch import batch_app
 from services.cli.commands.chat import chat
 from services.cli.commands.control import drain, log_level, undrain
 from services.cli.commands.debug import debug_app
+from services.cli.commands.fine_tune.command import fine_tune_app
 from services.cli.commands.keys import keys_app
 from services.cli.commands.models.local import models_app
 from services.cli.commands.status import status
@@ -70,6 +71,7 @@ def probe(
 for command in (status, drain, undrain, chat):
     app.command()(command)
 app.add_typer(batch_app, name="batch")
+app.add_typer(fine_tune_app, name="fine-tune")
 app.add_typer(models_app, name="models")
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(keys_app, name="keys")

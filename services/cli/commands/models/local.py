@@ -153,10 +153,10 @@ def models_inspect(
 ) -> None:
     """Show a model's tensors: their formats, shapes and bytes, and what would compute with them on this CPU. Of a name
     of the hub that is not pulled, whether it is served, by its config.json alone."""
-    if (path := _found(model)) is None and _is_of_hub(model):
+    if (path := find_model(model)) is None and _is_of_hub(model):
         _look_at(model, as_json=as_json)
         return
-    facts = _convert(["inspect", path or _path(model)], lambda *step: None)
+    facts = convert_model(["inspect", path or _path(model)], lambda *step: None)
     if as_json:
         print(json.dumps(facts))  # noqa: T201
         return
@@ -237,7 +237,7 @@ def models_convert(
     if calibrate is not None:
         command += ["--calibrate", str(calibrate.expanduser())]
     with model_bars(screen) as report:
-        result = _convert([*command, *(["--check"] if check else [])], report)
+        result = convert_model([*command, *(["--check"] if check else [])], report)
     say(screen, f"{target} is ready, {megabytes(result['bytes'])}")
     if found := result["check"]:
         before, after = found["perplexity"]
@@ -254,7 +254,7 @@ def models_convert(
         )
 
 
-def _convert(arguments: list[str], progress: Progress) -> dict[str, Any]:
+def convert_model(arguments: list[str], progress: Progress) -> dict[str, Any]:
     """By the executor's code, in a process that ends with this one. Raises `ModelLoadError`."""
     module = ["services.executor.model.conversion", *arguments]
     return run_module(module, progress, "The files could not be converted or read")
@@ -262,13 +262,13 @@ def _convert(arguments: list[str], progress: Progress) -> dict[str, Any]:
 
 def _path(model: str) -> str:
     """Raises `ConfigurationError` where there is none."""
-    if (found := _found(model)) is None:
+    if (found := find_model(model)) is None:
         raise ConfigurationError(_unknown(model))
     return found
 
 
-def _found(model: str) -> str | None:
-    """A path as it is; a name as the directory of the cache."""
+def find_model(model: str) -> str | None:
+    """A path as it is; a name as the directory of the cache; None: there is none."""
     path = Path(model).expanduser()
     if path.exists():
         return str(path)
