@@ -160,6 +160,21 @@ UPLOAD_PARTS = Limit("upload_parts", 10_000, "entries", "parts of an upload")
 UPLOAD_PART_BYTES = Limit("upload_part", 64 << 20, "bytes", "a part of an upload")
 UPLOAD_BYTES = Limit("upload", 512 << 20, "bytes", "a file", setting="RYZANSTEIN_FILE_LIMIT")
 
+TRAINING_EXAMPLES = Limit(
+    "training_examples",
+    200_000,
+    "entries",
+    "examples of a fine-tuning file",
+    setting="RYZANSTEIN_TRAINING_EXAMPLES",
+)
+TRAINING_TOKENS = Limit(
+    "training_tokens",
+    1 << 24,
+    "tokens",
+    "the examples of a fine-tuning job, those for validation among them",
+    setting="RYZANSTEIN_TRAINING_TOKENS",
+)
+
 # --- connections -----------------------------------------------------------------------------------
 
 HEADERS = Limit("headers", 128, "entries", "headers of a request, trailers among them", "connection")

@@ -22,7 +22,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.decoding import refusal
 from shared import limits
 from shared.errors import InvalidRequest
-from shared.messages.batches import BatchError, BatchJob
+from shared.messages.batches import BatchError
 
 BOM = b"\xef\xbb\xbf"
 Fault = Literal["", "too_long", "not_utf8"]
@@ -111,11 +111,12 @@ ENVELOPE = 64 << 10
 """Bytes of a line beside its body."""
 
 
-async def input_lines(files: Files, job: BatchJob, body_limit: int) -> AsyncGenerator[Line, None]:
-    """Every line that is not blank. Raises `MissingObject`, `BrokerUnavailable`, `InternalError`."""
-    splitter = LineSplitter(body_limit + ENVELOPE)
+async def input_lines(files: Files, object_name: str, most: int) -> AsyncGenerator[Line, None]:
+    """Every line of a file that is not blank. `most`: bytes of a line. Raises `MissingObject`, `BrokerUnavailable`,
+    `InternalError`."""
+    splitter = LineSplitter(most)
     count = 0
-    async with contextlib.aclosing(files.objects.read(job.input_object, patience=PATIENCE)) as parts:
+    async with contextlib.aclosing(files.objects.read(object_name, patience=PATIENCE)) as parts:
         async for part in parts:
             for line in splitter.feed(part):
                 yield line

@@ -36,7 +36,7 @@ import structlog
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
 from services.gateway.batches.line_runner import LineRunner, backoff
-from services.gateway.batches.lines import Checker, Line, Request, Wrong, input_lines, parse
+from services.gateway.batches.lines import ENVELOPE, Checker, Line, Request, Wrong, input_lines, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.core.errors import QuotaExceeded
 from services.gateway.core.job_runners import Work
@@ -155,7 +155,8 @@ class BatchRunner:
         log.info("batch_checked", batch=self._job.id, requests=checker.requests, errors=len(checker.errors))
 
     def _input(self) -> AsyncGenerator[Line, None]:
-        return input_lines(self._parts.files, self._job, self._parts.settings.body_limit)
+        most = self._parts.settings.body_limit + ENVELOPE
+        return input_lines(self._parts.files, self._job.input_object, most)
 
     # --- in progress -----------------------------------------------------------------------------
 

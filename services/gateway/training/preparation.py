@@ -1,0 +1,325 @@
+"""From the files of a fine-tuning job to the tokens that a host learns from.
+
+    validating_files ──the base's card and tokenizer──▶ files read, checked, tokenized
+                                                          ├─ faults ──▶ events ──▶ failed
+                                                          └──▶ object `training` ──▶ what is `auto` chosen ──▶ queued
+
+Nothing is kept on the way: whoever takes the job over does it again, and writes the same object.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Literal
+
+import msgspec
+import structlog
+
+from services.gateway.batches.files import Files
+from services.gateway.core.catalog import Catalog
+from services.gateway.core.cold_starts import ColdStarts
+from services.gateway.core.errors import InvalidParameter, ModelLoadFailed
+from services.gateway.core.leases import Lease
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.fine_tuning.dataset import Dataset
+from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
+from services.gateway.intake.fine_tuning.hyperparameters import chosen
+from services.gateway.intake.rules import check_task
+from services.gateway.tokenizer.store import TokenizerStore
+from services.gateway.training import states
+from services.gateway.training.tokenization import Base, FileReader, TokenizedFile
+from shared.errors import (
+    ModelDoesNotFit,
+    NoGroupAvailable,
+    QueueFull,
+    StorageFull,
+    UnknownModel,
+)
+from shared.messages import ModelCard
+from shared.messages.training import (
+    MAX_EVENT_MESSAGE,
+    Examples,
+    TokenizedData,
+    TrainingData,
+    TrainingError,
+    TrainingEvent,
+    TrainingJob,
+)
+from shared.nats.objects import CHUNK, MissingObject, Objects
+from shared.nats.training import TrainingEvents
+from shared.process import give_back
+
+log = structlog.get_logger(__name__)
+
+AT_ONCE = 2
+"""Jobs whose examples are in memory here; others wait for their turn."""
+BASE_WITHIN = 86_400.0
+"""Seconds from a job's beginning in which its base must have been loaded once."""
+TOLD_EVERY = 5.0
+"""Seconds between two looks at why it is not."""
+NOT_TRAINABLE = "model_not_trainable"
+ROOM_WITHIN, ROOM_PAUSE = 3600.0, 10.0
+"""Seconds for which a full object store is tried again, and between two tries."""
+
+
+class _Failed(Exception):
+    """The job ends."""
+
+    def __init__(self, error: TrainingError, faults: Faults | None = None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.faults = faults
+
+
+class FilePreparation:
+    """One per gateway."""
+
+    def __init__(
+        self,
+        files: Files,
+        objects: Objects,
+        events: TrainingEvents,
+        catalog: Catalog,
+        cold_starts: ColdStarts,
+        tokenizers: TokenizerStore,
+        settings: GatewaySettings,
+    ) -> None:
+        """`objects`: the store of what jobs train with."""
+        self._files = files
+        self._objects = objects
+        self._events = events
+        self._catalog = catalog
+        self._cold_starts = cold_starts
+        self._tokenizers = tokenizers
+        self._settings = settings
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    async def prepare(self, lease: Lease[TrainingJob], job: TrainingJob) -> None:
+        """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
+        try:
+            base = await self._base(lease)
+            for event in _begun(job):
+                await self._events.add(job.tenant, event)
+            async with self._places:
+                files = await self._tokenized(job, base)
+                await self._store(lease, files)
+        except _Failed as failed:
+            await self._fail(lease, failed)
+            return
+        finally:
+            give_back()  # the examples
+        await self._queue(lease, files)
+
+    # --- the base --------------------------------------------------------------------------------
+
+    async def _base(self, lease: Lease[TrainingJob]) -> Base:
+        try:
+            card = await self._card(lease)
+            check_task(card, "generate")
+        except (UnknownModel, ModelLoadFailed, ModelDoesNotFit) as error:
+            raise _Failed(TrainingError(error.code, error.message, "model")) from None
+        except InvalidParameter as error:
+            raise _Failed(TrainingError(NOT_TRAINABLE, error.message, "model")) from None
+        if card.bidirectional:
+            message = (
+                f"{card.model} is an encoder: it writes no text, so there are no answers that it could learn."
+            )
+            raise _Failed(TrainingError(NOT_TRAINABLE, message, "model"))
+        return Base(card, await self._tokenizers.get(card))
+
+    async def _card(self, lease: Lease[TrainingJob]) -> ModelCard:
+        """Of a base that was never loaded, once it is: a scheduler is asked for it, and the job says what it waits
+        for."""
+        job = lease.job
+        model = self._catalog.resolve(job.model).model
+        if (card := self._catalog.known_card(model)) is not None:
+            return card
+        give_up = job.created_at + BASE_WITHIN
+        with self._cold_starts.wanted(model):
+            while True:
+                try:
+                    until = min(time.time() + TOLD_EVERY, give_up)
+                    return await self._cold_starts.card(job.model, size=lambda: 0, deadline=until)
+                except (NoGroupAvailable, QueueFull) as error:
+                    why = f"Its base must be loaded once, for its tokenizer. {error.message}"
+                if time.time() >= give_up:
+                    raise _Failed(TrainingError("no_group_available", why, "model"))
+                if lease.job.waiting_for != why:
+                    await lease.write(partial(states.waiting, reason=why))
+                await asyncio.sleep(1.0)
+
+    # --- the files -------------------------------------------------------------------------------
+
+    async def _tokenized(self, job: TrainingJob, base: Base) -> list[TokenizedFile]:
+        """The training file, and the one for validation where there is one."""
+        files: list[TokenizedFile] = []
+        for param, name in (
+            ("training_file", job.training_object),
+            ("validation_file", job.validation_object),
+        ):
+            if name:
+                before = sum(file.data.tokens for file in files)
+                files.append(await self._tokenized_file(job, base, param, name, before))
+        return files
+
+    async def _tokenized_file(
+        self, job: TrainingJob, base: Base, param: str, name: str, before: int
+    ) -> TokenizedFile:
+        given = job.hyperparameters
+        data = Dataset(job.method, base.card.context_length, given.max_tokens, truncate=given.truncate)
+        file = TokenizedFile(data, Faults(param))
+        reader = FileReader(self._files, self._settings, base, job.method, file, before)
+        try:
+            await reader.read(name)
+        except MissingObject:
+            raise _Failed(
+                TrainingError(
+                    CODE,
+                    f"The {param.replace('_', ' ')} was deleted, has expired or is damaged; upload it again and "
+                    "create another job.",
+                    param,
+                )
+            ) from None
+        if file.faults.found:
+            raise _Failed(file.faults.error(), file.faults)
+        return file
+
+    # --- what comes of it ------------------------------------------------------------------------
+
+    async def _store(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
+        """Writes the examples, where nobody has yet."""
+        data = await asyncio.to_thread(_encoded, [file.data for file in files])
+        give_up = time.monotonic() + ROOM_WITHIN
+        while True:
+            try:
+                name = object_name(lease.job)
+                await self._objects.write(name, _parts(data), nuid=secrets.token_hex(11), fresh=True)
+                return
+            except StorageFull as error:
+                if time.monotonic() >= give_up:
+                    raise _Failed(TrainingError(error.code, error.message)) from None
+                await lease.write(partial(states.waiting, reason=error.message))
+            await asyncio.sleep(ROOM_PAUSE)
+
+    async def _queue(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
+        job = lease.job
+        data = tokenized(job, [file.data for file in files])
+        given = chosen(job.hyperparameters, job.method, data.examples)
+        base = self._catalog.registry.specs.get(job.model) or job.base  # whose tokens they are
+        for event in told(job, files, data):
+            await self._events.add(job.tenant, event)
+
+        def change(job: TrainingJob) -> TrainingJob:
+            queued = states.queued(job, data, given)
+            return queued if queued is job else msgspec.structs.replace(queued, base=base)
+
+        await lease.write(change)
+        log.info(
+            "fine_tuning_files_checked", fine_tuning_job=job.id, examples=data.examples, tokens=data.tokens
+        )
+
+    async def _fail(self, lease: Lease[TrainingJob], failed: _Failed) -> None:
+        job, faults = lease.job, failed.faults
+        for number, fault in enumerate(faults.found if faults is not None else [], 1):
+            detail = {"code": fault.code, "line": fault.line, "message": fault.message, "param": fault.param}
+            event = _event(job, "file_fault", "error", sentence(fault), file=failed.error.param, **detail)
+            await self._events.add(job.tenant, event, number)
+        await self._events.add(job.tenant, _event(job, "job_failed", "error", failed.error.message))
+        await lease.write(lambda job: states.failed(job, time.time(), failed.error))
+        log.info(
+            "fine_tuning_files_refused",
+            fine_tuning_job=job.id,
+            code=failed.error.code,
+            faults=len(faults.found) if faults is not None else 0,
+        )
+
+
+def object_name(job: TrainingJob) -> str:
+    """Where its examples lie, whoever writes them."""
+    return f"{job.id}-examples"
+
+
+def _encoded(files: Sequence[Dataset]) -> bytes:
+    packed = [file.packed() for file in files]
+    return msgspec.msgpack.encode(TrainingData(packed[0], packed[1] if len(packed) > 1 else Examples()))
+
+
+async def _parts(data: bytes) -> AsyncGenerator[bytes, None]:
+    for begin in range(0, len(data), CHUNK):
+        yield data[begin : begin + CHUNK]
+
+
+def tokenized(job: TrainingJob, files: Sequence[Dataset]) -> TokenizedData:
+    """How much it is."""
+    training, validation = files[0], files[1] if len(files) > 1 else None
+    return TokenizedData(
+        object_name(job),
+        examples=training.examples,
+        tokens=training.tokens,
+        trained=training.trained,
+        longest=max(file.longest for file in files),
+        validation_examples=validation.examples if validation is not None else 0,
+        validation_tokens=validation.tokens if validation is not None else 0,
+    )
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def _begun(job: TrainingJob) -> list[TrainingEvent]:
+    named = (("training file", job.training_file), ("validation file", job.validation_file))
+    return [
+        _event(job, f"validating_{words.replace(' ', '_')}", "info", f"Validating {words}: {name}")
+        for words, name in named
+        if name
+    ]
+
+
+def told(job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData) -> list[TrainingEvent]:
+    """What there is to say of files that are in order."""
+    events = [event for file in files for event in _remarks(job, file)]
+    message = (
+        f"The training file has {counts.examples:,} examples with {counts.tokens:,} tokens, of which "
+        f"{counts.trained:,} are trained; the longest has {counts.longest:,}."
+    )
+    if counts.validation_examples:
+        message += f" The validation file has {counts.validation_examples:,} with {counts.validation_tokens:,} tokens."
+    data = {name: value for name, value in msgspec.structs.asdict(counts).items() if name != "object_name"}
+    events.append(_event(job, "files_checked", "info", message, **data))
+    events.append(_event(job, "job_queued", "info", "Files validated, moving job to queued state."))
+    return events
+
+
+def _remarks(job: TrainingJob, file: TokenizedFile) -> list[TrainingEvent]:
+    """What is no fault, and may still not be what was meant."""
+    data, param = file.data, file.faults.param
+    words, found = param.replace("_", " "), []
+    if data.repeated:
+        found.append(("lines_repeated", f"{data.repeated:,} lines of the {words} are repeated."))
+    if data.cut:
+        found.append(("examples_cut", f"{data.cut:,} examples of the {words} were cut at their end."))
+    if job.method == "supervised" and data.examples > data.lines:
+        found.append(
+            (
+                "turns_apart",
+                f"The {data.lines:,} lines of the {words} make {data.examples:,} examples: the model's chat template "
+                "shows earlier answers in another way than the last one.",
+            )
+        )
+    if data.unlike_prompt:
+        found.append(
+            (
+                "unlike_prompt",
+                f"Prompts of the model end with {data.unlike_prompt[:64]!r}, which its chat template does not show "
+                f"before answers such as those of the {words}: it learns to begin them without.",
+            )
+        )
+    return [_event(job, f"{param}_{kind}", "warn", message) for kind, message in found]
+
+
+def _event(
+    job: TrainingJob, kind: str, level: Literal["info", "warn", "error"], message: str, **data: object
+) -> TrainingEvent:
+    return TrainingEvent(job.id, 0, kind, level, message[:MAX_EVENT_MESSAGE], time.time(), data=data)
