@@ -138,7 +138,7 @@ def test_what_is_told_of_a_job(tmp_path: Path) -> None:
     assert last.metrics.train_loss < 0.8 * steps[0].train_loss
     (finished,) = attempt.of(Finished)
     assert finished.trained_tokens == 2 * 220 == steps[-1].tokens
-    rows = list(csv.DictReader((tmp_path / finished.metrics).open()))
+    rows = list(csv.DictReader((tmp_path / finished.metrics).read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     assert list(rows[0])[:5] == [
         "step",
