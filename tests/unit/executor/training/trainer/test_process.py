@@ -42,8 +42,8 @@ VOCABULARY = 131
 
 
 AT_ONCE = (
-    "import sys; from services.executor.training import __main__ as trainer; trainer.give_way = lambda: None; "
-    "sys.exit(trainer.main(int(sys.argv[1])))"
+    "import os, sys; from services.executor.training import __main__ as trainer; trainer.give_way = lambda: None; "
+    "os._exit(trainer.main(int(sys.argv[1])))"
 )
 """A trainer that gives way to nobody: beside other tests it would hardly be scheduled."""
 
@@ -205,8 +205,8 @@ def test_it_gives_way_to_all_others() -> None:
 def test_it_ends_with_its_supervisor(ends: str) -> None:
     listening = (
         "import sys, threading; from services.executor.ipc.trainer_pipe import Paused, TrainerPipe; "
-        "pipe = TrainerPipe(sys.stdin.buffer, int(sys.argv[1])); pipe.listen(); pipe.send(Paused(1)); pipe.pause.wait(); "
-        "pipe.send(Paused(2)); threading.Event().wait()"
+        "pipe = TrainerPipe(sys.stdin.buffer, int(sys.argv[1])); pipe.listen(); pipe.send(Paused(1)); "
+        "pipe.pause.wait(); pipe.send(Paused(2)); threading.Event().wait()"
     )
     read, write = os.pipe()
     command = [sys.executable, "-c", listening, str(write)]
