@@ -77,7 +77,9 @@ def _lasting(record: GroupRecord | ServiceRecord | HostRecord) -> object:
     """What must be known at once."""
     if isinstance(record, HostRecord):
         host = record.host
-        return record.state, host.memory, host.used, [(one.model, one.state) for one in host.models]
+        trainings = [(one.job, one.attempt) for one in host.trainings]
+        models = [(one.model, one.state) for one in host.models]
+        return record.state, host.memory, host.used, host.trains, trainings, models
     if isinstance(record, GroupRecord):
         pids = [rank.pid for rank in record.ranks]
         return record.model, record.state, record.epoch, record.instance, record.weight < 1, pids

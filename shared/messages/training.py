@@ -221,6 +221,10 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """That compute it, as its first host has chosen: with others the sums would be others. 0: it never ran."""
     clean: bool = False
     """Whether what it kept for training (examples, states) is gone again."""
+    crashes: int = 0
+    """Times that its trainer has ended by a fault since it has written its last state."""
+    retry_at: float = 0.0
+    """Before then no host is told to train it, in unix seconds."""
 
 
 class TrainingEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -101,6 +101,24 @@ class Objects:
             return None
         return None if info.deleted else info
 
+    async def names(self) -> list[str]:
+        """Of all objects, deleted ones not."""
+        prefix = f"$O.{self._name}.M."
+        tokens = [subject.removeprefix(prefix) for subject in await self._subjects(f"{prefix}>")]
+        return [base64.urlsafe_b64decode(token).decode() for token in tokens]
+
+    async def writings(self, prefix: str) -> list[str]:
+        """The nuids, of those that begin with these tokens (`job.`), of which there are chunks."""
+        chunks = self._chunks("")
+        return [subject.removeprefix(chunks) for subject in await self._subjects(f"{chunks}{prefix}>")]
+
+    async def _subjects(self, pattern: str) -> list[str]:
+        with translated(f"list the objects of {self._name}"):
+            info = await when_led(
+                self._bus, lambda: self._bus.jetstream().stream_info(self._stream, subjects_filter=pattern)
+            )
+        return list(info.state.subjects or {})
+
     # --- in --------------------------------------------------------------------------------------
 
     async def write(

@@ -3,13 +3,16 @@ them here alone, so that whoever is first creates the same buckets.
 
     KV `training_jobs`      <tenant>.<job>                          TrainingJob
     KV `training_events`    <tenant>.<job>.<step>-<attempt>-<kind>  TrainingEvent: said again, it is the same entry
-    objects `training`      examples, states, metrics               gone when the job is over
+    objects `training`      <job>/...                               gone when the job is over
+                            <job>/<attempt>/...                     what an attempt of a host has written
+
+What an attempt has left behind is void once a later one has begun, but for what the job's record names.
 
 Of the events with metrics, one for every step, the newest `TRAINING_EVENTS` are kept: their keys go round. Of the
 others there are few.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 from shared.limits import TRAINING_EVENTS
 from shared.messages.training import TrainingEvent, TrainingJob, event_name
@@ -63,3 +66,38 @@ class TrainingEvents:
     async def clear(self, tenant: str, job: str) -> None:
         """Removes all of a job."""
         await self._bucket.purge(f"{tenant_key(tenant, job)}.*")
+
+
+def object_name(job: str, attempt: int, name: str) -> str:
+    """Of what an attempt writes: another one, which may still run somewhere, writes nothing over it."""
+    return f"{job}/{attempt}/{name}"
+
+
+def writing_of(job: str, attempt: int, name: str) -> str:
+    """Its nuid, by which chunks are found that nobody names; `name` was never used before in that attempt."""
+    return f"{job}.{attempt}.{name}"
+
+
+async def clear_objects(
+    objects: Objects, job: str, keep: Collection[str] = (), before: int | None = None
+) -> int:
+    """Removes a job's objects but those named in `keep`, and what was cut off while it was written; with `before` only
+    what attempts before that one have written. Returns how many. Raises `BrokerUnavailable`."""
+    gone = 0
+    for name in await objects.names():
+        if name.startswith(f"{job}/") and name not in keep and _is_before(name.split("/"), before):
+            await objects.delete(name)
+            gone += 1
+    known = [info.nuid for name in keep if (info := await objects.info(name)) is not None]
+    for nuid in await objects.writings(f"{job}."):
+        if nuid not in known and _is_before(nuid.split("."), before):
+            await objects.purge(nuid)
+            gone += 1
+    return gone
+
+
+def _is_before(parts: list[str], attempt: int | None) -> bool:
+    """`parts`: the job, the attempt, the rest."""
+    if attempt is None:
+        return True
+    return len(parts) > 2 and parts[1].isdecimal() and int(parts[1]) < attempt

@@ -160,6 +160,9 @@ class ExecutorSettings(ModelStoreSettings):
     host_memory: int = Field(default=0, ge=0)
     """Bytes that all groups of the executor may take together, weights and KV cache: of its GPUs' memory where it
     computes on GPUs, else of the host's; 0: 90% of what is there."""
+    trains: int = Field(default=1, ge=0, le=16)
+    """Fine-tuning jobs that the executor trains at a time, in the time that interactive requests leave; 0: none. One
+    that is a host of several (`nnodes`) trains none."""
     served_model_name: str = ""
     """Name that clients use; empty: made from `model`."""
     group: str = ""

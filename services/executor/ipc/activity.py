@@ -36,7 +36,30 @@ class HostActivity:
         """Written by the leader of the ring that has the slot, and by the supervisor after its end."""
         self._slots[slot].interactive = interactive
 
+    def interactive(self, slot: int) -> int:
+        """What the slot says."""
+        return int(self._slots[slot].interactive)
+
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits for an answer."""
         return not any(slot.interactive for slot in self._slots)
+
+
+class ActivityPage:
+    """The page of a host, and who has which slot of it: its supervisor's."""
+
+    def __init__(self, path: Path) -> None:
+        """Made anew, all zeros."""
+        self.path = path
+        self._page = HostActivity(path, create=True)
+        self._free = list(range(SLOTS))
+
+    def take(self) -> int | None:
+        """A slot for a ring; None: all are taken, and trainers do not hear of its requests."""
+        return self._free.pop(0) if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """Its ring has ended, to the last process."""
+        self._page.set(slot, 0)
+        self._free.append(slot)

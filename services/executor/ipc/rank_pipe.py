@@ -27,6 +27,10 @@ class RankSpec(msgspec.Struct, frozen=True):
     epoch: int
     board: str
     settings: dict[str, object]
+    activity: str = ""
+    """File of the host's page of interactive requests (`HostActivity`), for rank 0; empty: nobody looks at it."""
+    activity_slot: int = 0
+    """The ring's own."""
 
 
 class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):

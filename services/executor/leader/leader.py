@@ -14,12 +14,14 @@ import contextlib
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import structlog
 
 from services.executor.core.engine import Engine, EngineSpec
 from services.executor.core.settings import ExecutorSettings, served_name
+from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, SupervisorPipe
 from services.executor.kv_transfer.service import Handover
@@ -165,6 +167,9 @@ class Leader:
         self._telling: asyncio.Task[None] | None = None
         self._republishing: asyncio.Task[None] | None = None
         self._told_adapters: list[str] = []
+        self._activity = HostActivity(Path(spec.activity)) if spec.activity else None
+        self._interactive = 0
+        """What the page of the host's activity says."""
 
     async def run(self) -> None:
         """Loads, serves until drained. Raises what makes the ring unusable."""
@@ -293,6 +298,7 @@ class Leader:
                     self._grammars.compile(request, self._on_compiled)
             else:
                 refused.append(refusal)
+        self._show_activity()
         self._gathering.add(acknowledgements(batch.requests, set(accepted), self._fingerprint))
         await self._tell()
         self._wake.set()
@@ -317,6 +323,7 @@ class Leader:
 
     def _report_load(self) -> GroupLoad:
         """Puts the load on the board; returns it for a reply."""
+        self._show_activity()
         self._load_version += 1
         load = msgspec.structs.replace(
             self._batcher.load(),
@@ -331,6 +338,12 @@ class Leader:
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
         return load
+
+    def _show_activity(self) -> None:
+        """How many requests somebody waits for: trainers on this host stand still meanwhile."""
+        if self._batcher.interactive != self._interactive and self._activity is not None:
+            self._interactive = self._batcher.interactive
+            self._activity.set(self._spec.activity_slot, self._interactive)
 
     def _add(self, request: GenerationRequest) -> Refusal | None:
         if not self._draining:

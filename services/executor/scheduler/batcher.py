@@ -97,6 +97,8 @@ class ContinuousBatcher:
         self._lookahead = Lookahead(spec, self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
         self._live: dict[str, Sequence] = {}
+        self.interactive = 0
+        """Of these, the ones that somebody waits for: all but those of the batch lane."""
         self._held: dict[str, Sequence] = {}
         """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
         self._directories: dict[str, str] = {}
@@ -141,6 +143,7 @@ class ContinuousBatcher:
             sequence.awaits.add("adapter")
             sequence.state = SequenceState.HELD
         self._live[request.generation_id] = sequence
+        self.interactive += not sequence.is_batch
         if sequence.state is SequenceState.HELD:
             self._held[request.generation_id] = sequence
         else:
@@ -439,6 +442,7 @@ class ContinuousBatcher:
             id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
         } | {id(s) for s in self._held.values()}
         assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
+        assert self.interactive == sum(not s.is_batch for s in self._live.values()), "it is miscounted"
 
     # --- admission -------------------------------------------------------------------------------
 
@@ -489,6 +493,7 @@ class ContinuousBatcher:
         sequence = self._live.pop(generation_id, None)
         if sequence is None:
             return
+        self.interactive -= not sequence.is_batch
         self._ended.add(sequence.request)
         sequence.ending = Ending.REPLACED
         if not sequence.in_flight:
@@ -508,6 +513,7 @@ class ContinuousBatcher:
         sequence.state = SequenceState.ENDED
         if entry is not None:
             del self._live[sequence.request.generation_id]
+            self.interactive -= not sequence.is_batch
             self._ended.add(sequence.request)
             self._owe(sequence.request.consumer, entry)
 

@@ -16,6 +16,7 @@ import structlog
 
 from services.executor.core.gpu_errors import EXTERNAL, HUNG
 from services.executor.core.settings import ExecutorSettings, served_name
+from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.diagnostics.dump import Group
 from services.executor.supervisor.diagnostics.processes import is_stopped
 from services.executor.supervisor.diagnostics.service import DebugService
@@ -48,6 +49,8 @@ class GroupHost(Protocol):
     """What a group needs of the executor whose it is."""
 
     instance: str
+    activity: ActivityPage | None
+    """Where leaders say that somebody waits for their rings; None: no trainer looks."""
 
     @property
     def bus(self) -> Bus: ...
@@ -172,8 +175,7 @@ class GroupSupervisor:
             if not await self._all_hosts():
                 return None
             self._epoch = max(self._epoch + 1, time.time_ns() // 1_000_000)
-            instance, forks = self._host.instance, self._host.forks
-            ring = Ring(self.settings, self.group, instance, self._epoch, self._nodes, forks, self._variables)
+            ring = self._ring_of()
             ring.board.set_log_level(self._log_level)
             pauses.began(time.monotonic())
             try:
@@ -191,6 +193,20 @@ class GroupSupervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pauses.next(time.monotonic()))
         return None
+
+    def _ring_of(self) -> Ring:
+        host = self._host
+        variables, activity = self._variables, host.activity
+        return Ring(
+            self.settings,
+            self.group,
+            host.instance,
+            self._epoch,
+            self._nodes,
+            host.forks,
+            variables,
+            activity,
+        )
 
     async def _last_epoch(self) -> int:
         """Of the group's last ring that anybody knows of, 0 without one. Epochs are milliseconds, so that they grow

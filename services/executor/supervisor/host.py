@@ -29,6 +29,7 @@ from services.executor.supervisor.model_files import (
     gpus_of,
     host_bytes,
 )
+from services.executor.supervisor.trainings.host_trainings import HostTrainings
 from shared.errors import (
     ConfigurationError,
     InternalError,
@@ -51,6 +52,7 @@ from shared.messages import (
     RemoveModel,
     UnloadModel,
 )
+from shared.messages.registry import StartTraining, StopTraining
 from shared.model_store import catalog
 from shared.model_store.programs import Progress
 from shared.nats import subjects
@@ -150,6 +152,7 @@ class ModelHost:
         self._log_level = Change()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()
+        self.trainings = HostTrainings(settings, service, self.memory, self)
         self._stopping = False
 
     # --- its own group ---------------------------------------------------------------------------
@@ -193,7 +196,7 @@ class ModelHost:
         for load in [*self._loads.values(), *self._pulls.values()]:
             load.unload = load.unload or UnloadModel(load.group)
             load.cancel()
-        await asyncio.gather(*(group.stop() for group in self.groups.values()))
+        await asyncio.gather(self.trainings.stop(), *(group.stop() for group in self.groups.values()))
         await self._tasks.cancel()
         await self._adapters.stop()
         for files in self._asleep.values():
@@ -224,6 +227,8 @@ class ModelHost:
             devices=self.memory.devices,
             models=[*models.values()][-MOST_TOLD:],
             takes_models=self._settings.is_host and not self._stopping,
+            trains=self.trainings.places,
+            trainings=self.trainings.told(),
         )
 
     def _tell(self, model: HostModel) -> None:
@@ -248,6 +253,10 @@ class ModelHost:
     async def on_command(self, command: HostCommand) -> HostReply:
         """The answer, which waits for none of what was begun."""
         try:
+            if isinstance(command, StartTraining):
+                return await self.trainings.start(command)
+            if isinstance(command, StopTraining):
+                return await self.trainings.end(command)
             if not self._settings.is_host or self._stopping:
                 raise InvalidRequest(
                     f"The executor {self._service.instance} takes no models; start it with --takes-models."
@@ -263,7 +272,7 @@ class ModelHost:
                     return await self._remove(spec)
                 case PullAdapter():
                     own = not command.spec.source and served_name(self._settings) == command.model
-                    settings = self._settings if own else settings_of(self._settings, command.spec)
+                    settings = self._settings if own else self.settings_of(command.spec)
                     record = await self._adapters.pull(command, settings, self._service.bus)
                     return HostReply(ok=True, adapter=record)
             raise InvalidRequest(f"The executor {self._service.instance} does not know this command.")
@@ -389,11 +398,14 @@ class ModelHost:
     async def _serve(self, load: _Load, placed: Placement, began: float) -> None:
         """From the first of its processes to the end of the last. Raises why it has failed."""
         self._wake(placed.woken)
+        await self.trainings.make_way(placed.trainings)
         if load.unload is not None:
             return
         kv = placed.footprint.kv // load.settings.tp
         settings = load.settings.model_copy(update={"kv_memory": kv})
-        group = GroupSupervisor(settings, load.group, self._service, variables=self._variables(placed))
+        group = GroupSupervisor(
+            settings, load.group, self._service, variables=self.gpu_variables(placed.devices)
+        )
         group.memory = placed.footprint.total
         group.set_log_level(self._log_level)
         load.supervisor = self.groups[load.group] = group
@@ -477,9 +489,24 @@ class ModelHost:
             HostModel(load.spec.name, "failed", error=told.message, memory=load.memory, failed_at=time.time())
         )
 
-    def _variables(self, placed: Placement) -> dict[str, str]:
-        names = [self._gpu_names[device] for device in placed.devices]
+    def gpu_variables(self, devices: Iterable[int]) -> dict[str, str]:
+        """Of the environment of a process that is to see these GPUs alone; none on a CPU."""
+        names = [self._gpu_names[device] for device in devices]
         return {"CUDA_VISIBLE_DEVICES": ",".join(names)} if names else {}
+
+    # --- for fine-tuning jobs --------------------------------------------------------------------
+
+    def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
+        """Of a group that serves it. Raises `ConfigurationError`."""
+        return settings_of(self._settings, spec)
+
+    async def prepare_base(self, settings: ExecutorSettings) -> str:
+        """Has its files made ready; returns what names it from then on. Raises `RyzansteinError`."""
+        return await self._prepare(settings, lambda *step: None)
+
+    def serves(self, model: str) -> bool:
+        """Whether one of its groups has it in memory."""
+        return any(group.model == model and group.ready.is_set() for group in self.groups.values())
 
     async def _tell_idle(self) -> None:
         """That a group has no work any more is told at once: another model may wait for its memory."""

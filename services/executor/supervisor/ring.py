@@ -20,6 +20,7 @@ import structlog
 
 from services.executor.core.gpu_errors import EXTERNAL
 from services.executor.core.settings import ExecutorSettings, thread_count
+from services.executor.ipc.activity import ActivityPage
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.flight_recorder import FlightRecorder
 from services.executor.ipc.rank_pipe import (
@@ -70,9 +71,11 @@ class Ring:
         nodes: HeadNode | None = None,
         forks: ForkClient | None = None,
         variables: Mapping[str, str] | None = None,
+        activity: ActivityPage | None = None,
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
-        `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has."""
+        `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has.
+        `activity`: where its leader says that somebody waits for it."""
         self._settings = settings
         self._variables = dict(variables or {})
         self._forks = forks
@@ -106,6 +109,8 @@ class Ring:
         self._oom_kills = oom_kills()
         """Before it began."""
         self._killed = False
+        self._activity = activity
+        self._slot = activity.take() if activity is not None else None
         self._end: asyncio.Future[RingEnd] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -173,6 +178,9 @@ class Ring:
         for follower in followers:
             follower.cancel()
         await asyncio.gather(*followers, return_exceptions=True)
+        if self._activity is not None and self._slot is not None:
+            self._activity.give_back(self._slot)
+            self._slot = None
         if self._directory.exists():
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -205,6 +213,7 @@ class Ring:
         settings = self._settings.model_dump(mode="json")
         if rank == 0:  # the others speak to nobody but the ring
             settings["nats_password"] = self._settings.nats_password.get_secret_value()
+        page = self._activity
         settings["ring_secret"] = "known" if self._settings.nnodes > 1 else ""
         return RankSpec(
             rank=rank,
@@ -214,6 +223,8 @@ class Ring:
             epoch=self.epoch,
             board=str(self._directory / "board"),
             settings=settings,
+            activity=str(page.path) if rank == 0 and page is not None and self._slot is not None else "",
+            activity_slot=self._slot or 0,
         )
 
     async def _follow_events(self, rank: int, process: LocalRank | RemoteRank) -> None:

@@ -4,6 +4,8 @@ It imports no torch and does no work per step. Where it is started with a model 
 ends with it. Without one it starts empty, and waits to be told.
 """
 
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -11,6 +13,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.activity import ActivityPage
 from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host import ModelHost
 from services.executor.supervisor.metrics import MergedCollector, vllm_aliases
@@ -44,6 +47,9 @@ class ExecutorService(Service):
                 "or a hub name, or have the executor load what it is told to with --takes-models."
             )
         self.forks: ForkClient = fork_client(settings)
+        self._trains = settings.trains > 0
+        self.activity: ActivityPage | None = None
+        """From `run` on, where the executor takes fine-tuning jobs."""
         self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
         self._host = ModelHost(settings, self)
         self._own: GroupSupervisor | None = None
@@ -63,6 +69,7 @@ class ExecutorService(Service):
             MergedCollector(lambda: [one for group in groups.values() for one in group.collectors[1:]])
         )
         self.registry.register(self._host.metrics)
+        self.registry.register(self._host.trainings.metrics)
         if settings.metrics_aliases:
             self.registry.register(vllm_aliases(rings))
 
@@ -72,7 +79,9 @@ class ExecutorService(Service):
         """Ranks' imports take longer than anything else at a start: they begin first."""
         self.forks.start()
         try:
-            await super().run()
+            with tempfile.TemporaryDirectory(prefix="ryzanstein-host-") as directory:
+                self.activity = ActivityPage(Path(directory) / "activity") if self._trains else None
+                await super().run()
         finally:
             self.forks.close()
 

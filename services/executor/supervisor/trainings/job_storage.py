@@ -1,0 +1,131 @@
+"""Stores what a trainer has written, in order, as long as it takes: of several states that wait the newest.
+
+    state ──▶ object ──▶ record ──▶ the older object goes
+    adapter ─▶ its files by digest ──▶ record
+    metrics ─▶ object
+
+While the broker is away it waits; where there is no room it tries for a while.
+"""
+
+import asyncio
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWritten
+from services.executor.supervisor.trainings import job_changes
+from services.executor.supervisor.trainings.job_files import JobFiles
+from services.executor.supervisor.trainings.job_record import JobRecord, patiently
+from shared.errors import StorageFull
+from shared.messages.training import TrainedAdapter, TrainingJob
+
+STORE_PAUSE = 5.0
+"""Seconds before the object store is tried again when it is full."""
+STORE_PATIENCE = 900.0
+"""Seconds after which a job fails for which there is no room."""
+
+log = structlog.get_logger(__name__)
+
+Written = StateWritten | AdapterWritten | Finished
+
+
+class JobStorage:
+    def __init__(self, record: JobRecord, files: JobFiles, directory: Path) -> None:
+        """`directory`: where the trainer writes."""
+        self._record = record
+        self._files = files
+        self._directory = directory
+        self._waiting: deque[Written] = deque()
+        self._come = asyncio.Event()
+        self._closed = False
+        self._full_since = 0.0
+        self.full = ""
+        """Why nothing can be stored, where that is so."""
+        self.result: TrainedAdapter | None = None
+        self.finished: Finished | None = None
+        self.metrics_object = ""
+
+    def add(self, written: Written) -> None:
+        """It is stored after what came before."""
+        self._waiting.append(written)
+        self._come.set()
+
+    def close(self) -> None:
+        """Nothing comes after that."""
+        self._closed = True
+        self._come.set()
+
+    async def run(self) -> None:
+        """Until all is stored. Raises `NotMine`, `OSError`, and `StorageFull` where there was no room for too long."""
+        while True:
+            while self._waiting:
+                await self._next(self._waiting.popleft())
+            if self._closed:
+                return
+            self._come.clear()
+            await self._come.wait()
+
+    async def _next(self, written: Written) -> None:
+        match written:
+            case StateWritten():
+                if not any(isinstance(later, StateWritten) for later in self._waiting):
+                    await self._stored(lambda: self._store_state(written))
+                (self._directory / written.file).unlink(missing_ok=True)
+            case AdapterWritten():
+                await self._stored(lambda: self._store_adapter(written))
+                await asyncio.to_thread(
+                    shutil.rmtree, self._directory / written.directory, ignore_errors=True
+                )
+            case Finished():
+                await self._stored(lambda: self._store_metrics(written))
+
+    async def _stored(self, store: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            try:
+                await patiently(store)
+            except StorageFull as error:
+                now = time.monotonic()
+                self._full_since = self._full_since or now
+                self.full = f"What it has learned cannot be stored: {error.message}"
+                if now - self._full_since >= STORE_PATIENCE:
+                    raise
+                log.warning("training_store_full", job=self._record.job.id, error=error.message)
+                await asyncio.sleep(STORE_PAUSE)
+            else:
+                self.full, self._full_since = "", 0.0
+                return
+
+    async def _store_state(self, written: StateWritten) -> None:
+        before = self._record.job.state
+        state = await self._files.put_state(written)
+        await self._record.write(lambda job: job_changes.state_written(job, state))
+        if before is not None and before.object_name != state.object_name:
+            await self._files.remove(before.object_name)
+
+    async def _store_adapter(self, written: AdapterWritten) -> None:
+        await self._files.put_adapter(written)
+        adapter = TrainedAdapter(
+            written.step, written.digest, written.rank, written.bytes, int(time.time()), written.metrics
+        )
+        if written.is_result:
+            self.result = adapter
+            return
+        gone: list[TrainedAdapter] = []
+
+        def change(job: TrainingJob) -> TrainingJob:
+            nonlocal gone
+            changed, gone = job_changes.adapter_written(job, adapter)
+            return changed
+
+        await self._record.write(change)
+        for old in gone:
+            await self._files.remove_adapter(old.digest)
+
+    async def _store_metrics(self, written: Finished) -> None:
+        self.metrics_object = await self._files.put_metrics(written.metrics)
+        self.finished = written

@@ -1,0 +1,50 @@
+"""What a trainer takes of a host's memory, in bytes, before it is started. Pure.
+
+base            nothing where it is mapped and served here too; else its weights
+activations     of the tokens of a micro batch: the inputs of all layers (the rest is computed again, layer by
+                layer), and all that one layer computes with
+factors         weights, gradients and both moments, in fp32
+the process     PyTorch and its buffers
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.messages.training import Hyperparameters
+
+PROCESS = 512 << 20
+"""PyTorch, its threads, and buffers of one weight."""
+MICRO_BATCH = 2048
+"""Tokens that are computed at a time, unless an example is longer."""
+FACTOR_BYTES = 16
+"""Of one number of the factors: itself, its gradient, two moments."""
+LAYER_VALUES = 24
+"""Values as wide as the hidden state that a layer keeps for a token while it is computed forward and backward, beside
+those as wide as its feed-forward part, of which there are `FEED_FORWARD_VALUES`."""
+FEED_FORWARD_VALUES = 6
+UNKNOWN = 4096
+"""Width that is reckoned with where the configuration does not tell."""
+
+
+def training_bytes(
+    config: Mapping[str, Any],
+    hyperparameters: Hyperparameters,
+    longest: int,
+    base: int,
+    process: int = PROCESS,
+) -> int:
+    """`config`: the base's; `longest`: tokens of the longest example; `base`: bytes of weights that it holds alone."""
+    text = config.get("text_config")
+    facts: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
+    hidden = _number(facts, "hidden_size", "n_embd") or UNKNOWN
+    layers = _number(facts, "num_hidden_layers", "n_layer") or 32
+    inner = _number(facts, "intermediate_size", "n_inner") or 4 * hidden
+    tokens = max(MICRO_BATCH, longest)
+    activations = 4 * tokens * ((layers + LAYER_VALUES) * hidden + FEED_FORWARD_VALUES * inner)
+    wide = 4 * 2 * hidden + 3 * (hidden + inner)
+    factors = hyperparameters.rank * wide * layers * FACTOR_BYTES
+    return base + activations + factors + process
+
+
+def _number(facts: Mapping[str, Any], *names: str) -> int:
+    return next((value for name in names if isinstance(value := facts.get(name), int)), 0)

@@ -1,0 +1,48 @@
+"""Prometheus metrics of the fine-tuning jobs that a host trains."""
+
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.executor.supervisor.metrics import metric
+
+Result = Literal["finished", "paused", "cancelled", "failed", "crashed", "given_back", "not_mine"]
+
+
+class TrainingCounts(Collector):
+    def __init__(self, running: Callable[[], int]) -> None:
+        self._running = running
+        self._ends = dict.fromkeys(get_args(Result), 0)
+        self._steps = self._tokens = 0
+        self._yields = 0.0
+
+    def stepped(self, tokens: int) -> None:
+        """An optimizer step is done, after so many tokens."""
+        self._steps += 1
+        self._tokens += tokens
+
+    def yielded(self, seconds: float) -> None:
+        """A trainer has stood still for so long."""
+        self._yields += seconds
+
+    def ended(self, result: str) -> None:
+        self._ends[result] += 1
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Fine-tuning jobs that the executor has."
+        yield metric(GaugeMetricFamily, "trainings", text, (), ((), self._running()))
+        text = "Fine-tuning jobs that have left the executor, by what came of them."
+        ends = [((result,), count) for result, count in self._ends.items()]
+        yield metric(CounterMetricFamily, "training_ends", text, ("result",), *ends)
+        for name, text, value in (
+            ("training_steps", "Optimizer steps of fine-tuning jobs.", self._steps),
+            ("training_tokens", "Tokens that these were computed from.", self._tokens),
+            (
+                "training_yield_seconds",
+                "Time that trainers have stood still for interactive requests.",
+                self._yields,
+            ),
+        ):
+            yield metric(CounterMetricFamily, name, text, (), ((), value))

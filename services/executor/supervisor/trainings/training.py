@@ -1,0 +1,373 @@
+"""One job on this host: files in, trainer, files out, and its record kept up to date.
+
+    begun ──▶ examples, state ──▶ trainer ──events──┬─▶ steps ──▶ record, events          every `TELL_EVERY` seconds
+                                                    └─▶ states, adapters ──▶ object stores ──▶ record
+    halted ─▶ paused or killed ──▶ what comes of it ──▶ record
+
+What is written at the end is decided by `job_changes`. Training goes on while the broker is away: what is to be told
+waits, of several states the newest.
+"""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+import structlog
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.trainer_pipe import (
+    PAUSE,
+    AdapterWritten,
+    Finished,
+    Loaded,
+    StateWritten,
+    Stepped,
+    TrainerFailed,
+    TrainerSpec,
+    Yielding,
+)
+from services.executor.supervisor.trainings import job_changes
+from services.executor.supervisor.trainings.job_changes import End
+from services.executor.supervisor.trainings.job_files import JobFiles
+from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
+from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage
+from services.executor.supervisor.trainings.metrics import TrainingCounts
+from services.executor.supervisor.trainings.trainer_process import TrainerProcess
+from shared.errors import RyzansteinError, StorageFull, Unavailable, error_from_code
+from shared.limits import TRAINING_EVENTS
+from shared.messages.registry import HostTraining
+from shared.messages.training import TrainingEvent, TrainingJob, TrainingMetrics
+from shared.nats.bus import Bus
+from shared.nats.training import TrainingEvents
+from shared.tasks import cancel_all
+
+TELL_EVERY = 2.0
+"""Seconds between two writings of the record, and between two looks at what its tenant wants."""
+PAUSE_WITHIN = 60.0
+"""Seconds that a trainer has to end in good order; then it is killed, and goes on from its last state."""
+
+log = structlog.get_logger(__name__)
+
+
+class Halt(NamedTuple):
+    """Why a training is to end before it is done."""
+
+    kind: Literal["not_mine", "wanted", "given_back"]
+    reason: str = ""
+    retry_after: float = 0.0
+    """Seconds before a host is told to train it again."""
+
+
+class Base(NamedTuple):
+    """A base whose files are ready."""
+
+    settings: ExecutorSettings
+    directory: str
+    variables: dict[str, str]
+    """Of the trainer's environment."""
+
+
+class TrainingHost(Protocol):
+    """What a training needs of the host whose it is."""
+
+    threads: int
+    """That a job is computed with which begins here."""
+
+    @property
+    def activity(self) -> str: ...
+
+    @property
+    def bus(self) -> Bus: ...
+
+    async def ready_base(self, training: "Training", job: TrainingJob) -> Base:
+        """Has its files made ready, and memory promised. Raises `RyzansteinError`."""
+        ...
+
+    async def beat_now(self) -> None: ...
+
+
+class Training:
+    """One attempt at one job. `run` once."""
+
+    def __init__(self, host: TrainingHost, record: JobRecord, counts: TrainingCounts, attempt: int) -> None:
+        """`record` has been read."""
+        self._host = host
+        self._record = record
+        self._counts = counts
+        self._events = TrainingEvents(host.bus)
+        self.attempt = attempt
+        self.job = record.job.id
+        self.tenant = record.job.tenant
+        self.memory = 0
+        """Bytes that it was promised."""
+        self.ended = asyncio.Event()
+        self._state: Literal["loading", "training", "yielding", "ending"] = "loading"
+        self._step = 0
+        self._halt: Halt | None = None
+        self._process: TrainerProcess | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._untold: deque[tuple[TrainingEvent, int]] = deque(maxlen=TRAINING_EVENTS.value)
+        """With the attempt, where others say it too."""
+        self._metrics: TrainingMetrics | None = None
+        self._expected_at = 0.0
+        self._first: tuple[int, float] | None = None
+        """The step that was done first here, and when."""
+        self._storage: JobStorage | None = None
+        self._failure: TrainerFailed | None = None
+        self._yields_since = 0.0
+
+    def told(self) -> HostTraining:
+        """What heartbeats say of it."""
+        return HostTraining(self.job, self.tenant, self.attempt, self._state, self._step, self.memory)
+
+    # --- its end ---------------------------------------------------------------------------------
+
+    def halt(self, halt: Halt, within: float = PAUSE_WITHIN) -> None:
+        """Ends it; the first reason counts, but for another's training, which is void. `within`: seconds that the
+        trainer has to write its state, where that is of use."""
+        if self._halt is not None and halt.kind != "not_mine":
+            return
+        self._halt = halt
+        if self._loading is not None:
+            self._loading.cancel()
+        if self._process is None:
+            return
+        orderly = halt.kind == "given_back" or (halt.kind == "wanted" and self._record.job.wanted == "pause")
+        if orderly:
+            self._process.tell(PAUSE)
+            asyncio.get_running_loop().call_later(within, self._process.kill)
+        else:
+            self._process.kill()
+
+    async def look(self) -> None:
+        """Whether it is still this host's, and what its tenant wants. Raises `BrokerUnavailable`."""
+        try:
+            job = await self._record.read()
+        except NotMine:
+            self.halt(Halt("not_mine"))
+        else:
+            if job.wanted != "run":
+                self.halt(Halt("wanted"))
+
+    # --- its life --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        try:
+            with tempfile.TemporaryDirectory(prefix="ryzanstein-training-") as scratch:
+                await self._settle(await self._train(Path(scratch)))
+        except NotMine:
+            log.warning("training_not_mine", job=self.job, attempt=self.attempt)
+            self._counts.ended("not_mine")
+        finally:
+            if self._process is not None:
+                self._process.kill()
+            self.ended.set()
+
+    async def _train(self, directory: Path) -> End:
+        """Until there is nothing more to do, or it has failed or was halted. Raises `NotMine`."""
+        try:
+            how = await self._run_trainer(directory)
+        except NotMine:
+            raise
+        except StorageFull as error:
+            reason = f"There was no room for what it has learned for {STORE_PATIENCE:g} s: {error.message}"
+            return End("failed", reason, StorageFull.code)
+        except (RyzansteinError, OSError) as error:
+            return End("crashed", str(error))
+        except Exception as error:
+            log.exception("training_fault", job=self.job)
+            return End("crashed", f"A fault of the executor ({type(error).__name__}); its log says where.")
+        finally:
+            self._state = "ending"
+        return self._end_of(how)
+
+    async def _run_trainer(self, directory: Path) -> str:
+        """Starts the trainer, hears it, stores what it writes; how it has ended. Raises `NotMine`, `RyzansteinError`,
+        `OSError`, `msgspec.MsgspecError`."""
+        if self._record.job.wanted != "run":
+            self._halt = Halt("wanted")
+        files = JobFiles(self._host.bus, self.job, self.attempt, directory)
+        process = await self._loaded(files, directory) if self._halt is None else None
+        if process is None:
+            return ""
+        self._storage = storage = JobStorage(self._record, files, directory)
+        storing = asyncio.create_task(storage.run())
+        telling = asyncio.create_task(self._tell_always())
+        hearing = asyncio.create_task(self._hear(process, storage))
+        try:
+            await asyncio.wait({storing, telling, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            if not hearing.done():  # the others end with an error alone
+                process.kill()
+            how = await hearing
+            storage.close()
+            await asyncio.wait({storing, telling}, return_when=asyncio.FIRST_COMPLETED)
+            if telling.done():
+                telling.result()
+            await storing
+            return how
+        finally:
+            process.kill()
+            await cancel_all({storing, telling, hearing})
+
+    async def _loaded(self, files: JobFiles, directory: Path) -> TrainerProcess | None:
+        """The trainer, with all that it needs; None: it was halted before."""
+        self._loading = asyncio.create_task(self._start(files, directory))
+        await asyncio.wait({self._loading})
+        loading, self._loading = self._loading, None
+        if loading.cancelled():
+            if self._halt is not None and self._halt.kind == "not_mine":
+                raise NotMine
+            return None
+        loading.result()
+        if self._halt is not None and self._process is not None:
+            self._process.kill()
+        self._state = "training"
+        return self._process
+
+    async def _start(self, files: JobFiles, directory: Path) -> None:
+        """Everything before the trainer runs. Raises `RyzansteinError`, `NotMine`, `OSError`."""
+        base = await self._host.ready_base(self, self._record.job)
+        await patiently(files.open)
+        await patiently(self._events.ensure)
+        job = await patiently(self._record.read)
+        await files.fetch_examples(job)
+        if job.state is not None and not await files.fetch_state(job):
+            job = await patiently(
+                lambda: self._record.write(lambda known: msgspec.structs.replace(known, state=None))
+            )
+        await patiently(lambda: files.clear_earlier(job))
+        now, threads = time.time(), self._host.threads
+        job = await patiently(
+            lambda: self._record.write(lambda known: job_changes.begun(known, threads, now))
+        )
+        self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
+        spec = TrainerSpec(
+            job,
+            str(directory),
+            base.directory,
+            base.settings.model_dump(mode="json"),
+            job.threads,
+            activity=self._host.activity,
+        )
+        self._process = await TrainerProcess.start(spec, base.settings, base.variables)
+        log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
+        await self._host.beat_now()
+
+    # --- what the trainer says -------------------------------------------------------------------
+
+    async def _hear(self, process: TrainerProcess, storage: JobStorage) -> str:
+        """Until its end; how that was."""
+        async for event in process.events():
+            match event:
+                case Loaded(step, _):
+                    self._step = step
+                    log.info("trainer_loaded", job=self.job, step=step)
+                case Stepped(metrics):
+                    self._on_step(metrics)
+                case Yielding(waits):
+                    self._on_yield(waits=waits)
+                case StateWritten() | AdapterWritten() | Finished():
+                    storage.add(event)
+                case TrainerFailed():
+                    self._failure = event
+        how = await process.end()
+        self._on_yield(waits=False)
+        self._state = "ending"
+        return how
+
+    def _on_step(self, metrics: TrainingMetrics) -> None:
+        now, steps = time.time(), self._record.job.steps
+        tokens = metrics.tokens - (self._metrics.tokens if self._metrics is not None else metrics.tokens)
+        self._step, self._metrics = metrics.step, metrics
+        self._counts.stepped(max(0, tokens))
+        first, since = self._first = self._first or (metrics.step, now)
+        if metrics.step > first:
+            self._expected_at = now + (steps - metrics.step) * (now - since) / (metrics.step - first)
+        text = f"Step {metrics.step}/{steps}: training loss={metrics.train_loss:.4g}"
+        if metrics.valid_loss is not None:
+            text += f", validation loss={metrics.valid_loss:.4g}"
+        self._say("step", text, metrics)
+
+    def _on_yield(self, *, waits: bool) -> None:
+        now = time.monotonic()
+        if waits:
+            self._yields_since = now
+        elif self._yields_since:
+            self._counts.yielded(now - self._yields_since)
+            self._yields_since = 0.0
+        self._state = "yielding" if waits else "training"
+
+    # --- what is told ----------------------------------------------------------------------------
+
+    def _say(self, kind: str, message: str, metrics: TrainingMetrics | None = None, attempt: int = 0) -> None:
+        """An event of the job. `attempt`: 0 for what every attempt says alike."""
+        level: Literal["info", "error"] = "error" if kind == "job_failed" else "info"
+        event = TrainingEvent(self.job, self._step, kind, level, message, time.time(), metrics)
+        self._untold.append((event, attempt))
+
+    async def _tell_always(self) -> None:
+        """Raises `NotMine`."""
+        while True:
+            await asyncio.sleep(TELL_EVERY)
+            with contextlib.suppress(Unavailable):  # the broker is away
+                await self.look()
+                await self._tell()
+
+    async def _tell(self) -> None:
+        """Raises `NotMine`, `BrokerUnavailable`."""
+        metrics, full = self._metrics, self._storage.full if self._storage is not None else ""
+        if metrics is not None:
+            expected = self._expected_at
+            await self._record.write(lambda job: job_changes.stepped(job, metrics, expected, full))
+        await self._tell_events()
+
+    async def _tell_events(self) -> None:
+        while self._untold:
+            first = self._untold[0]
+            await self._events.add(self.tenant, *first)
+            if self._untold and self._untold[0] is first:  # else so many came that it has gone
+                self._untold.popleft()
+
+    # --- what comes of it ------------------------------------------------------------------------
+
+    def _end_of(self, how: str) -> End:
+        """Unless it is done. `how` the trainer has ended; empty: it was not started."""
+        failure = self._failure
+        if failure is not None and not error_from_code(failure.code, "").retryable:
+            return End("failed", failure.message, failure.code)
+        if self._halt is not None:
+            return End("given_back", self._halt.reason, retry_after=self._halt.retry_after)
+        if failure is not None:
+            return End("crashed", failure.message)
+        words = self._process.last_words if self._process is not None else ""
+        return End("crashed", f"The trainer has ended with {how}{': ' + words if words else '.'}")
+
+    async def _settle(self, end: End) -> None:
+        """Writes it. Raises `NotMine`."""
+        await patiently(self._tell)
+        job = await patiently(lambda: self._record.write(lambda known: self._settled(known, end)))
+        result = "finished" if job.result is not None else _RESULTS.get(job.status, end.kind)
+        self._counts.ended(result)
+        told = {"job": self.job, "attempt": self.attempt, "step": self._step}
+        log.info("training_ended", **told, result=result, reason=end.reason if job.result is None else "")
+        if job.status in _RESULTS:
+            text = job.error.message if job.error is not None else f"Fine-tuning job {job.status}"
+            self._say(f"job_{job.status}", text, attempt=self.attempt)
+            with contextlib.suppress(Unavailable):  # the record says it too
+                await self._tell_events()
+
+    def _settled(self, job: TrainingJob, end: End) -> TrainingJob:
+        storage = self._storage
+        if storage is not None and storage.result is not None and storage.finished is not None:
+            tokens = storage.finished.trained_tokens
+            return job_changes.finished(job, storage.result, storage.metrics_object, tokens)
+        return job_changes.ended(job, end, time.time())
+
+
+_RESULTS = {"failed": "failed", "cancelled": "cancelled", "paused": "paused"}
+"""What comes of a job, by its state."""
