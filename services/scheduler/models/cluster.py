@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shared.messages import GroupLoad, GroupRecord, GroupStatus, HostModel, HostRecord
-from shared.messages.registry import MAX_MODELS
+from shared.messages.registry import MAX_MODELS, HostTraining
 
 SLEEP_BANDWIDTH = 8e9
 DISK_BANDWIDTH = 1.5e9
@@ -117,6 +117,10 @@ class Host:
     idle: int = 0
     """Bytes of groups that serve and in which nothing runs: no more than these can be given up at once."""
     gone: bool = False
+    trains: int = 0
+    """Fine-tuning jobs that it takes at a time; 0 while it is not ready."""
+    trainings: list[HostTraining] = field(default_factory=list)
+    """Those that it says it has. Models that are loaded are given their memory."""
 
     def count(self) -> None:
         """Brings `free` and `idle` up to date."""
@@ -129,6 +133,16 @@ class Host:
         self.index.grown = self.index.grown or free > self.free or idle > self.idle
         self.idle, self.free = idle, free
         self.index.moved(self)
+
+    @property
+    def room_to_train(self) -> int:
+        """Bytes that neither groups nor fine-tuning jobs have."""
+        return self.free - sum(training.memory for training in self.trainings)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are in one of its groups."""
+        return any(not replica.idle for replica in self.replicas.values())
 
     @property
     def share_free(self) -> float:
@@ -221,6 +235,8 @@ class ClusterView:
         said = record.host
         host.memory, host.used_by_beat, host.devices = said.memory, said.used, said.devices
         host.takes = said.takes_models and record.state == "ready"
+        host.trains = said.trains if record.state == "ready" else 0
+        host.trainings = said.trainings
         self._forget_loading(host)
         self._hear(host, {item.model: item for item in said.models[:MAX_MODELS]})
         for item in host.models.values():

@@ -5,7 +5,7 @@
                                                   └──────────────────────────────▶ KV placements ──▶ all schedulers
 
 Every scheduler follows all of it, so that whoever takes over the lease knows what there is. While the registry is empty
-nothing is said and nobody holds the lease.
+and there are no fine-tuning jobs nothing is said and nobody holds the lease.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from services.scheduler.models.demand import DemandTracker
 from services.scheduler.models.lease import Lease
 from services.scheduler.models.metrics import ModelMetrics
 from services.scheduler.models.placement import Command, Decisions, ModelPlacer
+from services.scheduler.models.training_jobs import TrainingJobs
 from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.messages import (
     GroupRecord,
@@ -98,8 +99,10 @@ class ModelController:
         self._lease = Lease(self._leases, instance, lease)
         self._changed = asyncio.Event()
         self._adapters = AdapterReads(bus, self._cluster, self._changed.set)
+        self._trainings = TrainingJobs(bus, self._cluster, metrics, self._heard_of_jobs)
         self._cold = asyncio.Event()
         self._registered = asyncio.Event()
+        """Set once there is something to decide: a model in the registry, or a fine-tuning job."""
         self._sending = TaskSet("command_failed")
 
     # --- life ------------------------------------------------------------------------------------
@@ -109,6 +112,7 @@ class ModelController:
         for bucket in (self._registry, self._hosts, self._placements, self._leases):
             await bucket.ensure()
         await self._adapters.start(spawn)
+        await self._trainings.start(spawn)
         await self._bus.subscribe(subjects.SCHEDULER_DEMAND, SchedulerDemand, self._on_scheduler)
         await self._bus.subscribe(subjects.MODEL_DEMAND, ModelDemand, self._on_gateway)
         spawn(self._follow_registry(), "registry")
@@ -122,6 +126,7 @@ class ModelController:
         """Another scheduler may decide from now on."""
         await self._sending.cancel()
         await self._adapters.stop()
+        await self._trainings.stop()
         await self._lease.release()
 
     # --- from the scheduler ----------------------------------------------------------------------
@@ -192,6 +197,11 @@ class ModelController:
                 self._has_read(self._placements)
             else:
                 self._note(*update)
+
+    def _heard_of_jobs(self) -> None:
+        if self._trainings.any:
+            self._registered.set()
+        self._changed.set()
 
     def _has_read(self, bucket: object) -> None:
         self._unread.remove(bucket)
@@ -265,11 +275,12 @@ class ModelController:
         while True:
             await self._registered.wait()
             took = 0.0
-            if self._lease.held and not self._unread:
+            if self._lease.held and not self._unread and self._trainings.is_read:
                 took = await self._once()
             else:
                 self._metrics.unplaced.set(0)
                 self._metrics.adapters_are(0, 0)
+                self._metrics.trainings_are(0, 0)
             rest = (1 / LOOP_SHARE - 1) * took
             await _pause(self._changed, min(max(SHORTEST, rest), TICK), TICK)
 
@@ -289,6 +300,7 @@ class ModelController:
             self._sending.spawn(self._send(command), f"{command.host} {command.model}")
         self._metrics.unplaced.set(len(decisions.unplaced))
         self._metrics.adapters_are(*self._adapters.step(self._specs))
+        self._trainings.step()
         await self._say(decisions)
         return took
 

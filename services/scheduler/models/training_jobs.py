@@ -1,0 +1,119 @@
+"""Gives fine-tuning jobs to hosts: the asyncio shell around `trainings`.
+
+KV training_jobs ──▶ TrainingPlacer ── holder of the lease ──┬─ host, attempt + 1 ──▶ KV training_jobs
+hosts, groups ─────────────┘                                 └─ StartTraining, StopTraining ──▶ hosts.<instance>.control
+"""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from services.scheduler.models.cluster import ClusterView
+from services.scheduler.models.metrics import ModelMetrics
+from services.scheduler.models.trainings import TrainingPlacer
+from shared.errors import RyzansteinError
+from shared.messages import HostCommand, HostReply
+from shared.messages.registry import StartTraining
+from shared.messages.training import TRAINING_OVER, TrainingJob
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.tenants import tenant_key
+from shared.nats.training import training_jobs
+from shared.tasks import TaskSet
+
+COMMAND_TIMEOUT = 5.0
+"""Seconds that a host has to answer."""
+
+log = structlog.get_logger(__name__)
+
+
+class TrainingJobs:
+    """One per scheduler; only the one that decides calls `step`."""
+
+    def __init__(
+        self, bus: Bus, cluster: ClusterView, metrics: ModelMetrics, changed: Callable[[], None]
+    ) -> None:
+        """`changed` is called when there may be something to decide."""
+        self._bus = bus
+        self._metrics = metrics
+        self._changed = changed
+        self._bucket = training_jobs(bus)
+        self._placer = TrainingPlacer(cluster)
+        self._jobs: dict[str, TrainingJob] = {}
+        """Those that are not over, by their keys."""
+        self._revisions: dict[str, int] = {}
+        self._writing: set[str] = set()
+        self._tasks = TaskSet("training_decision_failed")
+        self.is_read = False
+        """Whether all jobs that there were are known."""
+
+    @property
+    def any(self) -> bool:
+        """Whether there are jobs that are not over."""
+        return bool(self._jobs)
+
+    async def start(self, spawn: Callable[..., object]) -> None:
+        """Raises `BrokerUnavailable`."""
+        await self._bucket.ensure()
+        spawn(self._follow(), "training jobs")
+
+    async def stop(self) -> None:
+        await self._tasks.cancel()
+
+    def step(self) -> None:
+        """Begins what is due. Jobs whose change is still being written wait for the next step."""
+        decisions = self._placer.decide(self._jobs, time.time())
+        for key, job in decisions.changes.items():
+            if key not in self._writing:
+                self._writing.add(key)
+                self._tasks.spawn(self._write(key, job), key)
+        for host, command in decisions.commands:
+            self._tasks.spawn(self._tell(host, command), host)
+        self._metrics.trainings_are(decisions.waiting, decisions.running)
+
+    async def _follow(self) -> None:
+        async for update in self._bucket.watch_revisions():
+            if update is None:
+                self.is_read = True
+            else:
+                self._note(*update)
+            self._changed()
+
+    def _note(self, key: str, job: TrainingJob | None, revision: int) -> None:
+        if job is None or job.status in TRAINING_OVER:
+            self._jobs.pop(key, None)
+            self._revisions.pop(key, None)
+        elif revision >= self._revisions.get(key, 0):
+            self._jobs[key], self._revisions[key] = job, revision
+
+    async def _write(self, key: str, job: TrainingJob) -> None:
+        try:
+            written = await self._bucket.update(key, job, self._revisions[key])
+            if written is None:
+                return  # it is another by now, as the watcher will tell
+            self._note(key, job, written)
+            if job.host:
+                log.info(
+                    "training_assigned", job=job.id, tenant=job.tenant, host=job.host, attempt=job.attempt
+                )
+        except (RyzansteinError, KeyError) as error:  # KeyError: it is over meanwhile
+            log.warning("training_not_written", job=job.id, error=str(error))
+        finally:
+            self._writing.discard(key)
+            self._changed()
+
+    async def _tell(self, host: str, command: HostCommand) -> None:
+        try:
+            reply = await self._bus.request(
+                subjects.host_control(host), command, HostReply, timeout=COMMAND_TIMEOUT
+            )
+        except (RyzansteinError, msgspec.DecodeError) as error:  # it is told again
+            log.debug("host_not_told", host=host, error=str(error))
+            return
+        if not reply.ok and isinstance(command, StartTraining):
+            log.warning("training_refused", host=host, job=command.job, error=reply.error)
+            key = tenant_key(command.tenant, command.job)
+            self._placer.refused(key, host, reply.memory, reply.error)
+            self._changed()

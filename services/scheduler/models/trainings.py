@@ -1,0 +1,283 @@
+"""Decides which host trains which fine-tuning job. Pure: records come in, changes of jobs and commands for hosts go
+out.
+
+    queued, no host ──▶ host, attempt + 1 ──▶ told until it shows the job in its heartbeats
+                ▲                                   │ it is gone, does not show it, or gives it back
+                └───────────────────────────────────┘
+
+Jobs: of the tenant that has the fewest under way, its oldest. Hosts: those that serve the base first, then those that
+have its files; idle ones before busy ones; then those with the most memory left. Only a host knows what a job takes:
+one that has not as much says so, and is asked again when it has. Models come first: a host that loads one ends
+trainings for it, which give their jobs back.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from services.scheduler.models.cluster import ClusterView, Host
+from shared.messages import HostCommand
+from shared.messages.registry import StartTraining, StopTraining
+from shared.messages.training import TrainingJob
+from shared.nats.tenants import tenant_key
+
+GONE_AFTER = 2.0
+"""Seconds that a host may be unknown before its jobs go to others: its record may have been read late."""
+SILENT_AFTER = 20.0
+"""Seconds in which a host that is there must have shown a job that it was given."""
+REPEAT = 3.0
+"""Seconds after which a host is told again."""
+REFUSED_FOR = 30.0
+"""Seconds for which a host that has refused a job is not asked again, unless it has got the memory."""
+AT_ONCE = 256
+"""Jobs for which one pass looks for a host, at most."""
+
+_replace = msgspec.structs.replace
+
+
+class TrainingDecisions(NamedTuple):
+    changes: dict[str, TrainingJob]
+    """What jobs are to be, by their keys."""
+    commands: list[tuple[str, HostCommand]]
+    """Hosts, and what they are to be told."""
+    waiting: int
+    """Jobs that have no host."""
+    running: int
+
+
+class _Refusal(NamedTuple):
+    until: float
+    memory: int
+    """That the job takes; 0: that is not why."""
+    error: str
+
+
+class _Trial(NamedTuple):
+    """A job that a host was given, and does not show."""
+
+    attempt: int
+    since: float
+    told_at: float
+
+
+class TrainingPlacer:
+    """One scheduler's; all keep `cluster` up to date, and the one that decides asks for decisions."""
+
+    def __init__(self, cluster: ClusterView) -> None:
+        self._cluster = cluster
+        self._trials: dict[str, _Trial] = {}
+        self._stopped: dict[tuple[str, str, int], float] = {}
+        """When each host was told to end which attempt of which job."""
+        self._refused: dict[tuple[str, str], _Refusal] = {}
+        """By job and host."""
+        self._jobs: Mapping[str, TrainingJob] = {}
+        self._now = 0.0
+        self._changes: dict[str, TrainingJob] = {}
+        self._commands: list[tuple[str, HostCommand]] = []
+
+    def decide(self, jobs: Mapping[str, TrainingJob], now: float) -> TrainingDecisions:
+        """`jobs`: those that are not over, by their keys; `now` in unix seconds."""
+        self._jobs, self._now = jobs, now
+        self._changes, self._commands = {}, []
+        self._forget()
+        lost = [key for key, job in jobs.items() if job.host and is_live(job) and self._is_lost(key, job)]
+        for key in lost:
+            if jobs[key].wanted != "run":  # a gateway writes what comes of it
+                self._changes[key] = _replace(jobs[key], host="", waiting_for="")
+        waiting = {key: job for key, job in jobs.items() if self._waits(job) or key in lost}
+        waiting = {key: job for key, job in waiting.items() if job.wanted == "run"}
+        self._stop_others()
+        placed = self._place_all(waiting)
+        running = sum(1 for job in jobs.values() if job.host and is_live(job)) - len(lost) + placed
+        return TrainingDecisions(self._changes, self._commands, len(waiting) - placed, running)
+
+    def refused(self, key: str, host: str, memory: int, error: str) -> None:
+        """The host does not take the job. `memory`: bytes that it takes, where the host has not as many."""
+        job = self._jobs.get(key)
+        if job is not None and job.host == host:
+            self._refused[key, host] = _Refusal(self._now + REFUSED_FOR, memory, error)
+            self._trials[key] = _Trial(job.attempt, self._now - SILENT_AFTER, self._now)
+
+    # --- jobs that have a host -------------------------------------------------------------------
+
+    def _waits(self, job: TrainingJob) -> bool:
+        return is_live(job) and not job.host
+
+    def _is_lost(self, key: str, job: TrainingJob) -> bool:
+        """Whether its host does not train it, and will not. Tells the host of it where it does not show it yet."""
+        host = self._cluster.hosts.get(job.host)
+        if host is not None and _shows(host, job):
+            self._trials.pop(key, None)
+            return False
+        trial = self._trials.get(key)
+        if trial is None or trial.attempt != job.attempt:
+            trial = self._trials[key] = _Trial(job.attempt, self._now, 0.0)
+        if host is None:
+            return self._now - trial.since >= GONE_AFTER
+        if self._now - trial.since >= SILENT_AFTER:
+            return True
+        if self._now - trial.told_at >= REPEAT:
+            self._trials[key] = trial._replace(told_at=self._now)
+            self._commands.append((job.host, StartTraining(job.id, job.tenant, job.attempt)))
+        return False
+
+    def _stop_others(self) -> None:
+        """Hosts that train what is another's by now, or nobody's, are told to look at the record."""
+        for host in self._cluster.hosts.values():
+            for training in host.trainings:
+                key = tenant_key(training.tenant, training.job)
+                job = self._jobs.get(key)
+                mine = job is not None and job.host == host.name and job.attempt <= training.attempt
+                told = (host.name, key, training.attempt)
+                if mine or training.state == "ending" or self._now - self._stopped.get(told, 0.0) < REPEAT:
+                    continue
+                self._stopped[told] = self._now
+                self._commands.append(
+                    (host.name, StopTraining(training.job, training.tenant, training.attempt))
+                )
+
+    def _forget(self) -> None:
+        for key in [key for key in self._trials if key not in self._jobs or not self._jobs[key].host]:
+            del self._trials[key]
+        for refused in [one for one in self._refused if one[0] not in self._jobs]:
+            del self._refused[refused]
+        for told in [told for told, at in self._stopped.items() if self._now - at >= REPEAT]:
+            del self._stopped[told]
+
+    # --- jobs that wait --------------------------------------------------------------------------
+
+    def _place_all(self, waiting: dict[str, TrainingJob]) -> int:
+        """Gives jobs to hosts; returns to how many."""
+        places = self._places()
+        placed = looked = 0
+        for key, turn in self._in_turn(waiting):
+            job = waiting[key]
+            if self._now < job.retry_at:
+                if job.host:
+                    self._changes[key] = _replace(job, host="")
+                continue
+            looked += 1
+            host, reason = (
+                self._host_for(key, job, places) if looked <= AT_ONCE else (None, "Others come first.")
+            )
+            if host is not None:
+                places[host.name] -= 1
+                placed += 1
+                turn.placed()
+                self._changes[key] = _replace(
+                    job, host=host.name, attempt=job.attempt + 1, waiting_for="", retry_at=0.0
+                )
+                self._trials.pop(key, None)
+            elif job.host or job.waiting_for != reason:
+                self._changes[key] = _replace(job, host="", waiting_for=reason)
+        return placed
+
+    def _in_turn(self, waiting: dict[str, TrainingJob]) -> Iterator[tuple[str, "_Turns"]]:
+        """Jobs that wait, by turns of their tenants."""
+        turns = _Turns(Counter(job.tenant for job in self._jobs.values() if job.host and is_live(job)))
+        by_tenant: dict[str, list[tuple[float, str]]] = {}
+        for key, job in waiting.items():
+            by_tenant.setdefault(job.tenant, []).append((job.created_at, key))
+        for tenant, queue in by_tenant.items():
+            turns.add(tenant, sorted(queue, reverse=True))
+        return turns.each()
+
+    def _places(self) -> dict[str, int]:
+        """Free places by host."""
+        taken: Counter[str] = Counter(
+            job.host
+            for job in self._jobs.values()
+            if job.host
+            and is_live(job)
+            and (host := self._cluster.hosts.get(job.host)) is not None
+            and not _shows(host, job)
+        )
+        return {
+            name: host.trains - len(host.trainings) - taken[name]
+            for name, host in self._cluster.hosts.items()
+            if host.trains
+        }
+
+    def _host_for(self, key: str, job: TrainingJob, places: Mapping[str, int]) -> tuple[Host | None, str]:
+        """The best host, or why there is none."""
+        if not places:
+            return None, "No executor takes fine-tuning jobs; start one with RYZANSTEIN_TRAINS above 0."
+        able = [
+            self._cluster.hosts[name] for name in places if self._has_base(self._cluster.hosts[name], job)
+        ]
+        if not able:
+            return None, (
+                f"No executor that takes fine-tuning jobs serves its base {job.model}, whose files are with that "
+                "executor alone."
+            )
+        free = [host for host in able if places[host.name] > 0]
+        if not free:
+            return None, "All places for fine-tuning jobs are taken; it begins when one is free."
+        taking = [host for host in free if not self._refuses(key, host)]
+        if not taking:
+            said = max((self._refused[key, host.name] for host in free), key=lambda refusal: refusal.until)
+            return None, f"No executor with a free place takes it: {said.error}"[:MAX_REASON]
+        return min(taking, key=lambda host: self._rank(host, job)), ""
+
+    def _has_base(self, host: Host, job: TrainingJob) -> bool:
+        """Whether it has the base's files, or can have them."""
+        if job.base is None or job.base.source:
+            return True
+        return any(replica.model == job.model and not replica.ours for replica in host.replicas.values())
+
+    def _refuses(self, key: str, host: Host) -> bool:
+        refusal = self._refused.get((key, host.name))
+        if refusal is None:
+            return False
+        has_room = refusal.memory and host.room_to_train >= refusal.memory
+        return not has_room and self._now < refusal.until
+
+    def _rank(self, host: Host, job: TrainingJob) -> tuple[bool, bool, bool, int, float, int]:
+        """The smaller the better."""
+        serves = any(replica.model == job.model for replica in host.replicas.values())
+        stored = self._cluster.said(job.model, host) is not None
+        room = host.room_to_train / max(1, host.memory)
+        return not serves, not stored, host.is_busy, len(host.trainings), -room, host.number
+
+
+MAX_REASON = 500
+"""Characters of why a job waits."""
+
+
+class _Turns:
+    """Whose job comes next: of the tenant with the fewest under way; of equals, the oldest."""
+
+    def __init__(self, running: Counter[str]) -> None:
+        self._running = running
+        self._heap: list[tuple[int, tuple[float, str], str, list[tuple[float, str]]]] = []
+        self._placed = False
+
+    def add(self, tenant: str, queue: list[tuple[float, str]]) -> None:
+        """`queue`: (when it was made, key), the oldest last."""
+        if queue:
+            heapq.heappush(self._heap, (self._running[tenant], queue[-1], tenant, queue))
+
+    def placed(self) -> None:
+        """The job that was yielded last has a host."""
+        self._placed = True
+
+    def each(self) -> Iterator[tuple[str, "_Turns"]]:
+        while self._heap:
+            _, _, tenant, queue = heapq.heappop(self._heap)
+            self._placed = False
+            yield queue.pop()[1], self
+            self._running[tenant] += self._placed
+            self.add(tenant, queue)
+
+
+def is_live(job: TrainingJob) -> bool:
+    """Whether a host is to train it, or to say what becomes of it. What has its result waits for a gateway."""
+    return job.status in ("queued", "running") and job.result is None
+
+
+def _shows(host: Host, job: TrainingJob) -> bool:
+    mine = (job.id, job.tenant, job.attempt)
+    return any((training.job, training.tenant, training.attempt) == mine for training in host.trainings)
