@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -85,8 +85,15 @@ class WeightCache:
 
     def read(self, found: PackedFile, threads: int, progress: Progress) -> Found | None:
         """What `found` holds, with `threads` threads; closes it. None where it is damaged: it is gone then."""
+        return self._taken(found, lambda: found.read(threads, progress))
+
+    def map(self, found: PackedFile, threads: int) -> Found | None:
+        """As `read`, over the file's own pages."""
+        return self._taken(found, lambda: found.mapped(threads))
+
+    def _taken(self, found: PackedFile, take: Callable[[], PackedModel]) -> Found | None:
         try:
-            model = found.read(threads, progress)
+            model = take()
             with contextlib.suppress(OSError):
                 os.utime(self._path)  # it was used
             return Found(found.facts, model)

@@ -12,7 +12,6 @@ speed of memory. The two operators are those that torch's own compiler emits for
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -117,18 +116,6 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001  # no public name
     )
-
-
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether PyTorch computes bf16 fast: on GPUs, and on CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's
-    BF16 extension)."""
-    if device.type != "cpu":
-        return True
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def packed_weight(weight: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 #include "quantized_layout.h"
 
 enum {
-    SPAN = 256,                       /* columns that are unpacked together, and summed before they are scaled */
+    SPAN = RZ_FLOAT_SPAN,             /* columns that are unpacked together, and summed before they are scaled */
     PAIR = 2 * PANEL,                 /* values of a line, unpacked */
     FEW_ROWS = VECTORS >= 32 ? 8 : 1, /* that are multiplied as codes are unpacked */
     TURNS_OF_FEW = VECTORS >= 32 ? 12 : 1, /* so often a group is, before it is worth unpacking it for tiles */
@@ -304,21 +304,23 @@ void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const u
     }
 }
 
-void rz_float_codes_row(float *row, const rz_format *format, const uint8_t *panel, long output)
+void rz_float_codes_span(const rz_format *format, const uint8_t *panel, long first, long end, const long *lanes,
+                         long rows, float *values)
 {
     const places at = places_of(format, panel);
     const decoding by = decoding_of(format);
     const size_t bytes = type_bytes(format->scale_type);
-    float scales[LANES] = { 0 };
     _Alignas(64) bf16 span[SPAN * PANEL];
-    for (long column = 0; column < format->columns; column++) {
-        const long group = format->group ? column / format->group : 0;
-        if (column == 0 || (format->group && column % format->group == 0))
-            f32_store(scales, scales_at(group_at(&at, at.scales, bytes, group), format->scale_type,
-                                        output / LANES * LANES));
-        if (column % SPAN == 0)
-            unpack_span(way_of(format), &by, &at, column,
-                        column + SPAN < format->columns ? column + SPAN : format->columns, span);
-        row[column] = bf16_to_float(span[column % SPAN / 2 * PAIR + output * 2 + column % 2]) * scales[output % LANES];
+    float scales[PANEL] = { 0 };
+    unpack_span(way_of(format), &by, &at, first, end, span);
+    for (long column = first; column < end; column++) {
+        if (column == first || (format->group && column % format->group == 0))
+            for (int side = 0; side < PANEL; side += LANES)
+                f32_store(scales + side, scales_at(group_at(&at, at.scales, bytes,
+                                                            format->group ? column / format->group : 0),
+                                                   format->scale_type, side));
+        const bf16 *pair = span + (column - first) / 2 * PAIR + column % 2;
+        for (long i = 0; i < rows; i++)
+            values[i * RZ_FLOAT_SPAN + column - first] = bf16_to_float(pair[lanes[i] * 2]) * scales[lanes[i]];
     }
 }

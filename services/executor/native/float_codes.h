@@ -24,7 +24,11 @@
 void rz_float_codes_panel(const rz_format *format, const uint8_t *panel, const uint8_t *coming, const bf16 *x,
                           long stride, long rows, float *sums);
 
-/* Output `output` of a panel as float32 [columns]. */
-void rz_float_codes_row(float *row, const rz_format *format, const uint8_t *panel, long output);
+enum { RZ_FLOAT_SPAN = 256 /* columns that are unpacked together */ };
+
+/* Columns [first, end) of the outputs `lanes` of a panel: values[rows][RZ_FLOAT_SPAN]. `first` is a multiple of
+ * RZ_FLOAT_SPAN, and so many columns are unpacked at most. */
+void rz_float_codes_span(const rz_format *format, const uint8_t *panel, long first, long end, const long *lanes,
+                         long rows, float *values);
 
 #endif

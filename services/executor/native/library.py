@@ -295,6 +295,10 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
         None,
         [POINTER(Codes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],
     ),
+    "rz_unpack_rows": (
+        None,
+        [c_void_p, c_int, c_long, POINTER(Format), c_void_p, *[c_long] * 6],
+    ),
     "rz_quantized_row": (None, [c_void_p, POINTER(Format), c_void_p, c_long]),
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
     "rz_decoder_recur": (c_int, [c_void_p, POINTER(Recurrent), POINTER(Step), c_void_p, c_void_p]),

@@ -7,8 +7,6 @@
 #include "quantized_layout.h"
 
 enum {
-    SLAB = 16,                     /* blocks that are unpacked together, at most */
-    SLAB_GROUPS = 2 * SLAB,        /* at most */
     ROWS = VECTORS >= 32 ? 6 : 4,  /* of a register tile */
     WHOLE = VECTORS >= 32 ? 6 : 2, /* rows whose sums are in registers over a whole panel; of more, half of it */
     WIDEST = 16,                   /* see WIDTHS */
@@ -69,19 +67,6 @@ RZ_INLINE void unpack_block(const int bits, const int has_table, const int has_z
             bytes_store(to + (quad * 2 + side) * LINE_BYTES, codes);
         }
 }
-
-/* A panel's slab, ready for tiles. */
-typedef struct {
-    const uint8_t *codes;             /* [blocks][8 quads][left, right][64]; or as they are packed */
-    float scales[SLAB_GROUPS][PANEL];
-    float minimums[SLAB_GROUPS][PANEL]; /* negative */
-    ptrdiff_t ahead;                    /* as in places, where codes are read as they are packed */
-    size_t head;                        /* likewise: bytes between pieces */
-    union {
-        uint8_t unpacked[SLAB * BLOCK_BYTES];
-        uint8_t added[SLAB][2 * LINE_BYTES]; /* by groups: for zero points, to the codes of each side as they are packed */
-    };
-} slab;
 
 /* Those of the groups of a slab; of a group that is summed in parts, its own for each. `minimums`: whether there are
  * any; `simple`: groups are summed at once, and have no zero points. */
@@ -549,30 +534,8 @@ void rz_quantized_panel(const rz_format *format, const uint8_t *panel, const uin
     }
 }
 
-void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output)
+void rz_unpack_slab(const rz_format *format, const places *at, long first, long blocks, slab *to)
 {
-    const uint8_t *panel = packed + (size_t)(output / PANEL) * rz_quantized_panel_bytes(format);
-    if (format->floats) {
-        rz_float_codes_row(row, format, panel, output % PANEL);
-        return;
-    }
-    const places at = places_of(format, panel);
-    const long lane = output % PANEL, side = lane / LANES, blocks = blocks_of(format);
-    const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
-    const long in_quad = side * LINE_BYTES + lane % LANES * 4;
-    const int offset = unpacked_offset(format), added = has_minimums(format);
-    slab here;
-    for (long block = 0; block < blocks; block++) {
-        const long begin = block / PIECE * PIECE;
-        if (block == begin) {
-            unpack_scales(format, &at, begin, blocks - begin < PIECE ? blocks - begin : PIECE, &here);
-            unpack_codes(format, &at, begin, blocks - begin < PIECE ? blocks - begin : PIECE, &here);
-        }
-        for (long i = 0; i < BLOCK && block * BLOCK + i < format->columns; i++) {
-            const long column = block * BLOCK + i;
-            const long group = (column - begin * BLOCK) / together;
-            const int code = here.codes[(block - begin) * BLOCK_BYTES + i / 4 * 2 * LINE_BYTES + in_quad + i % 4];
-            row[column] = (float)(code - offset) * here.scales[group][lane] + (added ? here.minimums[group][lane] : 0);
-        }
-    }
+    unpack_scales(format, at, first, blocks, to);
+    unpack_codes(format, at, first, blocks, to);
 }

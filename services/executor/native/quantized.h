@@ -80,6 +80,12 @@ enum { RZ_SYMMETRIC, RZ_SIGNED, RZ_WITH_MINIMUMS, RZ_WITH_ZEROS, RZ_OF_E4M3 };
 void rz_quantize(const rz_codes *to, int kind, int bits, long columns, long group, int per, const void *from, int type,
                  long stride, long first, long end);
 
+/* Rows [begin, end) of a part of a packed weight, `stride` values apart from `rows` on, as bf16 or, with `is_float`, as
+ * float32. Row i is output first + i / run * step + i % run, as rz_pack laid it, of `inputs` inputs; where they are
+ * permuted, of as many columns in their order. A format without bits is bf16, packed as gemm.h has it. */
+void rz_unpack_rows(void *rows, int is_float, long stride, const rz_format *format, const uint8_t *packed, long inputs,
+                    long first, long run, long step, long begin, long end);
+
 /* Output `output` of a packed weight as a row of float32 [columns]; the permutation is not applied. */
 void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output);
 

@@ -12,7 +12,22 @@ enum {
     PIECE = 4,                            /* blocks that lie together behind their scales */
     MANY = PIECE,                         /* blocks of a group that are summed before they are scaled, at most */
     WIDEST_GROUP = 512,                   /* columns */
+    SLAB = 16,                            /* blocks that are unpacked together, at most */
+    SLAB_GROUPS = 2 * SLAB,               /* at most */
 };
+
+/* A panel's slab, ready for tiles. */
+typedef struct {
+    const uint8_t *codes;             /* [blocks][8 quads][left, right][64]; or as they are packed */
+    float scales[SLAB_GROUPS][PANEL];
+    float minimums[SLAB_GROUPS][PANEL]; /* negative */
+    ptrdiff_t ahead;                    /* as in places, where codes are read as they are packed */
+    size_t head;                        /* likewise: bytes between pieces */
+    union {
+        uint8_t unpacked[SLAB * BLOCK_BYTES];
+        uint8_t added[SLAB][2 * LINE_BYTES]; /* by groups: for zero points, to the codes of each side as they are packed */
+    };
+} slab;
 
 RZ_INLINE long blocks_of(const rz_format *format)
 {
@@ -110,6 +125,10 @@ static places places_of(const rz_format *format, const uint8_t *panel)
     at.shift = in_pieces ? __builtin_ctz((unsigned)groups) : 30;
     return at;
 }
+
+/* Unpacks `blocks` blocks of the panel `at` from `first` on: codes, scales and minimums by groups, where a group larger
+ * than MANY blocks is one for each of its parts. */
+void rz_unpack_slab(const rz_format *format, const places *at, long first, long blocks, slab *to);
 
 /* Where group `group` of `of`, scales or minimums of `bytes` each, lies. */
 RZ_INLINE const uint8_t *group_at(const places *at, const uint8_t *of, size_t bytes, long group)

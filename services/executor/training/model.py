@@ -53,7 +53,7 @@ class TrainableModel:
         self._between_layers = between_layers
         self._scratch = Scratch(base.dtype, _device_of(base))
         self._current = [Pass()]
-        self._linears = _freeze_linears(base, self._scratch, self._current)
+        self.linears = _freeze_linears(base, self._scratch, self._current)
         self._head = _head_of(base, self._scratch)
         _look_up(base, self._scratch)
         self._attend()
@@ -149,7 +149,7 @@ class TrainableModel:
         own = set(layer.modules())
         named = self._model.named_modules()
         weights = [
-            self._linears[name].weight for name, module in named if module in own and name in self._linears
+            self.linears[name].weight for name, module in named if module in own and name in self.linears
         ]
         return sum(weight.inputs + weight.outputs for weight in weights)
 
@@ -165,8 +165,8 @@ class TrainableModel:
 
     def _add_factors(self, base: Base, hyperparameters: Hyperparameters, seed: int) -> None:
         device = self._scratch.device
-        for name in _chosen(base.targets, self._linears, hyperparameters.targets):
-            linear = self._linears[name]
+        for name in _chosen(base.targets, self.linears, hyperparameters.targets):
+            linear = self.linears[name]
             shape = (linear.weight.outputs, linear.weight.inputs)
             factors = Factors.drawn(seed, name, hyperparameters.rank, shape, device)
             linear.train(factors, hyperparameters.scale, hyperparameters.dropout)

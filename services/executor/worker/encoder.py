@@ -24,6 +24,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.spans import span
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.model.dtypes import choose_dtype
 from services.executor.model.encoders.attention import Texts
 from services.executor.model.encoders.families import Family, family_of, most_tokens_of
 from services.executor.model.encoders.loading import Encoder, load_dense, load_encoder
@@ -35,7 +36,7 @@ from services.executor.model.pooling import (
     most_tokens,
     read_vectors,
 )
-from services.executor.worker.weights import Report, choose_dtype, context_of
+from services.executor.worker.weights import Report, context_of
 from shared.errors import ConfigurationError, ModelLoadError
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has

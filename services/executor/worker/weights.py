@@ -27,9 +27,9 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest, widths_of
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.lowering import FAMILIES, CannotLower
-from services.executor.model.weight_formats import has_fast_bf16
-from services.executor.native.library import choose_level, why_not
+from services.executor.model.dtypes import choose_dtype, has_fast_bf16
+from services.executor.model.lowering import CannotLower
+from services.executor.native.library import choose_level
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
@@ -250,15 +250,3 @@ class _BuiltShare(Share):
         if self._cache is not None and self.reads_compressed:
             return []  # it will be cached
         return ["services.executor.model.loading.loader", self._module]
-
-
-def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
-    """`auto`: for models stored in 16 bits, bf16 on GPUs, on CPUs that multiply it natively, and where the native
-    kernels may compute; else fp32."""
-    if settings.dtype != "auto":
-        return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
-    stored = getattr(config, "dtype", None)
-    if stored in (torch.float32, "float32"):
-        return torch.float32
-    may_be_native = not why_not() and getattr(config, "model_type", "") in FAMILIES
-    return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32

@@ -24,6 +24,9 @@ block."""
 _WASTE = 64
 """A block may waste one part in so many to end on a huge page."""
 
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE, which Python 3.11 does not name: of a map of a file that is never written no memory is set aside."""
+
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.model.loading.arena import NO_RESERVE
 from services.executor.model.loading.quantization_schemes import Find, coded_tensors
 from services.executor.model.loading.quantized_tensors import CodedTensor
 from shared.errors import ModelLoadError, reason_of
@@ -122,8 +123,6 @@ _DTYPES = {
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 """The format's own limit; more is a file of another kind."""
-_NO_RESERVE = 0x4000
-"""MAP_NORESERVE, which Python 3.11 does not name: the map is never written, so no memory is set aside."""
 
 
 def map_safetensors(path: Path) -> MappedFile:
@@ -142,7 +141,7 @@ def map_safetensors(path: Path) -> MappedFile:
         mapped = mmap.mmap(
             file.fileno(),
             size,
-            flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+            flags=mmap.MAP_PRIVATE | NO_RESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
     tensors = {name: _tensor(mapped, begin, *entry) for name, entry in entries.items()}

@@ -28,7 +28,7 @@
 #define rz_encode RZ_OF_LEVEL(rz_encode)
 #define rz_experts_rounded RZ_OF_LEVEL(rz_experts_rounded)
 #define rz_float_codes_panel RZ_OF_LEVEL(rz_float_codes_panel)
-#define rz_float_codes_row RZ_OF_LEVEL(rz_float_codes_row)
+#define rz_float_codes_span RZ_OF_LEVEL(rz_float_codes_span)
 #define rz_expand RZ_OF_LEVEL(rz_expand)
 #define rz_expand_blocks RZ_OF_LEVEL(rz_expand_blocks)
 #define rz_expand_bytes RZ_OF_LEVEL(rz_expand_bytes)
@@ -83,6 +83,8 @@
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
+#define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)
+#define rz_unpack_slab RZ_OF_LEVEL(rz_unpack_slab)
 #define rz_weigh_shared RZ_OF_LEVEL(rz_weigh_shared)
 #define rz_workspace_free RZ_OF_LEVEL(rz_workspace_free)
 #define rz_workspace_free_attention RZ_OF_LEVEL(rz_workspace_free_attention)
@@ -113,4 +115,5 @@
 #include "../recurrent.c"
 #include "../residual.c"
 #include "../tail.c"
+#include "../unpack.c"
 #include "../workspace.c"

@@ -6,27 +6,38 @@ other quantized models      codes in memory: on GPUs, and what the native kernel
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
+from services.executor.cpu.packed_model import PackedModel
 from services.executor.model.adapters.targets import targets_of
 from services.executor.model.attention import ATTENTION_NAME as PAGED
 from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.catalogue import check_supported, is_encoder
+from services.executor.model.dtypes import choose_dtype, has_fast_bf16
 from services.executor.model.layer_states import layer_states
-from services.executor.model.loading.loader import is_quantized, load_config, load_frozen
+from services.executor.model.loading.loader import is_quantized, load_config, load_frozen, load_model
+from services.executor.model.lowering import CannotLower
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.parallel.rewiring import attention_to_build_with
+from services.executor.model.quantized import DeferredRows, QuantizedRows
+from services.executor.model.quantizing import CODECS
 from services.executor.model.step_context import Chunks
-from services.executor.model.weight_formats import has_fast_bf16
-from services.executor.training.base.weights import FrozenWeight, PlainWeight
+from services.executor.model.weight_formats import Weight
+from services.executor.training.base.packed import packed_model, packed_weights
+from services.executor.training.base.weights import CodedWeight, FrozenWeight, PlainWeight
 from shared.errors import ModelLoadError
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,13 +66,55 @@ def load_base(
     check_supported(config)
     check_trainable(config)
     dtype = compute_dtype or _dtype_of(settings, config, device)
-    if is_quantized(directory, config) or settings.weight_dtype not in ("auto", "bf16"):
-        raise ModelLoadError("Quantized models are not trained yet; choose an unquantized one.")
-    model: Any = load_frozen(directory, dtype, mapped=True)
+    if not is_quantized(directory, config) and settings.weight_dtype in ("auto", "bf16"):
+        return _base(load_frozen(directory, dtype, mapped=True), "checkpoint", device, dtype)
+    if device.type == "cpu" and choose_dtype(settings, device, config) is torch.bfloat16:
+        try:
+            packed = packed_model(directory, settings, config, threads)
+        except CannotLower as reason:
+            log.info("weights_in_memory", reason=str(reason))
+        else:
+            return _packed_base(load_frozen(directory, dtype, mapped=False), packed, dtype, threads)
+    return _base(_load_codes(directory, settings, config, device, dtype), "codes in memory", device, dtype)
+
+
+def _base(model: Any, kind: str, device: torch.device, dtype: torch.dtype) -> Base:
+    """Of what the modules of `model` hold."""
     _check_modules(model)
     targets = [target.name for target in targets_of(model)]
-    weights = _plain_weights(model, device, dtype)
-    return Base(model.to(device), weights, targets, dtype, "checkpoint")
+    weights = _held_weights(model, device, dtype)
+    return Base(model.to(device), weights, targets, dtype, kind)
+
+
+def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: int) -> Base:
+    """`model`: without its weights."""
+    _check_modules(model)
+    targets = [target.name for target in targets_of(model)]
+    head, embedding = (_name_of(model, one) for one in (model.get_output_embeddings(), _embedding_of(model)))
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="unpack")
+    weights = packed_weights(packed, head, embedding, pool, threads)
+    for _, module in _shards(model):
+        module.keep_quantized(None)
+    return Base(model, weights, targets, dtype, "packed weights")
+
+
+def _load_codes(
+    directory: Path, settings: ExecutorSettings, config: Any, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The model with its codes in memory, as they are stored or as `weight_dtype` asks."""
+    keeps = settings.weight_dtype == "auto"
+    codec = None if settings.weight_dtype in ("auto", "bf16") else CODECS[settings.weight_dtype]
+    layout, host = ShardLayout.from_config(config, 1, 0), torch.device("cpu")
+    return load_model(
+        directory,
+        dtype,
+        layout,
+        SingleRank(),
+        host,
+        lambda done, total: None,
+        codec,
+        keep_codes=keeps,
+    )
 
 
 def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> torch.dtype:
@@ -101,21 +154,38 @@ def _untrainable(reason: str) -> ModelLoadError:
     )
 
 
-def _plain_weights(model: Any, device: torch.device, dtype: torch.dtype) -> dict[str, FrozenWeight]:
+def _held_weights(model: Any, device: torch.device, dtype: torch.dtype) -> dict[str, FrozenWeight]:
     """Of all modules that hold shares of linears and embeddings, which hold nothing afterwards."""
     made: dict[int, FrozenWeight] = {}
     weights: dict[str, FrozenWeight] = {}
     for name, module in _shards(model):
         held = module.stored
-        assert isinstance(held, Tensor), "an unquantized model has plain weights"
         if id(held) not in made:
-            data = held.detach()
-            made[id(held)] = PlainWeight(data if device.type == "cpu" else data.to(device, dtype))
+            made[id(held)] = _frozen(held, device, dtype)
         weights[name] = made[id(held)]
     for _, module in _shards(model):
         module.keep_quantized(None)
     return weights
 
 
-def _shards(model: Any) -> list[tuple[str, WeightShard]]:
+def _frozen(held: Weight, device: torch.device, dtype: torch.dtype) -> FrozenWeight:
+    if isinstance(held, DeferredRows):
+        held = held.read()
+    if isinstance(held, QuantizedRows):
+        return CodedWeight(held.to(device))
+    assert isinstance(held, Tensor), "others are for GPUs that serve"
+    return PlainWeight(held.detach() if device.type == "cpu" else held.detach().to(device, dtype))
+
+
+def _embedding_of(model: Any) -> nn.Module:
+    found: nn.Module = model.get_input_embeddings()
+    return found
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    names: dict[nn.Module, str] = {one: name for name, one in model.named_modules()}
+    return names[module]
+
+
+def _shards(model: nn.Module) -> list[tuple[str, WeightShard]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, WeightShard)]

@@ -14,7 +14,7 @@ from services.executor.cpu import packed_linear
 from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
 from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
-from services.executor.native.library import Model, kernels_at, levels, why_not
+from services.executor.native.library import Format, Model, kernels_at, levels, why_not
 from tests.unit.executor.model.quantized_weights import FORMS, random_rows
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -105,6 +105,31 @@ def test_products_are_sums_of_what_the_weight_stands_for(kernels: Kernels, form:
             torch.testing.assert_close(
                 found.double(), wanted, rtol=0, atol=2e-6 * wanted.abs().max().item(), msg=f"{bits} {group}"
             )
+
+
+@pytest.mark.parametrize("form", [*FORMS, "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_unpacked_are_what_the_weight_stands_for(
+    kernels: Kernels, form: str, dtype: torch.dtype
+) -> None:
+    """Of gate and up, whose rows alternate: all of them, and some from the middle of a panel on."""
+    weights: list[QuantizedRows | Tensor] = [torch.randn(48, COLUMNS).bfloat16() for _ in range(2)]
+    if form != "bf16":
+        weights = [random_rows(form, 48, COLUMNS, 4, 32, seed=seed, per=5) for seed in range(2)]
+    gate, up = weights
+    linear = kernels.pack(*alternating((gate, None), (up, None)))
+    described = Format() if linear.form is None else linear.form.describe(None)
+    for first, weight in ((0, gate), (16, up)):
+        plain = weight.float() if isinstance(weight, Tensor) else weight.dequantized()
+        for begin, end in ((0, 48), (5, 37), (47, 48)):
+            rows = torch.full((end - begin, COLUMNS + 3), torch.nan, dtype=dtype)
+            kernels.library.rz_unpack_rows(
+                *(rows.data_ptr(), dtype is torch.float32, rows.stride(0), ctypes.byref(described)),
+                *(linear.packed.data_ptr(), COLUMNS, first, 16, 32, begin, end),
+            )
+            close = {"rtol": 0.0, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+            torch.testing.assert_close(rows[:, :COLUMNS].float(), plain[begin:end], **close)
+            assert rows[:, COLUMNS:].isnan().all(), "nothing is written behind a row"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -127,6 +127,39 @@ def test_every_damaged_byte_is_seen(tmp_path: Path) -> None:
         assert not file.exists(), "it is of no use to anybody"
 
 
+def test_what_is_mapped_is_checked_as_what_is_read(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    cache = cache_of(tmp_path, model)
+    found, expected = cache.find(), read(cache)
+    assert found is not None
+    assert expected is not None
+    mapped = cache.map(found, 2)
+    assert mapped is not None
+    assert torch.equal(mapped.model.head.packed, expected.model.head.packed)
+    whole = file.read_bytes()
+    file.unlink()  # who has it mapped keeps it
+    file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    file.chmod(0o600)
+    damaged = cache.find()
+    assert damaged is not None
+    with capture_logs() as log:
+        assert cache.map(damaged, 2) is None
+    assert [line["event"] for line in log] == ["weight_cache_damaged"]
+    assert not file.exists()
+    assert torch.equal(mapped.model.head.packed, expected.model.head.packed)
+
+
+def test_a_file_that_became_shorter_is_not_mapped(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    cache = cache_of(tmp_path, model)
+    found = cache.find()
+    assert found is not None
+    os.truncate(file, 1000)
+    assert cache.map(found, 2) is None
+
+
 @pytest.mark.parametrize("length", [0, 10, 23, 24, 1000, -1])
 def test_a_file_that_is_cut_off_is_not_read(tmp_path: Path, length: int) -> None:
     model = model_of(tmp_path / "model")

@@ -1,0 +1,33 @@
+"""The data type that a model is computed in."""
+
+from pathlib import Path
+
+import torch
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.model.lowering import FAMILIES
+from services.executor.native.library import why_not
+
+
+def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
+    """`auto`: for models stored in 16 bits, bf16 on GPUs, on CPUs that multiply it natively, and where the native
+    kernels may compute; else fp32."""
+    if settings.dtype != "auto":
+        return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]
+    stored = getattr(config, "dtype", None)
+    if stored in (torch.float32, "float32"):
+        return torch.float32
+    may_be_native = not why_not() and getattr(config, "model_type", "") in FAMILIES
+    return torch.bfloat16 if has_fast_bf16(device) or may_be_native else torch.float32
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether PyTorch computes bf16 fast: on GPUs, and on CPUs that multiply it natively (AVX512-BF16 or AMX; Arm's
+    BF16 extension)."""
+    if device.type != "cpu":
+        return True
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,131 @@
+/* Rows of packed weights as plain numbers, for embeddings and for products of other libraries: see quantized.h.
+ *
+ * A panel is unpacked a span of columns at a time, which stays in the first cache while its rows are written:
+ *
+ *     codes of 32 outputs ──slab──▶ row by row: (code - offset) * scale + minimum ──▶ bf16 or float32
+ */
+#include <string.h>
+
+#include "float_codes.h"
+#include "gemm.h"
+#include "quantized_layout.h"
+
+enum { SPAN_BLOCKS = PIECE, SPAN_COLUMNS = SPAN_BLOCKS * BLOCK };
+
+/* Where rows go. */
+typedef struct {
+    char *rows;
+    int is_float;
+    long stride;
+} destination;
+
+static void store_row(const destination *to, long row, long column, const float *values, long count)
+{
+    const long at = row * to->stride + column;
+    if (to->is_float) {
+        memcpy((float *)to->rows + at, values, (size_t)count * sizeof *values);
+        return;
+    }
+    bf16 *into = (bf16 *)to->rows + at;
+    long i = 0;
+    for (; i + LANES <= count; i += LANES)
+        f32_store_bf16(into + i, f32_load(values + i));
+    if (i < count) {
+        float rest[LANES] = { 0 };
+        bf16 last[LANES];
+        memcpy(rest, values + i, (size_t)(count - i) * sizeof *rest);
+        f32_store_bf16(last, f32_load(rest));
+        memcpy(into + i, last, (size_t)(count - i) * sizeof *last);
+    }
+}
+
+/* Whole blocks of output `lane` of the panel that `from` was unpacked of. */
+static void row_of_slab(const rz_format *format, const slab *from, long lane, long blocks, float *values)
+{
+    const long together = format->group == BLOCK / 2 ? BLOCK / 2 : blocks_together(format) * BLOCK;
+    const uint8_t *quads = from->codes + lane / LANES * LINE_BYTES + lane % LANES * 4;
+    const int offset = unpacked_offset(format), added = has_minimums(format);
+    for (long column = 0; column < blocks * BLOCK; column += 4, quads += 2 * LINE_BYTES) {
+        const long group = column / together;
+        const float scale = from->scales[group][lane], least = added ? from->minimums[group][lane] : 0;
+        for (int i = 0; i < 4; i++)
+            values[column + i] = (float)(quads[i] - offset) * scale + least;
+    }
+}
+
+static long output_of(long row, long first, long run, long step)
+{
+    return first + row / run * step + row % run;
+}
+
+/* Outputs `lanes` of a panel, to as many rows from `to_row` on. */
+static void unpack_panel(const rz_format *format, const uint8_t *panel, const long *lanes, long rows, long to_row,
+                         const destination *to)
+{
+    const places at = places_of(format, panel);
+    const long blocks = blocks_of(format);
+    slab here;
+    for (long block = 0; block < blocks; block += SPAN_BLOCKS) {
+        const long some = blocks - block < SPAN_BLOCKS ? blocks - block : SPAN_BLOCKS, column = block * BLOCK;
+        const long left = format->columns - column, count = left < some * BLOCK ? left : some * BLOCK;
+        rz_unpack_slab(format, &at, block, some, &here);
+        for (long i = 0; i < rows; i++) {
+            float values[SPAN_COLUMNS];
+            row_of_slab(format, &here, lanes[i], some, values);
+            store_row(to, to_row + i, column, values, count);
+        }
+    }
+}
+
+/* As unpack_panel, of codes that stand for floats. */
+static void unpack_float_panel(const rz_format *format, const uint8_t *panel, const long *lanes, long rows, long to_row,
+                               const destination *to)
+{
+    float values[PANEL * RZ_FLOAT_SPAN];
+    for (long first = 0; first < format->columns; first += RZ_FLOAT_SPAN) {
+        const long left = format->columns - first, count = left < RZ_FLOAT_SPAN ? left : RZ_FLOAT_SPAN;
+        rz_float_codes_span(format, panel, first, first + count, lanes, rows, values);
+        for (long i = 0; i < rows; i++)
+            store_row(to, to_row + i, first, values + i * RZ_FLOAT_SPAN, count);
+    }
+}
+
+/* Output `output` of bf16 panels. */
+static void unpack_plain(const uint8_t *packed, long output, long inputs, long row, const destination *to)
+{
+    const long pairs = (inputs + 1) / 2;
+    const bf16 *from = (const bf16 *)packed + (output / PANEL * pairs * PANEL + output % PANEL) * 2;
+    for (long k = 0; k < inputs; k++) {
+        const bf16 value = from[k / 2 * 2 * PANEL + k % 2];
+        if (to->is_float)
+            ((float *)to->rows)[row * to->stride + k] = bf16_to_float(value);
+        else
+            ((bf16 *)to->rows)[row * to->stride + k] = value;
+    }
+}
+
+void rz_unpack_rows(void *rows, int is_float, long stride, const rz_format *format, const uint8_t *packed, long inputs,
+                    long first, long run, long step, long begin, long end)
+{
+    const destination to = { rows, is_float, stride };
+    const size_t bytes = format->bits ? rz_quantized_panel_bytes(format) : 0;
+    for (long row = begin; row < end;) {
+        const long output = output_of(row, first, run, step), panel = output / PANEL;
+        long lanes[PANEL], count = 0;
+        while (row + count < end && output_of(row + count, first, run, step) / PANEL == panel) {
+            lanes[count] = output_of(row + count, first, run, step) % PANEL;
+            count++;
+        }
+        for (long i = 0; i < count && !format->bits; i++)
+            unpack_plain(packed, panel * PANEL + lanes[i], inputs, row + i - begin, &to);
+        if (format->bits)
+            (format->floats ? unpack_float_panel : unpack_panel)(format, packed + (size_t)panel * bytes, lanes, count,
+                                                                 row - begin, &to);
+        row += count;
+    }
+}
+
+void rz_quantized_row(float *row, const rz_format *format, const uint8_t *packed, long output)
+{
+    rz_unpack_rows(row, 1, format->columns, format, packed, format->columns, output, 1, 1, 0, 1);
+}

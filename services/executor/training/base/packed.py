@@ -1,0 +1,124 @@
+"""The weights that serving has packed for the native kernels, as a trainer takes them: from the file that ranks keep.
+
+weight cache ──there──▶ mapped: its pages are the page cache's, one copy for all processes
+       └──not there──▶ packed as a rank would pack them, kept, mapped
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.settings import ExecutorSettings, packed_directory, packed_share
+from services.executor.core.sharding import HeadCounts, ShardLayout
+from services.executor.cpu.packed_file import ModelFacts
+from services.executor.cpu.packed_linear import PackedLinear
+from services.executor.cpu.packed_model import PackedModel, lower, pack
+from services.executor.cpu.weight_cache import WeightCache
+from services.executor.gpu.linear import weight_codec
+from services.executor.model.adapters.targets import targets_of
+from services.executor.model.catalogue import longest_context
+from services.executor.model.layer_states import layer_states
+from services.executor.model.loading.loader import load_model
+from services.executor.model.lowering import CannotLower
+from services.executor.native.library import choose_level, load_library
+from services.executor.training.base.weights import FrozenWeight, PackedRows, PackedWeight
+from shared.process import give_back
+
+log = structlog.get_logger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+def packed_model(directory: Path, settings: ExecutorSettings, config: Any, threads: int) -> PackedModel:
+    """Of the whole model, on one rank. Raises `CannotLower` with the reason where the native kernels compute no such
+    model, and `ModelLoadError`."""
+    choose_level(settings.cpu_level)
+    library = load_library()
+    if library is None:
+        raise CannotLower("there are no native kernels here")
+    share = packed_share(settings, 0, 1)
+    cache = WeightCache(packed_directory(settings), settings.weight_cache_bytes, directory, share)
+    if found := _mapped(cache, threads):
+        return found
+    facts, model = _packed(library, directory, settings, config, threads)
+    cache.keep(facts, model)
+    if found := _mapped(cache, threads):
+        del model
+        give_back()
+        return found
+    log.warning(
+        "packed_weights_in_memory", reason="the weight cache has no room for them", bytes=_size_of(model)
+    )
+    return model
+
+
+def packed_weights(
+    packed: PackedModel, head: str, embedding: str, pool: ThreadPoolExecutor, threads: int
+) -> dict[str, FrozenWeight]:
+    """By the module's name, `head` and `embedding` among them."""
+    library = load_library()
+    pieces: dict[str, list[PackedRows]] = {}
+    for linear in (part for layer in packed.layers for whole in layer.linears for part in whole.parts):
+        for there in linear.sources:
+            rows = PackedRows(linear, there.source.first, there.rows, there.first, there.run, there.step)
+            pieces.setdefault(there.source.module, []).append(rows)
+    made: dict[str, FrozenWeight] = {}
+    for name, parts in pieces.items():
+        parts.sort(key=lambda part: part.begin)
+        made[name] = PackedWeight(library, parts, parts[0].linear.inputs, pool, threads)
+    for name, whole in ((head, packed.head), (embedding, packed.embedding)):
+        parts = [*_end_to_end(whole)]
+        made[name] = PackedWeight(library, parts, whole.inputs, pool, threads)
+    return made
+
+
+def _end_to_end(whole: PackedLinear) -> Iterator[PackedRows]:
+    begin = 0
+    for linear in whole.parts:
+        rows = linear.outputs
+        yield PackedRows(linear, begin, rows, 0, rows, rows)
+        begin += rows
+
+
+def _mapped(cache: WeightCache, threads: int) -> PackedModel | None:
+    file = cache.find()
+    found = None if file is None else cache.map(file, threads)
+    return None if found is None else found.model
+
+
+def _packed(
+    library: Any, directory: Path, settings: ExecutorSettings, config: Any, threads: int
+) -> tuple[ModelFacts, PackedModel]:
+    """As a rank that serves it alone packs it."""
+    log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")
+    layout, keeps = ShardLayout.from_config(config, 1, 0), settings.weight_dtype == "auto"
+    model: Any = load_model(
+        directory,
+        torch.bfloat16,
+        layout,
+        SingleRank(),
+        _CPU,
+        lambda done, total: None,
+        weight_codec(settings.weight_dtype, _CPU, torch.bfloat16),
+        keep_codes=keeps,
+        defer_codes=keeps,
+    )
+    lowered = lower(model, torch.bfloat16, 1)
+    facts = ModelFacts(
+        states=layer_states(config, layout),
+        hidden_size=config.hidden_size,
+        context_length=longest_context(config),
+        heads=HeadCounts.from_config(config),
+        widths=model.get_output_embeddings().widths,
+        adapter_targets=targets_of(model),
+    )
+    return facts, pack(library, lowered, layout, threads)
+
+
+def _size_of(packed: PackedModel) -> int:
+    return sum(linear.nbytes for layer in packed.layers for linear in layer.linears)

@@ -1,0 +1,161 @@
+"""Bases that serving has packed are trained as what their codes stand for, in the pages of the file that it keeps."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.loading.loader import load_config, load_model
+from services.executor.model.parallel.layers import WeightShard
+from services.executor.model.quantized import QuantizedRows
+from services.executor.model.quantizing import CODECS
+from services.executor.native.library import why_not
+from tests.unit.executor.model.loading.quantized_weights import FORMS
+from tests.unit.executor.model.loading.test_gguf_weights import converted, make
+from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
+from tests.unit.executor.model.tiny import make_model
+from tests.unit.executor.training.models import (
+    CPU,
+    backward,
+    backward_of_peft,
+    batch_of,
+    reference,
+    trainable,
+    worst,
+)
+
+CACHED = {"weight_cache_bytes": 1 << 30}
+natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+
+def in_bf16(directory: Path, model_type: str, **changes: Any) -> Path:
+    """A tiny model of heads that the native kernels compute."""
+    return said_to_be_bf16(make_model(directory, model_type, **{"head_dim": 32, **changes}))
+
+
+def said_to_be_bf16(directory: Path) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return directory
+
+
+def served(directory: Path, codec: str = "", dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """What serving makes of each module's weight, with that `weight_dtype` or as the files have it, unpacked by
+    PyTorch."""
+    layout = ShardLayout.from_config(load_config(directory), 1, 0)
+    how = CODECS[codec] if codec else None
+    model = load_model(
+        *(directory, dtype, layout, SingleRank(), CPU, lambda done, total: None, how),
+        keep_codes=not codec,
+    )
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, WeightShard):
+            held = module.stored
+            if isinstance(held, QuantizedRows):
+                weights[name] = held.dequantized()
+            else:
+                assert isinstance(held, Tensor)
+                weights[name] = held.detach().float()
+    return weights
+
+
+@natively
+@pytest.mark.parametrize(
+    ("model_type", "codec"),
+    [("llama", "q4_k"), ("qwen2", "int8"), ("gemma2", "q8_0"), ("phi3", "int4"), ("qwen3", "fp8")],
+)
+def test_weights_that_serving_quantizes(tmp_path: Path, model_type: str, codec: str) -> None:
+    directory = in_bf16(tmp_path / "model", model_type, tie_word_embeddings=model_type != "qwen2")
+    model, batch = trainable(directory, weight_dtype=codec, **CACHED), batch_of()
+    assert model.description["base"] == "packed weights"
+    ours, gradients = backward(model, batch)
+    theirs, expected = backward_of_peft(reference(directory, served(directory, codec)), model, batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert worst(gradients, expected) < 1e-4
+
+
+TURNED = ("nf4", "gptq act-order")
+"""Of which serving keeps gate and up, which meet in registers, as bf16: codes of floats and of other orders cannot be
+one."""
+
+
+@natively
+@pytest.mark.parametrize("form", ["nf4", "gptq act-order", "awq", "int8 per channel", "fp8 by blocks"])
+def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama", FORMS[form])
+    directory = said_to_be_bf16(checkpoint.quantized)
+    model, batch = trainable(directory, **CACHED), batch_of()
+    assert model.description["base"] == "packed weights"
+    ours, gradients = backward(model, batch)
+    weights = served(directory)
+    if form in TURNED:
+        for name in weights:
+            if name.endswith(("gate_proj", "up_proj")):
+                weights[name] = weights[name].bfloat16().float()
+    theirs, expected = backward_of_peft(reference(checkpoint.plain, weights), model, batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert worst(gradients, expected) < 1e-4
+
+
+@natively
+def test_a_gguf_file(tmp_path: Path) -> None:
+    directory = said_to_be_bf16(converted(make(tmp_path, "llama", "Q4_K")))
+    model, batch = trainable(directory, **CACHED), batch_of()
+    assert model.description["base"] == "packed weights"
+    ours, gradients = backward(model, batch)
+    theirs, expected = backward_of_peft(reference(tmp_path / "plain", served(directory)), model, batch)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert worst(gradients, expected) < 1e-4
+
+
+def test_models_of_other_families_keep_their_codes(tmp_path: Path) -> None:
+    """What the native kernels do not compute, and what has no kernels."""
+    directory = make_model(tmp_path / "model", "olmo2", hidden_size=96)
+    model, batch = trainable(directory, weight_dtype="int8"), batch_of()
+    assert model.description["base"] == "codes in memory"
+    ours, gradients = backward(model, batch)
+    theirs, expected = backward_of_peft(
+        reference(directory, served(directory, "int8", torch.float32)), model, batch
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert worst(gradients, expected) < 1e-4
+
+
+@natively
+@pytest.mark.parametrize("codec", ["", "q4_k"])
+def test_the_base_is_in_the_pages_of_a_file_alone(tmp_path: Path, codec: str) -> None:
+    directory = in_bf16(tmp_path / "model", "llama")
+    changes = {"weight_dtype": codec} if codec else {}
+    trainable(directory, **CACHED, **changes)  # packs what is not packed yet
+    with capture_logs() as log:
+        model = trainable(directory, **CACHED, **changes)
+    assert "packing_weights" not in [line["event"] for line in log]
+    backward(model, batch_of())
+    ending = ".packed" if codec else ".safetensors"
+    weights = [linear.weight for linear in model.linears.values()]
+    places = [address for weight in weights for address in weight.addresses()]
+    assert len(places) >= 21
+    for address in places:
+        file, anonymous = page_of(address)
+        assert file.endswith(ending)
+        assert anonymous == 0, "a page that is written to becomes the process's own"
+
+
+def page_of(address: int) -> tuple[str, int]:
+    """The file that is mapped at `address`, and how many of its kilobytes are this process's own copy."""
+    file, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+            file = found[3]
+        elif inside and line.startswith("Anonymous:"):
+            return file, int(line.split()[1])
+    return "", 0
