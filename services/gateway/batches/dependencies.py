@@ -44,11 +44,11 @@ class LineEndpoint:
         self._intake = intake
         self._catalog = catalog
 
-    def check(self, body: msgspec.Raw) -> str:
-        """The model of `body`. Raises `InvalidRequest` for what is wrong with it."""
+    def check(self, body: msgspec.Raw, tenant: str) -> str:
+        """The model of `body`, a line of that tenant. Raises `InvalidRequest` for what is wrong with it."""
         request = self._intake.check(self._endpoint, body)
         refuse_for_lines({name: getattr(request, name, None) for name in ("stream", "background")})
-        return self._catalog.resolve(request.model).model
+        return self._catalog.resolve(request.model, tenant).model
 
     async def run(self, body: msgspec.Raw, context: Context, unwanted: Callable[[], bool]) -> bytes:
         """The whole response, JSON. `context` has a key under which a repeat, here or at another gateway, gets

@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 import msgspec
 import structlog
@@ -135,7 +136,8 @@ class BatchRunner:
 
     async def _validate(self) -> None:
         settings = self._parts.settings
-        checker = Checker(self._job.endpoint, self._endpoint.check, settings.batch_requests)
+        check = partial(self._endpoint.check, tenant=self._job.tenant)
+        checker = Checker(self._job.endpoint, check, settings.batch_requests)
         async with contextlib.aclosing(self._input()) as lines:
             async for line in lines:
                 if checker.full or self._reason:

@@ -11,6 +11,7 @@ A generation keeps the digest that it began with, on whichever ring goes on with
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import msgspec
 import structlog
@@ -54,9 +55,18 @@ class AdapterRegistry:
         """By name."""
         return sorted((one for one in self.records.values() if one.model == model), key=lambda one: one.name)
 
-    def near(self, name: str) -> list[str]:
+    def seen_by(self, tenant: str | None) -> Iterator[AdapterRecord]:
+        """Those that a tenant may use: everybody's, and its own. None: of nobody in particular."""
+        return (record for record in self.records.values() if is_seen(record, tenant))
+
+    def find(self, name: str, tenant: str | None) -> AdapterRecord | None:
+        """The adapter of that name, if the tenant may use it; to others it is as if there were none."""
+        record = self.records.get(name)
+        return record if record is not None and is_seen(record, tenant) else None
+
+    def near(self, name: str, tenant: str | None) -> list[str]:
         """Names that begin as `name` does, for somebody who has mistyped it; not all of very many."""
-        found = (known for known in self.records if known[:1].lower() == name[:1].lower())
+        found = (one.name for one in self.seen_by(tenant) if one.name[:1].lower() == name[:1].lower())
         return [known for _, known in zip(range(_NEAR), found, strict=False)]
 
     async def wait(self) -> None:
@@ -183,6 +193,11 @@ class AdapterRegistry:
 
         after = (await (await self._bucket()).change(name, made)).after
         self._set(name, None if after is None else after.value)
+
+
+def is_seen(record: AdapterRecord, tenant: str | None) -> bool:
+    """Whether a tenant may know of an adapter."""
+    return record.tenant is None or record.tenant == tenant
 
 
 def not_read(record: AdapterRecord) -> Unavailable:

@@ -110,17 +110,18 @@ class Catalog:
 
     # --- names -----------------------------------------------------------------------------------
 
-    def resolve(self, name: str) -> Resolved:
-        """What a client's `model` stands for: a model, an alias of one, or a LoRA adapter of one. Raises
-        `UnknownModel`, and `Unavailable` of an adapter that is declared and was not read yet."""
+    def resolve(self, name: str, tenant: str | None = None) -> Resolved:
+        """What a client's `model` stands for: a model, an alias of one, or a LoRA adapter of one. `tenant`: of the
+        client, whose own adapters are there for it alone; None: of nobody in particular. Raises `UnknownModel`, and
+        `Unavailable` of an adapter that is declared and was not read yet."""
         model = self.registry.model_of(name)
         if self._accepts(model):
             return Resolved(model, defaults=self._defaults(model, name))
-        record = self.adapters.records.get(name)
+        record = self.adapters.find(name, tenant)
         if record is None and name in self.adapters.wanted:
             raise not_read(self.adapters.wanted[name])
         if record is None or not self._accepts(record.model):
-            raise self._unknown(name)
+            raise self._unknown(name, tenant)
         return Resolved(record.model, record.digest, name, self._defaults(record.model, name))
 
     def _defaults(self, model: str, name: str) -> Mapping[str, float]:
@@ -131,9 +132,10 @@ class Catalog:
         """Whether it names a model, or is an alias of one."""
         return self._accepts(self.registry.model_of(name))
 
-    def card(self, name: str) -> ModelCard:
-        """The card of a model, whether it has a group now or not. Raises `UnknownModel`, `ModelNotLoaded`."""
-        model = self.resolve(name).model
+    def card(self, name: str, tenant: str | None = None) -> ModelCard:
+        """The card of a model, whether it has a group now or not. `tenant`: as of `resolve`. Raises `UnknownModel`,
+        `ModelNotLoaded`."""
+        model = self.resolve(name, tenant).model
         card = self.known_card(model)
         if card is None:
             expected = self.expected_seconds(model)
@@ -173,14 +175,16 @@ class Catalog:
         known = any(one.model == model and not _was_told(one) for one in self._groups.values())
         return known or not self._present()
 
-    def _unknown(self, name: str) -> UnknownModel:
+    def _unknown(self, name: str, tenant: str | None = None) -> UnknownModel:
         names = self.names()
         near = difflib.get_close_matches(name[:128], names, NAMED) if len(names) > NAMED else names
-        near = [*difflib.get_close_matches(name[:128], self.adapters.near(name), 3), *near]
+        near = [*difflib.get_close_matches(name[:128], self.adapters.near(name, tenant), 3), *near]
         known = ", ".join(near or names[:NAMED])
         if not names:
             known = "none yet; wait until an executor has loaded one"
-        elif (left := len(names) + len(self.adapters.records) - len(near or names[:NAMED])) > 0:
+        elif (
+            left := len(names) + sum(1 for _ in self.adapters.seen_by(tenant)) - len(near or names[:NAMED])
+        ) > 0:
             known += f" and {left} more (GET /v1/models)"
         return UnknownModel(
             f"The model '{name[:128]}' does not exist here; the models are: {known}.", param="model"

@@ -79,17 +79,18 @@ class ColdStarts:
     async def card(
         self,
         name: str,
+        tenant: str | None = None,
         *,
         size: Callable[[], int],
         deadline: float,
         gone: Callable[[], Awaitable[object]] | None = None,
     ) -> ModelCard:
-        """The card of a model, once there is one. `size` gives the bytes that are held meanwhile; `deadline`: unix
-        seconds; `gone` returns when nobody waits any more.
+        """The card of a model, once there is one. `tenant`: as of `Catalog.resolve`; `size` gives the bytes that are
+        held meanwhile; `deadline`: unix seconds; `gone` returns when nobody waits any more.
 
         Raises `UnknownModel`, `QueueFull`, `NoGroupAvailable`, `ModelLoadFailed`, `ModelDoesNotFit`, `ClientGone`.
         """
-        model = self._catalog.resolve(name).model
+        model = self._catalog.resolve(name, tenant).model
         card = self._catalog.known_card(model)
         if card is not None:
             return card

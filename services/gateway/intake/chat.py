@@ -66,7 +66,7 @@ class Chat(Protocol):
         """Raises `UnknownModel`, `Unavailable`."""
         ...
 
-    def context_length(self, model: str) -> int:
+    def context_length(self, model: str, tenant: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
         ...
 

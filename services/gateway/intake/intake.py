@@ -153,9 +153,9 @@ class Intake:
             return await self._repeatable(endpoint, print_, context, make)
         return await make(context)
 
-    async def tokenizer(self, model: str) -> tuple[ModelCard, Tokenizer]:
+    async def tokenizer(self, model: str, tenant: str | None = None) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""
-        card = self._catalog.card(model)
+        card = self._catalog.card(model, tenant)
         return card, await self._tokenizers.get(card)
 
     def check(
@@ -190,7 +190,7 @@ class Intake:
         self._tell_ignored(dropped or (), answer_headers)
         return chat
 
-    async def speaker(self, model: str | None) -> tuple[ModelCard, Tokenizer]:
+    async def speaker(self, model: str | None, tenant: str) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
         where there are several, `Unavailable`."""
         if model is None:
@@ -202,7 +202,7 @@ class Intake:
                     reason="missing_required_parameter",
                 )
             model = listed[0].model
-        card = self._catalog.card(model)
+        card = self._catalog.card(model, tenant)
         return card, await self._tokenizers.get(card)
 
     async def count(self, principal: Principal, headers: dict[str, str]) -> None:
@@ -328,6 +328,7 @@ class Intake:
         `ColdStarts.card`."""
         return await self._cold_starts.card(
             request.model,
+            context.tenant,
             size=lambda: len(msgspec.json.encode(request)),
             deadline=min(time.time() + self._parts.settings.token_timeout, context.deadline),
             gone=context.gone,
@@ -336,7 +337,7 @@ class Intake:
     def _as_named(self, name: str, card: ModelCard, context: Context) -> tuple[ModelCard, Context]:
         """The card with the sampling defaults of the client's `name`, and `context` with the LoRA adapter that it
         stands for now: the request keeps it to its end. Raises `UnknownModel`."""
-        resolved = self._catalog.resolve(name)
+        resolved = self._catalog.resolve(name, context.tenant)
         if resolved.model != card.model:  # while the model was waited for
             raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
         if resolved.defaults:
@@ -346,9 +347,9 @@ class Intake:
         named = msgspec.structs.replace(context, adapter=resolved.adapter, adapter_name=resolved.name)
         return card, named
 
-    def context_length(self, model: str) -> int:
+    def context_length(self, model: str, tenant: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""
-        return self._catalog.card(model).context_length
+        return self._catalog.card(model, tenant).context_length
 
     async def whole_answer(self, request: ChatCompletionRequest, context: Context) -> str:
         """The text of the answer to a chat, counted as a request of its own. Raises as `prepare`, and what ended it."""
@@ -370,7 +371,7 @@ class Intake:
         """What the model would read. Raises as `prepare`."""
         rules.check_chat(request)
         request = await with_files_read(request, tenant, self._files)
-        card = self._catalog.card(request.model)
+        card = self._catalog.card(request.model, tenant)
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -186,8 +187,8 @@ async def create(ask: Ask) -> dict[str, Any]:
 
 async def _checked(ask: Ask, given: _RawCreate) -> bytes:
     """The requests as lines. Raises `InvalidParameter` or `UnknownModel` for the first that is wrong."""
-    check = LineEndpoint("messages", ask.parts.intake, ask.parts.catalog).check
-    checker = Checker(MESSAGES, check, ask.settings.batch_requests)
+    endpoint = LineEndpoint("messages", ask.parts.intake, ask.parts.catalog)
+    checker = Checker(MESSAGES, partial(endpoint.check, tenant=ask.tenant), ask.settings.batch_requests)
     lines: list[bytes] = []
     for index, request in enumerate(given.requests):
         line = line_of(request.custom_id, request.params)

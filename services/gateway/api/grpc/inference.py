@@ -115,7 +115,7 @@ class Inference:
         """Tokenize."""
         given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model)
+            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             kind = given.WhichOneof("input")
             if kind is None:
@@ -132,7 +132,7 @@ class Inference:
         """Detokenize."""
         given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model)
+            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             ids = list(given.token_ids)
             check_token_ids("token_ids", ids, card.vocab_size)

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from services.gateway.api.management.models import Management
-from services.gateway.core.adapters import AdapterRegistry, already_loaded
+from services.gateway.core.adapters import AdapterRegistry, already_loaded, not_found
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
 from shared.errors import (
@@ -29,6 +29,7 @@ from shared.registry import other_base, wrong_name
 
 log = structlog.get_logger(__name__)
 
+FINE_TUNED = "ft:"
 PULL_TIMEOUT = 300.0
 """Seconds for a host to fetch, check and store an adapter."""
 AT_ONCE = 8
@@ -73,8 +74,10 @@ class AdapterManagement:
         finally:
             self._loading.discard(name)
 
-    async def unload(self, name: str) -> AdapterRecord:
-        """What runs with it goes on; nobody can ask for it any more."""
+    async def unload(self, name: str, tenant: str) -> AdapterRecord:
+        """What runs with it goes on; nobody can ask for it any more. Raises `RouteError` for another tenant's."""
+        if name in self.registry.records and self.registry.find(name, tenant) is None:
+            raise not_found(name)
         return await self.registry.remove(name)
 
     def warning(self, record: AdapterRecord) -> str:
@@ -88,6 +91,12 @@ class AdapterManagement:
         if wrong := wrong_name(name):
             raise InvalidParameter(
                 f"An adapter cannot be called {name[:64]!r}: {wrong}.",
+                param="lora_name",
+                reason="invalid_value",
+            )
+        if name.startswith(FINE_TUNED):
+            raise InvalidParameter(
+                f"Names that begin with '{FINE_TUNED}' are those of fine-tuning jobs; give the adapter another one.",
                 param="lora_name",
                 reason="invalid_value",
             )

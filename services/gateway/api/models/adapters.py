@@ -138,19 +138,21 @@ async def unload(ask: Ask) -> None:
             param="lora_name",
             reason="missing_required_parameter",
         )
-    await ask.parts.adapters.unload(name)
+    await ask.parts.adapters.unload(name, ask.tenant)
     await _say(ask, f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def list_adapters(ask: Ask) -> AdapterList:
     adapters = ask.backend.started.catalog.adapters
-    records = sorted({**adapters.records, **adapters.wanted}.items())
-    return AdapterList("list", [_shown(ask, record) for _, record in records])
+    seen = {one.name: one for one in adapters.seen_by(ask.tenant)}
+    return AdapterList(
+        "list", [_shown(ask, record) for _, record in sorted({**seen, **adapters.wanted}.items())]
+    )
 
 
 async def retrieve(ask: Ask) -> Adapter:
     adapters, name = ask.backend.started.catalog.adapters, ask.named("adapter")
-    record = adapters.records.get(name) or adapters.wanted.get(name)
+    record = adapters.find(name, ask.tenant) or adapters.wanted.get(name)
     if record is None:
         raise not_found(ask.named("adapter"))
     return _shown(ask, record)
@@ -165,7 +167,7 @@ async def put(ask: Ask) -> Adapter:
 
 async def delete(ask: Ask) -> Deleted:
     ask.check_manages_models()
-    return Deleted((await ask.parts.adapters.unload(ask.named("adapter"))).name, "model", True)
+    return Deleted((await ask.parts.adapters.unload(ask.named("adapter"), ask.tenant)).name, "model", True)
 
 
 async def _say(ask: Ask, text: str) -> None:

@@ -87,7 +87,9 @@ DELETE = Operation(
     "deleteModel",
     "Removes a model from the registry; what runs ends first.",
     TAG,
-    "409 while it is pinned. Its files stay. A LoRA adapter is unloaded." + MANAGING,
+    "409 while it is pinned. Its files stay. A LoRA adapter is unloaded."
+    + MANAGING
+    + " A model that a fine-tuning job of one's own has made (`ft:...`) asks for no such right.",
     response=Deleted,
     errors=(409, 412),
 )
@@ -159,7 +161,7 @@ EVENTS = Operation(
 
 
 async def list_models(ask: Ask) -> ModelList | dict[str, Any]:
-    found = Models(ask.backend.started.catalog, time.time()).all(aliases=True)
+    found = Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=True)
     if not found:  # clients read the first one
         raise Unavailable(
             "No model is served yet: its executors are loading it, or there are none; try again in a moment "
@@ -173,20 +175,22 @@ async def list_models(ask: Ask) -> ModelList | dict[str, Any]:
 
 async def router_models(ask: Ask) -> ModelList:
     ask.query(ListQuery)
-    return ModelList("list", Models(ask.backend.started.catalog, time.time()).all(aliases=False))
+    return ModelList("list", Models(ask.backend.started.catalog, time.time(), ask.tenant).all(aliases=False))
 
 
 async def retrieve_model(ask: Ask) -> Model | ModelInfo:
     """Names may have slashes."""
-    found = Models(ask.backend.started.catalog, time.time()).one(ask.named("model"))
+    found = Models(ask.backend.started.catalog, time.time(), ask.tenant).one(ask.named("model"))
     return ModelInfo.of(found) if anthropic_models(ask.scope) else found
 
 
 async def delete_model(ask: Ask) -> Deleted:
-    ask.check_manages_models()
     name = ask.named("model")
-    if ask.parts.catalog.resolve(name).adapter:
-        return Deleted((await ask.parts.adapters.unload(name)).name, "model", True)
+    record = ask.parts.catalog.adapters.find(name, ask.tenant)
+    if record is None or record.tenant is None or ask.parts.catalog.is_model(name):
+        ask.check_manages_models()
+    if ask.parts.catalog.resolve(name, ask.tenant).adapter:
+        return Deleted((await ask.parts.adapters.unload(name, ask.tenant)).name, "model", True)
     return Deleted(await ask.parts.management.delete(name), "model", True)
 
 

@@ -88,15 +88,17 @@ class Model(msgspec.Struct, frozen=True):
 class Models:
     """The list, and one of it."""
 
-    def __init__(self, catalog: Catalog, now: float) -> None:
+    def __init__(self, catalog: Catalog, now: float, tenant: str) -> None:
+        """`tenant`: who sees them."""
         self._catalog = catalog
         self._now = now
+        self._tenant = tenant
 
     def all(self, *, aliases: bool) -> list[Model]:
         """By name. `aliases`: with an entry for each of them."""
         found: list[Model] = []
         adapters: dict[str, list[AdapterRecord]] = {}
-        for _, record in sorted(self._catalog.adapters.records.items()):
+        for record in sorted(self._catalog.adapters.seen_by(self._tenant), key=lambda one: one.name):
             adapters.setdefault(record.model, []).append(record)
         for name, status in self._catalog.statuses().items():
             base = len(found)
@@ -108,7 +110,7 @@ class Models:
 
     def one(self, name: str) -> Model:
         """By its name or an alias. Raises `UnknownModel`."""
-        resolved = self._catalog.resolve(name)
+        resolved = self._catalog.resolve(name, self._tenant)
         model = resolved.model
         found = self._model(name if not resolved.adapter else model, model, self._catalog.status(model))
         return self._adapter(self._catalog.adapters.records[name], found) if resolved.adapter else found

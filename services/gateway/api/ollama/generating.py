@@ -172,7 +172,11 @@ async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[Asked
     )
     body = await ask.body(ask.settings.body_limit)
     request = decode(body, decoder, names=NAMES)
-    return msgspec.structs.replace(request, model=named(parts.catalog, request.model)), body, context
+    return (
+        msgspec.structs.replace(request, model=named(parts.catalog, request.model, context.tenant)),
+        body,
+        context,
+    )
 
 
 def _intake(ask: Ask) -> OllamaIntake:

@@ -158,7 +158,7 @@ async def version(ask: Ask) -> shapes.OllamaVersion:
 
 
 async def tags(ask: Ask) -> shapes.TaggedModels:
-    return shapes.TaggedModels(Shown(ask.backend.started.catalog).tags())
+    return shapes.TaggedModels(Shown(ask.backend.started.catalog).tags(ask.tenant))
 
 
 async def processes(ask: Ask) -> shapes.LoadedModels:
@@ -166,12 +166,12 @@ async def processes(ask: Ask) -> shapes.LoadedModels:
 
 
 async def show(ask: Ask) -> shapes.ShownModel:
-    name = named(ask.parts.catalog, await _given(ask, _show))
+    name = named(ask.parts.catalog, await _given(ask, _show), ask.tenant)
     tokenizer: Tokenizer | None = None
-    model = ask.parts.catalog.resolve(name).model
+    model = ask.parts.catalog.resolve(name, ask.tenant).model
     if ask.parts.catalog.known_card(model) is not None:
         _, tokenizer = await ask.parts.intake.tokenizer(model)
-    return Shown(ask.parts.catalog).one(name, tokenizer)
+    return Shown(ask.parts.catalog).one(name, tokenizer, ask.tenant)
 
 
 async def pull_model(ask: Ask) -> None:
@@ -184,10 +184,10 @@ async def pull_model(ask: Ask) -> None:
 
 async def delete(ask: Ask) -> bytes:
     ask.check_manages_models()
-    name = named(ask.parts.catalog, await _given(ask, _delete))
-    resolved = ask.parts.catalog.resolve(name)
+    name = named(ask.parts.catalog, await _given(ask, _delete), ask.tenant)
+    resolved = ask.parts.catalog.resolve(name, ask.tenant)
     if resolved.adapter:
-        await ask.parts.adapters.unload(name)
+        await ask.parts.adapters.unload(name, ask.tenant)
     elif resolved.model != name:
         await _set_aliases(ask, resolved.model, without=name)
     else:
@@ -200,9 +200,12 @@ async def delete(ask: Ask) -> bytes:
 async def copy(ask: Ask) -> bytes:
     ask.check_manages_models()
     request = decode(await ask.body(BODY), _copy)
-    source, wanted = named(ask.parts.catalog, request.source), request.destination.removesuffix(LATEST)
+    source, wanted = (
+        named(ask.parts.catalog, request.source, ask.tenant),
+        request.destination.removesuffix(LATEST),
+    )
     await _name_it(ask, source, wanted)
-    resolved = ask.parts.catalog.resolve(source)
+    resolved = ask.parts.catalog.resolve(source, ask.tenant)
     await _set_defaults(ask, resolved.model, wanted, dict(resolved.defaults))
     return b""
 
@@ -214,7 +217,7 @@ async def create(ask: Ask) -> Progress | None:
     given = _defaults(request.parameters, ask)
     if not request.base:
         raise missing("from", "the name of a model that is there")
-    name, base = _name(request), named(ask.parts.catalog, request.base)
+    name, base = _name(request), named(ask.parts.catalog, request.base, ask.tenant)
     creation = _creation(ask, name.removesuffix(LATEST), base, request.adapters or {}, given)
     if request.stream is not False:
         await send_lines(ask, creation)
@@ -248,7 +251,7 @@ def _defaults(parameters: Options | None, ask: Ask) -> dict[str, float]:
 async def _creation(
     ask: Ask, name: str, base: str, adapters: dict[str, str], defaults: dict[str, float]
 ) -> AsyncGenerator[Progress, None]:
-    resolved = ask.parts.catalog.resolve(base)
+    resolved = ask.parts.catalog.resolve(base, ask.tenant)
     defaults = {**resolved.defaults, **defaults}
     if defaults and resolved.model not in ask.parts.catalog.registry.specs:
         raise not_registered(resolved.model)
@@ -291,7 +294,7 @@ async def _name_it(ask: Ask, source: str, wanted: str) -> None:
     catalog = ask.parts.catalog
     if not wanted:
         raise missing("destination", "the new name")
-    resolved = catalog.resolve(source)
+    resolved = catalog.resolve(source, ask.tenant)
     if resolved.adapter:
         record = catalog.adapters.records[resolved.name]
         await ask.parts.adapters.load(wanted, record.source, record.model, replace=True)

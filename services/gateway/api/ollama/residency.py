@@ -33,12 +33,13 @@ SETTLE = 0.1
 """Seconds between two looks: what changes within is seen at once."""
 
 
-def named(catalog: Catalog, given: str) -> str:
-    """The name that a model, an alias or an adapter has here which a client calls `given`. Raises `RouteError`."""
+def named(catalog: Catalog, given: str, tenant: str) -> str:
+    """The name that a model, an alias or an adapter has here which a client of that tenant calls `given`. Raises
+    `RouteError`."""
     if catalog.is_model(given):
         return given
     for name in names_of(given):
-        if catalog.is_model(name) or name in catalog.adapters.records:
+        if catalog.is_model(name) or catalog.adapters.find(name, tenant) is not None:
             return name
     raise not_found(given)
 
@@ -59,7 +60,7 @@ async def staying(ask: Ask, name: str, keep_alive: float | str | None) -> AsyncI
 
 async def _kept(ask: Ask, name: str, seconds: float) -> bool:
     """Applies a time; whether the model is to be unloaded behind the answer."""
-    model = ask.parts.catalog.resolve(name).model
+    model = ask.parts.catalog.resolve(name, ask.tenant).model
     spec = ask.parts.catalog.registry.specs.get(model)
     may = ask.settings.manage_models and ask.principal.manages_models
     if not may or spec is None or (spec.pinned and not spec.pinned_by_request and seconds >= 0):
@@ -74,7 +75,7 @@ async def load_or_unload(ask: Ask, name: str, keep_alive: float | str | None) ->
     `ModelDoesNotFit`, `ModelLoadFailed`, `DeadlineExceeded`."""
     await ask.counted()
     catalog, management = ask.parts.catalog, ask.parts.management
-    model = catalog.resolve(name).model
+    model = catalog.resolve(name, ask.tenant).model
     if keep_alive is not None and seconds_of(keep_alive) == 0:
         ask.check_manages_models()
         if catalog.status(model).state != "unloaded":

@@ -98,12 +98,12 @@ class Shown:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def tags(self) -> list[TaggedModel]:
-        """Models, their aliases and adapters, by name."""
+    def tags(self, tenant: str) -> list[TaggedModel]:
+        """Models, their aliases and the adapters that a tenant may use, by name."""
         found = []
         for model, status in self._catalog.statuses().items():
             found += [self._tag(name, model, status) for name in (model, *self._aliases(model))]
-        adapters = sorted(self._catalog.adapters.records.values(), key=lambda one: one.name)
+        adapters = sorted(self._catalog.adapters.seen_by(tenant), key=lambda one: one.name)
         return [*found, *map(self._adapter, adapters)]
 
     def loaded(self) -> list[LoadedModel]:
@@ -114,11 +114,11 @@ class Shown:
             if status.ready
         ]
 
-    def one(self, name: str, tokenizer: Tokenizer | None) -> ShownModel:
+    def one(self, name: str, tokenizer: Tokenizer | None, tenant: str) -> ShownModel:
         """`name` is known; `tokenizer`: None where its model was never loaded."""
-        resolved = self._catalog.resolve(name)
+        resolved = self._catalog.resolve(name, tenant)
         model = resolved.model
-        adapter = self._catalog.adapters.records.get(name) if resolved.adapter else None
+        adapter = self._catalog.adapters.find(name, tenant) if resolved.adapter else None
         spec, card = self._catalog.registry.specs.get(model), self._catalog.known_card(model)
         length = card.context_length if card else spec.settings.context_length or 0 if spec else 0
         info: dict[str, Any] = {

@@ -82,7 +82,7 @@ async def tokenize(ask: Ask) -> Tokenized:
         raise InvalidParameter(
             "Give either 'prompt' or 'messages'.", param="prompt", reason="missing_required_parameter"
         )
-    card, tokenizer = await intake.speaker(request.model)
+    card, tokenizer = await intake.speaker(request.model, ask.tenant)
     tokens = await _tokens_of(request, card, tokenizer)
     strings: list[str] | None = None
     if request.return_token_strs:
@@ -113,14 +113,14 @@ async def _tokens_of(request: TokenizeRequest, card: ModelCard, tokenizer: Token
 async def detokenize(ask: Ask) -> Detokenized:
     intake = await ask.counted()
     request = decode(await ask.body(ask.settings.body_limit), _detokenize_decoder)
-    card, tokenizer = await intake.speaker(request.model)
+    card, tokenizer = await intake.speaker(request.model, ask.tenant)
     check_token_ids("tokens", request.tokens, card.vocab_size)
     return Detokenized(await tokenizer.decode_many(request.tokens, skip_special_tokens=False))
 
 
 async def tokenizer_info(ask: Ask) -> bytes:
     intake = await ask.counted()
-    _, tokenizer = await intake.speaker(ask.query(ModelQuery).model)
+    _, tokenizer = await intake.speaker(ask.query(ModelQuery).model, ask.tenant)
     return tokenizer.info
 
 

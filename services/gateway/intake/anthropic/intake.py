@@ -53,7 +53,7 @@ class MessagesIntake:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
         request = self._decoded(body, self._count, context.answer_headers)
         with own_words():
-            return await self._chat.chat_tokens(await self._translated(request, context))
+            return await self._chat.chat_tokens(await self._translated(request, context), context.tenant)
 
     def _decoded(
         self, body: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], headers: dict[str, str]

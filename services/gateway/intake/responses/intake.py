@@ -89,7 +89,7 @@ class ResponseIntake:
         """`items` with a summary in the place of those before the user's last message, where they have more tokens than
         the request wants; None: as they are."""
         for entry in request.context_management or ():
-            context_length = self._chat.context_length(request.model)
+            context_length = self._chat.context_length(request.model, context.tenant)
             most = entry.compact_threshold or context_length // 2
             before, answered = compaction.split(items)
             if before and await self._chat.chat_tokens(chat_request(request, items), context.tenant) > most:
@@ -121,11 +121,11 @@ class ResponseIntake:
         given = await self._read(request.input if request.input is not None else [], identity)
         past: list[Item] = []
         if request.previous_response_id:
-            context, newest = self._chat.context_length(request.model), request.truncation == "auto"
+            context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
             past = await self.history.chain(request.previous_response_id, tenant, context, newest=newest)
         own = await self.history.resolve(given, tenant)
         if conversation := conversation_of(request):
-            context, newest = self._chat.context_length(request.model), request.truncation == "auto"
+            context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
             added = isinstance(request, ResponseRequest) and not is_prewarm(request)
             past = await self.history.of_conversation(
                 conversation, tenant, context, newest=newest, response=identity if added else ""
@@ -151,7 +151,7 @@ class ResponseIntake:
         """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
         fewer items never have more tokens."""
 
-        context_length = self._chat.context_length(request.model)
+        context_length = self._chat.context_length(request.model, context.tenant)
 
         async def attempt(begin: int) -> Run:
             chat = chat_request(request, items[begin:], stream=bool(request.stream))
