@@ -289,6 +289,9 @@ TRAINING_EVENTS = Limit(
     "steps of a fine-tuning job that have an event; the newest are kept",
     "tenant",
 )
+EVENT_STREAMS = Limit(
+    "event_streams", 32, "entries", "streams of fine-tuning jobs' events at one gateway", "tenant"
+)
 TENANT_RESPONSE_BYTES = Limit(
     "tenant_response_bytes",
     64 << 20,

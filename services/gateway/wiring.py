@@ -45,6 +45,7 @@ from services.gateway.persistence.store import ResponseStore
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.reading import Reading, Runs
 from services.gateway.tokenizer.store import TokenizerStore
+from services.gateway.training.wiring import Training
 from shared.errors import BrokerUnavailable
 from shared.nats.bus import Bus
 from shared.nats.tenants import Quota
@@ -132,6 +133,9 @@ class Work:
             instance,
         )
         self._runners = Runners(bus, jobs, batch_work(parts), instance)
+        self._training = Training(
+            bus, instance, settings, registry, files, catalog, cold, tokenizers, adapters
+        )
         management = Management(bus, catalog, settings)
         self._parts = Parts(
             intake,
@@ -143,6 +147,7 @@ class Work:
             files,
             Uploads(files),
             batches,
+            self._training.service,
             Cluster(bus, catalog, answers),
             management,
             AdapterManagement(bus, catalog, management),
@@ -197,6 +202,7 @@ class Work:
             self._spawn(self.limiter.windows.run(), "limits"),
         )
         await self._open_batches()
+        self._loops += [self._spawn(work, name) for work, name in await self._training.start()]
         self._backend.open(self._parts)
 
     async def _open_batches(self) -> None:
@@ -213,6 +219,7 @@ class Work:
         """No new connections come by now. What they brought is answered and streams may end within their time, then
         everything else does."""
         if self._opened:
+            await self._training.stop()
             await self._runners.stop()  # its batches are left to other gateways, what is done of them stored
             await self._results.stop()
             await self._end_streams()

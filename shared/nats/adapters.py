@@ -91,6 +91,14 @@ class AdapterFiles:
             raise MissingObject(digest)
         return info.size
 
+    async def file(self, digest: str, name: str) -> tuple[int, AsyncGenerator[bytes, None]]:
+        """The size and the bytes of one of its files (`CONFIG`, `WEIGHTS`). Raises `MissingObject`; reading it raises
+        that too, and `InternalError` where it is not what was stored."""
+        info = await self._objects.info(f"{digest}/{name}")
+        if info is None:
+            raise MissingObject(digest)
+        return info.size, self._objects.read(f"{digest}/{name}", patience=PATIENCE)
+
     async def delete(self, digest: str) -> None:
         """No error where it is gone."""
         for name in (CONFIG, WEIGHTS):

@@ -25,6 +25,7 @@ from services.gateway.api.openai.batches import batch_routes
 from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openai.conversations import conversation_routes
 from services.gateway.api.openai.files import file_routes
+from services.gateway.api.openai.fine_tuning import fine_tuning_routes
 from services.gateway.api.openai.responses import response_routes
 from services.gateway.api.openai.scoring import scoring_routes
 from services.gateway.api.openai.stored_chats import chat_routes
@@ -111,6 +112,7 @@ class GatewayApp:
                 *file_routes(backend, settings),
                 *upload_routes(backend, settings),
                 *batch_routes(backend, settings),
+                *fine_tuning_routes(backend, settings),
                 *message_routes(backend, settings, messages),
                 *ollama,
                 *ollama_model_routes(backend, settings),

@@ -31,6 +31,7 @@ from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.responses import ResponseLookup
 from services.gateway.streams.reading import Reading
+from services.gateway.training.service import FineTuning
 from shared.errors import Unavailable
 from shared.service.endpoints import Receive, Scope, Send
 
@@ -57,6 +58,7 @@ class Parts(msgspec.Struct, frozen=True):
     files: Files
     uploads: Uploads
     batches: Batches
+    fine_tuning: FineTuning
     cluster: Cluster
     management: Management
     adapters: AdapterManagement

@@ -189,6 +189,7 @@ _EXAMPLES = {
     "response": "resp_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "file": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "batch": "batch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+    "job": "ftjob-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
     "message_batch": "msgbatch_1f0c9a7767e1c5b09b1d6e0f4c2a8835",
 }
 _NAMED = {

@@ -1,0 +1,369 @@
+"""/v1/fine_tuning/jobs: POST, GET; of one: GET, POST of its cancellation, pause and resumption, GET of its events, its
+checkpoints, and the files of its adapter."""
+
+import asyncio
+import contextlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.routing import BaseRoute
+
+from services.gateway.api.backend import Ask, Backend, route
+from services.gateway.api.openapi import operation
+from services.gateway.api.openapi.operation import Operation
+from services.gateway.core.asgi import EventStream, disconnected, header
+from services.gateway.core.errors import InvalidParameter, RouteError, describe
+from services.gateway.core.pagination import ListPage, PageQuery, shown
+from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.decoding import decode
+from services.gateway.intake.headers import check_idempotency_key
+from services.gateway.training.objects import checkpoint_object, job_object
+from services.gateway.training.requests import FineTuningCreate
+from shared.messages.training import TrainingStatus
+
+PATH = "/v1/fine_tuning/jobs"
+ONE = PATH + "/{job}"
+PERMISSIONS = "/v1/fine_tuning/checkpoints/{checkpoint}/permissions"
+TAG = "Fine-tuning"
+POSITION = 18
+"""Digits of an event's position at most."""
+
+
+class JobError(msgspec.Struct):
+    code: str
+    message: str
+    param: str | None
+
+
+class FineTuningJob(msgspec.Struct):
+    """OpenAI's fine-tuning job, with its progress."""
+
+    object: Literal["fine_tuning.job"]
+    id: str
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str
+    """Its tenant."""
+    status: TrainingStatus
+    error: JobError | None
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    hyperparameters: dict[str, Any]
+    method: dict[str, Any]
+    seed: int
+    user_provided_suffix: str | None
+    metadata: dict[str, str] | None
+    integrations: list[Any]
+    lora: dict[str, Any]
+    settings: dict[str, Any]
+    progress: dict[str, Any] | None
+    """Steps done and in all, examples, tokens, the metrics of the last step; null until its files are checked."""
+    wanted: Literal["run", "pause", "cancel"]
+    """What its host still has to do."""
+    waiting_for: str | None
+    """Why it does not go on, in a sentence."""
+    started_at: int | None
+
+
+class FineTuningJobs(ListPage):
+    """A page of jobs."""
+
+    data: list[FineTuningJob]
+
+
+class FineTuningEvent(msgspec.Struct):
+    """OpenAI's event of a fine-tuning job."""
+
+    object: Literal["fine_tuning.job.event"]
+    id: str
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any]
+
+
+class FineTuningEvents(ListPage):
+    """A page of events."""
+
+    data: list[FineTuningEvent]
+
+
+class FineTuningCheckpoint(msgspec.Struct):
+    """OpenAI's checkpoint of a fine-tuning job."""
+
+    object: Literal["fine_tuning.job.checkpoint"]
+    id: str
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, Any]
+
+
+class FineTuningCheckpoints(ListPage):
+    """A page of checkpoints."""
+
+    data: list[FineTuningCheckpoint]
+
+
+class JobsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    metadata: dict[str, str] = {}
+
+
+class EventsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    stream: Annotated[
+        Literal["true", "false"],
+        Meta(description="Whether they come as server-sent events, the oldest first, until the job is over."),
+    ] = "false"
+
+
+class CheckpointsQuery(PageQuery, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=100, description="Entries of a page.")] = 10
+
+
+class AdapterQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    checkpoint: Annotated[
+        int | None, Meta(description="The step of a checkpoint; left out: what the job has come to.")
+    ] = None
+
+
+CREATE = Operation(
+    f"POST {PATH}",
+    "createFineTuningJob",
+    "Trains a LoRA adapter on examples, in idle capacity.",
+    TAG,
+    "The files have the purpose `fine-tune`. When the job has succeeded its model, `ft:...`, is served on every "
+    "replica of its base, for its tenant alone.",
+    request=FineTuningCreate,
+    example={
+        "model": "SmolLM2-135M-Instruct",
+        "training_file": "file-1f0c9a7767e1c5b09b1d6e0f4c2a8835",
+        "suffix": "support",
+    },
+    response=FineTuningJob,
+    parameters=(operation.IDEMPOTENCY,),
+    errors=(404, 422),
+)
+LIST = Operation(
+    f"GET {PATH}",
+    "listFineTuningJobs",
+    "The fine-tuning jobs, the newest first.",
+    TAG,
+    "`metadata[key]=value`, as often as you like, leaves those that have these metadata; `metadata=null` those that "
+    "have none.",
+    response=FineTuningJobs,
+    query=JobsQuery,
+    errors=(404,),
+)
+RETRIEVE = Operation(
+    f"GET {ONE}", "retrieveFineTuningJob", "A fine-tuning job as it stands.", TAG, response=FineTuningJob
+)
+CANCEL = Operation(
+    f"POST {ONE}/cancel",
+    "cancelFineTuningJob",
+    "Ends a fine-tuning job; its checkpoints stay.",
+    TAG,
+    response=FineTuningJob,
+    errors=(409,),
+)
+PAUSE = Operation(
+    f"POST {ONE}/pause",
+    "pauseFineTuningJob",
+    "Has a fine-tuning job stop after the step that is under way, and keep what it has.",
+    TAG,
+    response=FineTuningJob,
+    errors=(409,),
+)
+RESUME = Operation(
+    f"POST {ONE}/resume",
+    "resumeFineTuningJob",
+    "Has a paused fine-tuning job go on where it was.",
+    TAG,
+    response=FineTuningJob,
+    errors=(409,),
+)
+EVENTS = Operation(
+    f"GET {ONE}/events",
+    "listFineTuningEvents",
+    "What has happened to a fine-tuning job, the newest first.",
+    TAG,
+    "With `stream=true` the events come as they happen, the oldest first; `Last-Event-ID` resumes the stream.",
+    response=FineTuningEvents,
+    query=EventsQuery,
+    events=(FineTuningEvent,),
+    parameters=(operation.LAST_EVENT,),
+)
+CHECKPOINTS = Operation(
+    f"GET {ONE}/checkpoints",
+    "listFineTuningJobCheckpoints",
+    "The models of the ends of its last epochs, the newest first; each can be used as any model.",
+    TAG,
+    response=FineTuningCheckpoints,
+    query=CheckpointsQuery,
+)
+ADAPTER = Operation(
+    f"GET {ONE}/adapter/{{file}}",
+    "downloadFineTunedAdapter",
+    "A file of what a job has made, as peft has them: adapter_config.json or adapter_model.safetensors.",
+    TAG,
+    query=AdapterQuery,
+    response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
+)
+REFUSED = tuple(
+    Operation(
+        path,
+        name,
+        "Not supported: a checkpoint is its tenant's alone.",
+        TAG,
+        errors=(404, 501),
+    )
+    for path, name in (
+        (f"GET {PERMISSIONS}", "listFineTuningCheckpointPermissions"),
+        (f"POST {PERMISSIONS}", "createFineTuningCheckpointPermission"),
+    )
+)
+
+BODY_BYTES = 64 << 10
+_decoder = msgspec.json.Decoder(FineTuningCreate)
+
+
+async def create(ask: Ask) -> dict[str, Any]:
+    key = check_idempotency_key(header(ask.scope, b"idempotency-key"))
+    wanted = decode(await ask.body(BODY_BYTES), _decoder)
+    await ask.counted()
+    return job_object(await ask.parts.fine_tuning.create(wanted, ask.principal, key))
+
+
+async def list_jobs(ask: Ask) -> dict[str, Any]:
+    without = b"metadata=null" in ask.scope["query_string"].split(b"&")
+    if without:
+        rest = [one for one in ask.scope["query_string"].split(b"&") if one != b"metadata=null"]
+        ask.scope["query_string"] = b"&".join(rest)
+    wanted = ask.query(JobsQuery)
+    if without and wanted.metadata:
+        raise InvalidParameter(
+            "'metadata' is null and has keys; send one of the two.", param="metadata", reason="invalid_value"
+        )
+    jobs, more = await ask.parts.fine_tuning.listed(
+        ask.tenant, wanted.after, wanted.limit, None if without else wanted.metadata
+    )
+    return shown([job_object(job) for job in jobs], more)
+
+
+async def retrieve(ask: Ask) -> dict[str, Any]:
+    return job_object(await ask.parts.fine_tuning.get(ask.named("job"), ask.tenant))
+
+
+async def cancel(ask: Ask) -> dict[str, Any]:
+    return job_object(await ask.parts.fine_tuning.cancel(ask.named("job"), ask.tenant))
+
+
+async def pause(ask: Ask) -> dict[str, Any]:
+    return job_object(await ask.parts.fine_tuning.pause(ask.named("job"), ask.tenant))
+
+
+async def resume(ask: Ask) -> dict[str, Any]:
+    return job_object(await ask.parts.fine_tuning.resume(ask.named("job"), ask.tenant))
+
+
+async def events(ask: Ask) -> dict[str, Any] | None:
+    wanted = ask.query(EventsQuery)
+    if wanted.stream == "true":
+        await _stream(ask)
+        return None
+    found, more = await ask.parts.fine_tuning.events(ask.named("job"), ask.tenant, wanted.after, wanted.limit)
+    return shown(found, more)
+
+
+async def _stream(ask: Ask) -> None:
+    """Until the job is over, the client goes, its key is good no longer, or the gateway stops."""
+    after = _position(header(ask.scope, b"last-event-id"))
+    stream, gone = EventStream(ask.send), asyncio.create_task(disconnected(ask.receive))
+    following = ask.parts.fine_tuning.follow(ask.named("job"), ask.tenant, after)
+    try:
+        async with contextlib.aclosing(following):
+            async for event in following:
+                if gone.done():
+                    return
+                ask.backend.check_draining()
+                ask.backend.authenticator.check(ask.principal)
+                if event is not None:
+                    await stream.write([(msgspec.json.encode(event[1]), str(event[0]).encode())])
+                elif stream.started:
+                    await stream.comment()
+                else:
+                    await stream.write([])
+        await stream.write([], end=True)
+    except Exception as error:
+        if stream.started:
+            await stream.write([(msgspec.json.encode(describe(error, ask.request_id)), b"")], end=True)
+        raise
+    finally:
+        gone.cancel()
+
+
+def _position(given: str | None) -> int:
+    if not given:
+        return 0
+    if not (given.isascii() and given.isdigit() and len(given) <= POSITION):
+        raise InvalidParameter(
+            f"Invalid 'Last-Event-ID': '{given[:64]}' is no id of an event of this stream.",
+            param="Last-Event-ID",
+            reason="invalid_value",
+        )
+    return int(given)
+
+
+async def checkpoints(ask: Ask) -> dict[str, Any]:
+    wanted = ask.query(CheckpointsQuery)
+    job, found, more = await ask.parts.fine_tuning.checkpoints(
+        ask.named("job"), ask.tenant, wanted.after, wanted.limit
+    )
+    return shown([checkpoint_object(job, one) for one in found], more)
+
+
+async def adapter(ask: Ask) -> None:
+    """The bytes, a chunk at a time, as fast as the client takes them."""
+    step = ask.query(AdapterQuery).checkpoint
+    size, content = await ask.parts.fine_tuning.adapter_file(
+        ask.named("job"), ask.tenant, ask.named("file"), step
+    )
+    async with contextlib.aclosing(content) as parts:
+        first = await anext(parts, b"")  # what is wrong is said before the status is sent
+        head = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
+        await ask.send({"type": "http.response.start", "status": 200, "headers": head})
+        await ask.send({"type": "http.response.body", "body": first, "more_body": True})
+        async for part in parts:
+            await ask.send({"type": "http.response.body", "body": part, "more_body": True})
+    await ask.send({"type": "http.response.body", "body": b""})
+
+
+async def refused(ask: Ask) -> None:
+    raise RouteError(
+        "Permissions of checkpoints are not supported here: a checkpoint is its tenant's alone, and every key of the "
+        "tenant may use it.",
+        status=501,
+        reason="unsupported_endpoint",
+    )
+
+
+def fine_tuning_routes(backend: Backend, settings: GatewaySettings) -> list[BaseRoute]:
+    """For the application's router."""
+    return [
+        route(backend, settings, (CREATE, create), (LIST, list_jobs)),
+        route(backend, settings, (RETRIEVE, retrieve)),
+        route(backend, settings, (CANCEL, cancel)),
+        route(backend, settings, (PAUSE, pause)),
+        route(backend, settings, (RESUME, resume)),
+        route(backend, settings, (EVENTS, events)),
+        route(backend, settings, (CHECKPOINTS, checkpoints)),
+        route(backend, settings, (ADAPTER, adapter)),
+        route(backend, settings, *((one, refused) for one in REFUSED)),
+    ]

@@ -1,0 +1,154 @@
+"""What becomes of what a host has trained: names of adapters, result files, the job's end.
+
+    adapter of an epoch's end   ──▶ KV `adapters`  ...:ckpt-step-N        an older one that the job has dropped goes
+    result                      ──▶ KV `adapters`  ft:...                 leaders fetch what is registered ahead
+    metrics (CSV)               ──▶ a file of the tenant
+    then                            status succeeded, in one write
+    then                            examples, states, metrics are deleted
+
+Each part can be done again: names and ids follow from the job, and adapters lie under their digest. So whoever takes
+the job over, wherever its gateway was killed, ends with the same. An adapter is its tenant's alone.
+"""
+
+import contextlib
+import time
+
+import msgspec
+import structlog
+
+from services.gateway.batches.files import Files
+from services.gateway.core.adapters import AdapterRegistry
+from services.gateway.core.errors import QuotaExceeded, RouteError
+from services.gateway.core.leases import Lease
+from services.gateway.training import states
+from services.gateway.training.objects import adapter_record, checkpoint_name, model_name
+from services.gateway.training.preparation import object_name
+from shared.errors import StorageFull
+from shared.messages.batches import FileRecord
+from shared.messages.training import TRAINING_OVER, TrainedAdapter, TrainingEvent, TrainingJob
+from shared.nats.objects import MissingObject, Objects
+from shared.nats.training import TrainingEvents
+
+log = structlog.get_logger(__name__)
+
+RESULTS = "fine-tune-results"
+"""Purpose of result files."""
+FILENAME = "step_metrics.csv"
+FILES_WITHIN = 600.0
+"""Seconds for which writing a result file is tried while there is no room for it: then the job succeeds without."""
+
+
+class Publication:
+    """One per gateway."""
+
+    def __init__(
+        self, adapters: AdapterRegistry, files: Files, events: TrainingEvents, objects: Objects
+    ) -> None:
+        """`objects`: what jobs train with."""
+        self._adapters = adapters
+        self._files = files
+        self._events = events
+        self._objects = objects
+        self._no_room_since: dict[str, float] = {}
+        """By job, in monotonic seconds."""
+
+    async def publish(self, lease: Lease[TrainingJob]) -> None:
+        """Everything that is to be done now. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
+        before = lease.job.status
+        job = await lease.write(lambda known: states.settled(known, time.time()))
+        if job.status != before:
+            await self._say(job, f"job_{job.status}", f"Fine-tuning job {job.status}")
+        for adapter in job.adapters:
+            if not adapter.name:
+                await self._publish_checkpoint(lease, adapter)
+        if lease.job.result is not None and lease.job.status not in TRAINING_OVER:
+            await self._publish_result(lease, lease.job.result)
+        if lease.job.status in TRAINING_OVER and not lease.job.clean:
+            await self._clean(lease)
+
+    async def _publish_checkpoint(self, lease: Lease[TrainingJob], adapter: TrainedAdapter) -> None:
+        name = checkpoint_name(lease.job, adapter)
+        await self._register(lease, adapter, name)
+        job = await lease.write(lambda known: states.named(known, adapter, name))
+        await self._say(
+            job,
+            "checkpoint",
+            f"Checkpoint created at step {adapter.step} with Snapshot ID: {name}",
+            step=adapter.step,
+        )
+        await self._remove_dropped(job)
+
+    async def _remove_dropped(self, job: TrainingJob) -> None:
+        """Names of checkpoints that the job keeps no more: a host keeps the last ones."""
+        kept = {checkpoint_name(job, one) for one in job.adapters} | {model_name(job)}
+        for name, record in list(self._adapters.records.items()):
+            if record.job == job.id and name not in kept:
+                with contextlib.suppress(RouteError):  # another gateway was first
+                    await self._adapters.remove(name)
+
+    async def _publish_result(self, lease: Lease[TrainingJob], result: TrainedAdapter) -> None:
+        name = model_name(lease.job)
+        await self._register(lease, result, name)
+        files = await self._result_files(lease.job)
+        job = await lease.write(lambda known: states.succeeded(known, time.time(), name, files))
+        self._no_room_since.pop(job.id, None)
+        log.info("fine_tuning_job_succeeded", fine_tuning_job=job.id, tenant=job.tenant, model=name)
+
+    async def _register(self, lease: Lease[TrainingJob], adapter: TrainedAdapter, name: str) -> None:
+        job = lease.job
+        try:
+            self._adapters.check_room(name, job.model)
+        except RouteError as error:
+            reason = error.message
+            await lease.write(lambda known: states.waiting(known, reason))
+            raise
+        await self._adapters.put(adapter_record(job, adapter, name), replace=True)
+
+    # --- files -----------------------------------------------------------------------------------
+
+    async def _result_files(self, job: TrainingJob) -> list[str]:
+        if not job.metrics_object:
+            return []
+        file_id = f"file-{job.id.removeprefix(states.ID)}metrics"
+        record = FileRecord(
+            id=file_id,
+            tenant=job.tenant,
+            filename=FILENAME,
+            purpose=RESULTS,
+            created_at=time.time(),
+            object_name=file_id,
+        )
+        try:
+            await self._files.put(record, self._objects.read(job.metrics_object))
+        except MissingObject:
+            await self._say(job, "no_result_file", "The metrics of the steps are lost", level="warn")
+            return []
+        except (QuotaExceeded, StorageFull) as error:
+            since = self._no_room_since.setdefault(job.id, time.monotonic())
+            if time.monotonic() < since + FILES_WITHIN:
+                raise
+            said = f"There was no room for the result file for {FILES_WITHIN:g} s: {error.message}"
+            await self._say(job, "no_result_file", said, level="warn")
+            return []
+        return [file_id]
+
+    async def _clean(self, lease: Lease[TrainingJob]) -> None:
+        """Says that it has succeeded first: whoever follows its events reads on until it is clean."""
+        job = lease.job
+        if job.status == "succeeded":
+            await self._say(job, "model_created", f"New fine-tuned model created: {job.fine_tuned_model}")
+            await self._say(job, "job_succeeded", "The job has successfully completed")
+        names = (object_name(job), job.state.object_name if job.state else "", job.metrics_object)
+        for name in filter(None, names):
+            await self._objects.delete(name)
+        await lease.write(states.cleaned)
+
+    async def _say(
+        self, job: TrainingJob, kind: str, message: str, *, step: int | None = None, level: str = "info"
+    ) -> None:
+        if step is None:
+            step = 0 if job.metrics is None else job.metrics.step
+        event = TrainingEvent(job.id, step, kind, "info", message, time.time())
+        if level == "warn":
+            event = msgspec.structs.replace(event, level="warn")
+        await self._events.add(job.tenant, event)
