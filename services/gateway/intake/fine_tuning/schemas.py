@@ -58,16 +58,7 @@ class PreferenceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Line = ConversationLine | TextLine | PreferenceLine
 
 
-class _Fields(msgspec.Struct, frozen=True):
-    """Which kind of line it is."""
-
-    messages: msgspec.Raw | None = None
-    prompt: msgspec.Raw | None = None
-    input: msgspec.Raw | None = None
-    preferred_output: msgspec.Raw | None = None
-
-
-_fields = msgspec.json.Decoder(_Fields)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _conversation = msgspec.json.Decoder(ConversationLine)
 _text = msgspec.json.Decoder(TextLine)
 _pair = msgspec.json.Decoder(PreferenceLine)
@@ -106,12 +97,12 @@ def line_of(data: bytes, method: TrainingMethod) -> Line:
         raise InvalidParameter(
             f"This line is not parseable as valid JSON ({why[:200]}).", param=None, reason="invalid_json_line"
         ) from None
-    is_pair = fields.input is not None or fields.preferred_output is not None
-    _check_method(method, is_pair=is_pair, is_other=bool(fields.messages or fields.prompt))
+    is_other = "messages" in fields or "prompt" in fields
+    _check_method(method, is_pair="input" in fields or "preferred_output" in fields, is_other=is_other)
     try:
         if method == "dpo":
             return decode(data, _pair)
-        if fields.prompt is not None and fields.messages is None:
+        if "prompt" in fields and "messages" not in fields:
             return decode(data, _text)
         return decode(data, _conversation)
     except InvalidParameter as error:
