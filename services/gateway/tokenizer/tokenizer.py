@@ -18,7 +18,7 @@ from services.gateway.tokenizer.detokenizer import (
     TokenBytes,
 )
 from services.gateway.tokenizer.encoding import INLINE, Encoding
-from services.gateway.tokenizer.special_tokens import SpecialText, pieces
+from services.gateway.tokenizer.special_tokens import Marked, SpecialText, pieces
 from services.gateway.tokenizer.templates import (
     Conversation,
     Renderer,
@@ -129,13 +129,16 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        options = options or TemplateOptions()
+        marked, options = await self._marked(Conversation(messages, tools, options or TemplateOptions()))
+        text = await self._renderer.render(marked.messages, marked.tools, options)
+        return Rendered(pieces(text, marked.mark))
+
+    async def _marked(self, conversation: Conversation) -> tuple[Marked, TemplateOptions]:
+        messages, tools, options = conversation
         size = sum(_EACH + len(message.get("content") or "") for message in messages)
         mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
         marked = await self._encoding.run(size, mark)
-        options = msgspec.structs.replace(options, variables=marked.variables)
-        text = await self._renderer.render(marked.messages, marked.tools, options)
-        return Rendered(pieces(text, marked.mark))
+        return marked, msgspec.structs.replace(options, variables=marked.variables)
 
     async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
         """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
@@ -147,9 +150,7 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        messages, tools, options = conversation
-        marked = self._special_text.marked(messages, tools, options.variables)
-        options = msgspec.structs.replace(options, variables=marked.variables)
+        marked, options = await self._marked(conversation)
         found = await self._renderer.turns(Conversation(marked.messages, marked.tools, options), trained)
         return [
             TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt)
@@ -169,8 +170,10 @@ class ModelTokenizer:
             tokens, weights = list[int](), bytearray()
             for piece in text.pieces:
                 encoding = self._tokenizer.encode_batch([piece.text], add_special_tokens=text.special)[0]
-                weights += weights_of((last for _, last in encoding.offsets), piece.spans)
-                tokens += encoding.ids
+                ids = encoding.ids
+                end_of = functools.partial(_end_of, encoding, len(ids), len(piece.text))
+                weights += weights_of(len(ids), end_of, piece.spans)
+                tokens += ids
             if text.ends_trained and tokens[-1:] and tokens[-1] not in specials:
                 tokens.append(end)
                 weights.append(1)
@@ -265,6 +268,15 @@ class ModelTokenizer:
         return self._bytes.of(token)
 
 
+def _end_of(encoding: tokenizers.Encoding, count: int, size: int, token: int) -> int:
+    """The character of a text of `size` behind one of its tokens. Asked for a few of them: a list of all offsets would
+    hold the interpreter for long. What is put around the text is at its begin or its end."""
+    place = encoding.token_to_chars(token)
+    if place is not None:
+        return place[1]
+    return 0 if 2 * token < count else size
+
+
 def _in_process(files: Mapping[str, bytes]) -> Renderer | None:
     """Raises ValueError."""
     templates = templates_of(files)
@@ -310,7 +322,7 @@ class StubTokenizer:
         pieces = [piece for text in texts for piece in text.pieces]
         found = [await self.encode(piece.text) for piece in pieces]
         return [
-            TrainedTokens(tokens, bytes(weights_of(range(1, len(tokens) + 1), piece.spans)))
+            TrainedTokens(tokens, bytes(weights_of(len(tokens), lambda token: token + 1, piece.spans)))
             for tokens, piece in zip(found, pieces, strict=True)
         ]
 

@@ -20,8 +20,7 @@ Pure.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -174,12 +173,12 @@ def _without_space(text: str, span: Span, ends: tuple[str, ...]) -> Span:
     return (begin, last) if text.endswith(ends, begin, last) else span
 
 
-def weights_of(ends: Iterable[int], spans: Iterable[Span]) -> bytearray:
-    """One byte for each token, by the character behind it. A token counts to the span that it ends in: how a tokenizer
-    counts white space at a token's begin does not matter then."""
-    order = list(accumulate(ends, max))
-    weights = bytearray(len(order))
+def weights_of(count: int, end_of: Callable[[int], int], spans: Iterable[Span]) -> bytearray:
+    """One byte for each of `count` tokens. `end_of` gives the character behind a token, which no later one is before. A
+    token counts to the span that it ends in: how a tokenizer counts white space at a token's begin does not matter
+    then."""
+    weights, tokens = bytearray(count), range(count)
     for begin, end in spans:
-        first, last = bisect_right(order, begin), bisect_right(order, end)
+        first, last = (bisect_right(tokens, place, key=end_of) for place in (begin, end))
         weights[first:last] = b"\1" * (last - first)
     return weights

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -223,8 +223,8 @@ class FilePreparation:
     async def _fail(self, lease: Lease[TrainingJob], failed: _Failed) -> None:
         job, faults = lease.job, failed.faults
         for number, fault in enumerate(faults.found if faults is not None else [], 1):
-            detail = {"code": fault.code, "line": fault.line, "message": fault.message, "param": fault.param}
-            event = _event(job, "file_fault", "error", sentence(fault), file=failed.error.param, **detail)
+            detail = {"file": failed.error.param, **msgspec.structs.asdict(fault)}
+            event = _event(job, "file_fault", "error", sentence(fault), detail)
             await self._events.add(job.tenant, event, number)
         await self._events.add(job.tenant, _event(job, "job_failed", "error", failed.error.message))
         await lease.write(lambda job: states.failed(job, time.time(), failed.error))
@@ -287,7 +287,7 @@ def told(job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData
     if counts.validation_examples:
         message += f" The validation file has {counts.validation_examples:,} with {counts.validation_tokens:,} tokens."
     data = {name: value for name, value in msgspec.structs.asdict(counts).items() if name != "object_name"}
-    events.append(_event(job, "files_checked", "info", message, **data))
+    events.append(_event(job, "files_checked", "info", message, data))
     events.append(_event(job, "job_queued", "info", "Files validated, moving job to queued state."))
     return events
 
@@ -320,6 +320,10 @@ def _remarks(job: TrainingJob, file: TokenizedFile) -> list[TrainingEvent]:
 
 
 def _event(
-    job: TrainingJob, kind: str, level: Literal["info", "warn", "error"], message: str, **data: object
+    job: TrainingJob,
+    kind: str,
+    level: Literal["info", "warn", "error"],
+    message: str,
+    data: dict[str, Any] | None = None,
 ) -> TrainingEvent:
-    return TrainingEvent(job.id, 0, kind, level, message[:MAX_EVENT_MESSAGE], time.time(), data=data)
+    return TrainingEvent(job.id, 0, kind, level, message[:MAX_EVENT_MESSAGE], time.time(), data=data or {})

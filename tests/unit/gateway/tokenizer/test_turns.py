@@ -208,15 +208,15 @@ def test_a_text_without_an_end_gets_one() -> None:
     assert weights == b"\0\0\0\0\0\1\1"
     tokens, weights = asyncio.run(encode(TrainedText([Piece("4<|end|>", [(0, 8)])])))
     assert weights == b"\1\1"
+    tokens, weights = asyncio.run(encode(TrainedText([Piece("4", [(0, 1)])], special=True)))
+    assert weights == b"\x00\x01\x01"
     with pytest.raises(InvalidParameter, match="'prompt' and 'completion'"):
         asyncio.run(tokenizer.render_turns(Conversation(CHAT), [1]))
 
 
 def test_tokens_that_end_within_a_span_are_of_it() -> None:
-    assert weights_of([2, 2, 3, 5, 9], [(2, 5)]) == b"\0\0\1\1\0"
-    assert weights_of([0, 4, 0], [(0, 4)]) == b"\0\1\1", (
-        "what a tokenizer puts behind a text has no place in it"
-    )
+    assert weights_of(5, [2, 2, 3, 5, 9].__getitem__, [(2, 5)]) == b"\x00\x00\x01\x01\x00"
+    assert weights_of(0, [0].__getitem__, [(0, 4)]) == b""
 
 
 def test_the_stub_learns_answers_too() -> None:
