@@ -57,8 +57,8 @@ AT_ONCE = 2
 """Jobs whose examples are in memory here; others wait for their turn."""
 BASE_WITHIN = 86_400.0
 """Seconds from a job's beginning in which its base must have been loaded once."""
-TOLD_EVERY = 5.0
-"""Seconds between two looks at why it is not."""
+TOLD_EVERY, BASE_PAUSE = 5.0, 1.0
+"""Seconds after which it is told why it is not, and until it is waited for again."""
 NOT_TRAINABLE = "model_not_trainable"
 ROOM_WITHIN, ROOM_PAUSE = 3600.0, 10.0
 """Seconds for which a full object store is tried again, and between two tries."""
@@ -137,18 +137,21 @@ class FilePreparation:
         if (card := self._catalog.known_card(model)) is not None:
             return card
         give_up = job.created_at + BASE_WITHIN
+        why = needed = (
+            f"The model '{model[:128]}' must be loaded once: its tokenizer is needed to check the files."
+        )
         with self._cold_starts.wanted(model):
             while True:
+                if lease.job.waiting_for != why:
+                    await lease.write(partial(states.waiting, reason=why))
                 try:
                     until = min(time.time() + TOLD_EVERY, give_up)
                     return await self._cold_starts.card(job.model, size=lambda: 0, deadline=until)
                 except (NoGroupAvailable, QueueFull) as error:
-                    why = f"Its base must be loaded once, for its tokenizer. {error.message}"
-                if time.time() >= give_up:
-                    raise _Failed(TrainingError("no_group_available", why, "model"))
-                if lease.job.waiting_for != why:
-                    await lease.write(partial(states.waiting, reason=why))
-                await asyncio.sleep(1.0)
+                    why = f"{needed} {error.message}"
+                    if time.time() >= give_up:
+                        raise _Failed(TrainingError(error.code, why, "model")) from None
+                await asyncio.sleep(BASE_PAUSE)
 
     # --- the files -------------------------------------------------------------------------------
 
