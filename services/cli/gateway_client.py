@@ -65,13 +65,24 @@ class GatewayClient:
 
     async def content(self, path: str) -> AsyncGenerator[bytes, None]:
         """The bytes that lie at `path` of the API."""
+        async with self._got(path, {}) as response:
+            async for part in response.aiter_bytes():
+                yield part
+
+    async def lines(self, path: str, headers: dict[str, str]) -> AsyncGenerator[str, None]:
+        """The lines of what it says at `path`, as they come."""
+        async with self._got(path, headers) as response:
+            async for line in response.aiter_lines():
+                yield line
+
+    @contextlib.asynccontextmanager
+    async def _got(self, path: str, headers: dict[str, str]) -> AsyncIterator[httpx.Response]:
         with self._reachable():
-            async with self._http.stream("GET", path) as response:
+            async with self._http.stream("GET", path, headers=headers) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise _refusal(response)
-                async for part in response.aiter_bytes():
-                    yield part
+                yield response
 
     async def download(self, path: str, target: Path) -> None:
         """Writes them to the file `target`, which appears whole. Raises `ConfigurationError` where it cannot be."""

@@ -1,15 +1,16 @@
 """`/v1/fine_tuning/jobs` of a gateway, and what its objects say."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from services.cli.gateway_client import GatewayClient, patiently
-from shared.errors import ConfigurationError, UnknownModel
+from shared.errors import ConfigurationError, RyzansteinError, Unavailable, UnknownModel
 from shared.messages.training import TRAINING_OVER
 
 Job = dict[str, Any]
@@ -62,20 +63,32 @@ class FineTuning:
         found = [one async for page in self._pages(f"{JOBS}/{job}/checkpoints") for one in page]
         return sorted(found, key=lambda one: int(one["step_number"]))
 
-    async def new_events(self, job: str, known: set[str]) -> list[Event]:
-        """Those that are not `known`, which then are; the earliest first. A gateway that restarts is waited for."""
+    async def events(self, job: str, most: int) -> list[Event]:
+        """The newest ones, the earliest of them first."""
         found: list[Event] = []
-        pages = self._pages(f"{JOBS}/{job}/events")
-        while (page := await patiently(lambda: anext(pages, None))) is not None:
-            fresh = [one for one in page if one["id"] not in known]
-            known.update(one["id"] for one in fresh)
-            found += fresh
-            if len(fresh) < len(page):
+        async for page in self._pages(f"{JOBS}/{job}/events"):
+            found += page
+            if len(found) >= most:
                 break
-        return found[::-1]
+        return found[:most][::-1]
 
-    def _pages(self, path: str) -> "Pages":
-        return Pages(self._gateway, path)
+    async def follow(self, job: str) -> AsyncGenerator[Event, None]:
+        """Its events as they are written, from the first on, until it is over; a gateway that goes is waited for."""
+        events = _EventStream(self._gateway, f"{JOBS}/{job}/events?stream=true")
+        while (event := await patiently(lambda: anext(events, None))) is not None:
+            yield event
+
+    async def _pages(self, path: str) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Of a list of OpenAI's, the newest first."""
+        after = ""
+        for _ in range(_MAX_PAGES):
+            params = {"limit": str(_PAGE), **({"after": after} if after else {})}
+            page = await self._gateway.ask("GET", path, params=params)
+            if page["data"]:
+                yield page["data"]
+            if not page["has_more"]:
+                return
+            after = page["data"][-1]["id"]
 
     async def download(self, job: str, name: str, checkpoint: int, target: Path) -> None:
         """One of `ADAPTER_FILES`; `checkpoint`: its step, 0: the result."""
@@ -108,23 +121,40 @@ def _existing(given: str) -> Path | None:
     return path if path.exists() else None
 
 
-class Pages(AsyncIterator[list[dict[str, Any]]]):
-    """A list of OpenAI's, page by page; a page that could not be read may be asked for again."""
+class _EventStream(AsyncIterator[Event]):
+    """Server-sent events. One that could not be read may be asked for again: the stream is resumed behind the last."""
 
     def __init__(self, gateway: GatewayClient, path: str) -> None:
         self._gateway, self._path = gateway, path
-        self._after, self._read, self._has_more = "", 0, True
+        self._last = ""
+        self._lines: AsyncGenerator[str, None] | None = None
 
-    async def __anext__(self) -> list[dict[str, Any]]:
-        if not self._has_more or self._read == _MAX_PAGES:
-            raise StopAsyncIteration
-        params = {"limit": str(_PAGE), **({"after": self._after} if self._after else {})}
-        page = await self._gateway.ask("GET", self._path, params=params)
-        found: list[dict[str, Any]] = page["data"]
-        self._read += 1
-        self._has_more = bool(page["has_more"] and found)
-        self._after = found[-1]["id"] if found else ""
-        return found
+    async def __anext__(self) -> Event:
+        if self._lines is None:
+            self._lines = self._gateway.lines(self._path, {"Last-Event-ID": self._last} if self._last else {})
+        lines, data = self._lines, ""
+        try:
+            async for line in lines:
+                field, _, value = line.partition(": ")
+                if field == "data":
+                    data = value
+                elif field == "id":
+                    self._last = value
+                elif not line and data:
+                    return _event_of(data)
+        except RyzansteinError:
+            self._lines = None
+            await lines.aclose()
+            raise
+        raise StopAsyncIteration
+
+
+def _event_of(data: str) -> Event:
+    """Raises `Unavailable` with the gateway's words where it ends the stream by them."""
+    event: Event = msgspec.json.decode(data)
+    if "error" in event:
+        raise Unavailable(str(event["error"]["message"]))
+    return event
 
 
 def is_over(job: Job) -> bool:

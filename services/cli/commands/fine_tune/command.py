@@ -23,7 +23,7 @@ from services.cli.commands.fine_tune.client import (
 from services.cli.commands.fine_tune.export import Format
 from services.cli.commands.fine_tune.export import export as export_adapter
 from services.cli.commands.fine_tune.progress import JobView, steps_of
-from services.cli.gateway_client import PAUSE, connected, metadata_of, patiently
+from services.cli.gateway_client import connected, metadata_of, patiently
 from services.cli.target import ApiKey, AsJson, DataDir, Gateway, Url, gateway_of_stack
 from services.cli.ui import console, print_columns, say
 from shared.errors import ConfigurationError, RyzansteinError
@@ -50,6 +50,10 @@ Ca = Annotated[
     ),
 ]
 Auto = "auto"
+LOOK_EVERY = 1.0
+"""Seconds between two looks at a job that is followed."""
+LAST_EVENTS_WITHIN = 10.0
+"""Seconds in which the gateway has told the events of a job that is over."""
 
 
 def _with_jobs(
@@ -222,18 +226,41 @@ async def _follow(jobs: FineTuning, job: Id) -> None:
 
 async def _followed(jobs: FineTuning, job: Job) -> None:
     """Raises `JobUnfinished`, so that a script hears of it by the exit code."""
-    name, known = job["id"], set[str]()
-    with JobView(console()) as view:
-        while True:
-            view.update(job, await jobs.new_events(name, known), time.time())
-            if is_over(job):
-                break
-            await asyncio.sleep(2 * PAUSE)
-            job = await patiently(partial(jobs.get, name))
+    name, events = job["id"], list[Event]()
+
+    async def read() -> None:
+        async for event in jobs.follow(name):
+            events.append(event)
+
+    reader = asyncio.create_task(read())
+    try:
+        with JobView(console()) as view:
+            while not is_over(job):
+                view.update(job, _taken(events), time.time())
+                await asyncio.wait({reader}, timeout=LOOK_EVERY)
+                if reader.done():
+                    reader.result()
+                    await asyncio.sleep(LOOK_EVERY)
+                job = await patiently(partial(jobs.get, name))
+            await asyncio.wait({reader}, timeout=LAST_EVENTS_WITHIN)
+            view.update(job, _taken(events), time.time())
+    except asyncio.CancelledError:
+        say(
+            console(), f"The job is not touched by this; `ryzanstein fine-tune follow {name}` shows it again."
+        )
+        raise
+    finally:
+        reader.cancel()
+        await asyncio.wait({reader})
     if job["status"] != "succeeded":
         reason = f": {what_is_wrong(job)}" if job["status"] == "failed" else "."
         raise JobUnfinished(f"The job {name} is {job['status']}{reason}")
     say(console(), f"{job['fine_tuned_model']} is served: ask for it by this name.")
+
+
+def _taken(events: list[Event]) -> list[Event]:
+    found, events[:] = list(events), []
+    return found
 
 
 @_command("list")
@@ -301,9 +328,14 @@ def _figure(value: float | None) -> str:
 
 
 @_command("events")
-async def _events(jobs: FineTuning, job: Id, json: AsJson = False) -> None:
+async def _events(
+    jobs: FineTuning,
+    job: Id,
+    limit: Annotated[int, typer.Option(help="The newest ones.", min=1, max=10_000)] = 100,
+    json: AsJson = False,
+) -> None:
     """Show what has happened to a job, the earliest first."""
-    found = await jobs.new_events(job, set())
+    found = await jobs.events(job, limit)
     if json:
         _print_json(found)
         return

@@ -11,6 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 Answer = tuple[int, Any]
 """Status, and an object or bytes."""
+DIES = 0
+"""As a status: the connection ends in the middle of the answer, or before it where that is empty."""
 
 
 class FakeGateway:
@@ -43,15 +45,16 @@ def fake_gateway() -> Iterator[FakeGateway]:
             raw = self.rfile.read(int(self.headers.get("content-length") or 0))
             is_json = self.headers.get("content-type") == "application/json"
             query = {name: values[0] for name, values in parse_qs(url.query).items()}
+            query["after_event"] = self.headers.get("last-event-id", "")
             status, answer = fake.take(
                 f"{self.command} {url.path}", query, json.loads(raw) if is_json and raw else raw
             )
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            if status == 0:  # dies without an answer
-                self.close_connection = True
+            self.close_connection = status == DIES
+            if status == DIES and not data:
                 return
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
+            self.send_response(200 if status == DIES else status)
+            self.send_header("content-length", str(len(data) + (status == DIES)))
             self.end_headers()
             self.wfile.write(data)
 
@@ -118,6 +121,12 @@ def step(number: int, loss: float, **data: Any) -> dict[str, Any]:
 
 def page(*newest_first: dict[str, Any], has_more: bool = False) -> Answer:
     return 200, {"object": "list", "data": list(newest_first), "has_more": has_more}
+
+
+def stream(*events: dict[str, Any]) -> bytes:
+    """Server-sent events, as a gateway writes them; their ids are their positions."""
+    parts = [f"data: {json.dumps(event)}\nid: {event['created_at']}\n\n" for event in events]
+    return ("retry: 1000\n" + ":\n\n".join(parts)).encode()
 
 
 def fields_of(form: bytes) -> dict[str, str]:

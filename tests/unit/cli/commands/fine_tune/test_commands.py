@@ -1,16 +1,18 @@
 """`ryzanstein fine-tune` against a gateway that answers as it is told."""
 
+import asyncio
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
 from services.cli import gateway_client
 from services.cli.commands.fine_tune import command, export
+from services.cli.commands.fine_tune.client import FineTuning
 from services.cli.commands.fine_tune.command import JobUnfinished, fine_tune_app
 from services.cli.gateway_client import Refused
 from shared.errors import ConfigurationError, Unavailable, UnknownModel
@@ -22,6 +24,7 @@ from tests.unit.cli.commands.fine_tune.fake_gateway import (
     message,
     page,
     step,
+    stream,
 )
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -30,8 +33,8 @@ ONE, EVENTS = f"GET {JOBS}/ftjob-1", f"GET {JOBS}/ftjob-1/events"
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGateway]:
-    for module in (gateway_client, command):
-        monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(gateway_client, "PAUSE", 0.01)
+    monkeypatch.setattr(command, "LOOK_EVERY", 0.01)
     monkeypatch.setenv("COLUMNS", "200")
     with fake_gateway() as fake:
         fake.answer("POST /v1/files", (200, {"id": "file-1"}), (200, {"id": "file-2"}))
@@ -125,28 +128,34 @@ def test_what_is_wrong_is_one_sentence(gateway: FakeGateway, tmp_path: Path) -> 
 
 
 def test_a_followed_job_outlives_its_gateways(gateway: FakeGateway, tmp_path: Path) -> None:
+    """Each event is told once, whatever ends in the middle."""
     done = job("succeeded", fine_tuned_model="ft:base::mine:1", progress={"step": 4, "steps": 4})
     running = job("running", progress={"step": 2, "steps": 4}, estimated_finish=1_700_000_900)
+    resumed = []
+
+    def rest(query: dict[str, str]) -> tuple[int, Any]:
+        resumed.append(query["after_event"])
+        gateway.answer(ONE, (0, b""), (503, {}), (200, done))
+        return 200, stream(step(3, 0.9), step(4, 0.5), message(500, "The job has succeeded"))
+
     gateway.answer(f"POST {JOBS}", (200, job(waiting_for="All hosts are busy.")))
-    gateway.answer(ONE, (200, running), (0, b""), (503, {}), (200, done))
-    first = [message(1, "Created fine-tuning job: ftjob-1")]
-    middle = [step(2, 1.5), step(1, 2.5), *first]
-    last = [message(5, "The job has succeeded"), step(4, 0.5), step(3, 0.9), *middle]
-    gateway.answer(EVENTS, page(*first), (0, b""), page(*middle), page(*last))
+    gateway.answer(ONE, (200, running))
+    begun = stream(message(1, "Created fine-tuning job: ftjob-1"), step(2, 1.5))
+    refusal = b'data: {"error": {"message": "The gateway is draining."}}\n\n'
+    gateway.answer(EVENTS, (0, begun), (0, b""), (200, refusal), (503, {}), rest)
     told = run(gateway, "create", examples(tmp_path), "--model", "base", "--follow").splitlines()
-    assert told == [
+    assert resumed == [str(1_700_000_102)]
+    assert [line for line in told if "loss=" not in line] == [
         "ftjob-1",
-        "Created fine-tuning job: ftjob-1",
         "All hosts are busy.",
-        "Step 2/4: training loss=1.50",
+        "Created fine-tuning job: ftjob-1",
         "The job has succeeded",
-        "Step 4/4: training loss=0.50",
         "ft:base::mine:1 is served: ask for it by this name.",
     ]
+    assert told[-2] == "Step 4/4: training loss=0.50"
 
 
-def test_what_came_while_nobody_followed_is_told(gateway: FakeGateway) -> None:
-    """Page by page, each event once."""
+def test_events_are_read_page_by_page(gateway: FakeGateway) -> None:
     events = [message(number, f"event {number}") for number in range(250, 0, -1)]
 
     def some(query: dict[str, str]) -> tuple[int, Any]:
@@ -154,28 +163,59 @@ def test_what_came_while_nobody_followed_is_told(gateway: FakeGateway) -> None:
         first = names.index(query["after"]) + 1 if "after" in query else 0
         return page(*events[first : first + 100], has_more=first + 100 < len(events))
 
-    gateway.answer(ONE, (200, job("failed", error={"code": "x", "message": "Loss is NaN.", "param": None})))
     gateway.answer(EVENTS, some)
+    lines = run(gateway, "events", "ftjob-1", "--limit", "1000").splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == [str(number) for number in range(1, 251)]
+    newest = json.loads(run(gateway, "events", "ftjob-1", "--limit", "150", "--json"))
+    assert [one["message"] for one in newest[:: len(newest) - 1]] == ["event 101", "event 250"]
+    gateway.answer(EVENTS, page())
+    assert len(run(gateway, "events", "ftjob-1").splitlines()) == 1
+
+
+def test_a_job_that_made_no_model_is_no_success(gateway: FakeGateway) -> None:
+    broken = job("failed", error={"code": "x", "message": "Loss is NaN.", "param": None})
+    gateway.answer(EVENTS, (200, stream(message(1, "Created"))))
+    gateway.answer(ONE, (200, broken))
     with pytest.raises(JobUnfinished, match=r"The job ftjob-1 is failed: Loss is NaN\."):
         run(gateway, "follow", "ftjob-1")
-    lines = run(gateway, "events", "ftjob-1").splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == [str(number) for number in range(1, 251)]
-    assert len(json.loads(run(gateway, "events", "ftjob-1", "--json"))) == 250
-
-
-def test_a_job_that_is_cancelled_is_no_success(gateway: FakeGateway) -> None:
-    gateway.answer(ONE, (200, job("cancelled")))
-    gateway.answer(EVENTS, page())
+    gateway.answer(ONE, (200, job("running")), (200, job("cancelled")))
     with pytest.raises(JobUnfinished, match=r"The job ftjob-1 is cancelled\.$"):
         run(gateway, "follow", "ftjob-1")
 
 
-def test_a_gateway_that_stays_away_is_told(gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_gateway_says_against_following_is_told(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.answer(ONE, (200, job("running")))
+    gateway.answer(EVENTS, (429, {"error": {"message": "You follow 32 jobs at this gateway."}}))
+    with pytest.raises(Refused, match="You follow 32 jobs"):
+        run(gateway, "follow", "ftjob-1")
     monkeypatch.setattr(gateway_client, "PATIENCE", 0.05)
-    gateway.answer(ONE, (200, job("running")), (0, b""))
-    gateway.answer(EVENTS, page())
+    gateway.answer(EVENTS, (0, b""))
     with pytest.raises(Unavailable, match="did not answer"):
         run(gateway, "follow", "ftjob-1")
+
+
+async def test_who_stops_following_is_told_that_the_job_goes_on(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = asyncio.Event()
+
+    class Jobs:
+        async def follow(self, name: str) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        async def get(self, name: str) -> Any:
+            asked.set()
+            return job("running")
+
+    following = asyncio.create_task(command._followed(cast(FineTuning, Jobs()), job("running")))
+    await asked.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert "`ryzanstein fine-tune follow ftjob-1` shows it again" in capsys.readouterr().out
 
 
 def test_jobs_are_shown(gateway: FakeGateway) -> None:
