@@ -8,13 +8,14 @@ over them counts. A first round is not timed: in it memory is looked at while th
     PSS           the same with its part of what is mapped, which others share: the base, where it is mapped
 """
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,8 @@ from rich.table import Table
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.report import machine
+from benchmarks.training.examples import conversations
+from benchmarks.training.process import vocabulary_of
 from benchmarks.training.task import Result, Task
 from shared.process import die_with_parent
 
@@ -80,12 +83,18 @@ def tasks(model: Path, cache: Path, four: Sequence[str], **options: int) -> list
         found.append(Task(f"peft, {', '.join(words)}", "peft", str(model), "bf16", recompute, packs, master))
     if find_spec("bitsandbytes") is not None:
         found.append(Task("peft, padded, recomputing, bitsandbytes", "peft", str(model), "nf4", packs=False))
-    found += [Task("ours", "ours", str(model), weights) for weights in ("bf16", *four)]
+    for side, way in (("ours", "ours"), ("trainer", "ours, as a job")):
+        found += [Task(way, side, str(model), weights) for weights in ("bf16", *four)]
     return [msgspec.structs.replace(task, cache=str(cache), **options) for task in found]
 
 
 def run(task: Task, peak: Peak | None = None) -> Result:
     """The task in a process of its own, whose memory `peak` is of. Raises `BenchError`."""
+    if task.side == "trainer":
+        from benchmarks.training.with_ryzanstein import as_a_job
+
+        with _looking(peak) as look_at:
+            return as_a_job(task, conversations(task.examples, vocabulary_of(task.model)), look_at)
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.training.process", msgspec.json.encode(task)],
         stdin=subprocess.DEVNULL,
@@ -94,23 +103,35 @@ def run(task: Task, peak: Peak | None = None) -> Result:
         env={**os.environ, "OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"},
         preexec_fn=die_with_parent(),
     )
-    over = threading.Event()
-    looks = threading.Thread(target=_look, args=(process.pid, peak, over))
-    looks.start()
-    try:
+    with _looking(peak) as look_at:
+        look_at(process.pid)
         said, errors = process.communicate()
-    finally:
-        over.set()
-        looks.join()
     if process.returncode:
         last = (errors.decode(errors="replace").strip().splitlines() or ["no words"])[-1]
         raise BenchError(f"{task.way} with {task.weights} failed: {last}")
     return msgspec.json.decode(said.splitlines()[-1], type=Result)
 
 
-def _look(pid: int, peak: Peak | None, over: threading.Event) -> None:
-    while peak is not None and not over.wait(LOOK_S):
-        peak.look(pid)
+@contextlib.contextmanager
+def _looking(peak: Peak | None) -> Iterator[Callable[[int], None]]:
+    """Given a process, a thread looks at its memory now and then, until the end."""
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def look(pid: int) -> None:
+        while peak is not None and not over.wait(LOOK_S):
+            peak.look(pid)
+
+    def look_at(pid: int) -> None:
+        threads.append(threading.Thread(target=look, args=(pid,)))
+        threads[-1].start()
+
+    try:
+        yield look_at
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def measure(compared: Sequence[Task], rounds: int, say: Console) -> list[Found]:

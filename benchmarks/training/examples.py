@@ -33,11 +33,6 @@ def conversations(count: int, vocabulary: int, seed: int = 1) -> list[Example]:
     return examples
 
 
-def batches(examples: Sequence[Example], size: int) -> list[list[Example]]:
-    """Of the optimizer's steps, the same for all ways."""
-    return [list(examples[at : at + size]) for at in range(0, len(examples), size)]
-
-
 def trained(examples: Sequence[Example]) -> int:
     """Tokens that a loss is taken of."""
     return sum(len(one.tokens) - one.context for one in examples)

@@ -2,6 +2,9 @@
 
 import msgspec
 
+SEED = 7
+"""Of the examples' order, and of factors."""
+
 
 class Task(msgspec.Struct, frozen=True):
     """One process of a comparison."""
@@ -23,12 +26,11 @@ class Task(msgspec.Struct, frozen=True):
     batch: int = 8
     """Examples of a step."""
     examples: int = 32
-    learning_rate: float = 1e-4
     threads: int = 2
     cache: str = ""
     """Directory of packed weights."""
     activity: str = ""
-    """Page of a host's activity that it looks at."""
+    """Page of a host's activity that a trainer looks at; empty: nobody else is there."""
 
 
 class Result(msgspec.Struct, frozen=True):

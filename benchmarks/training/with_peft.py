@@ -23,11 +23,12 @@ IGNORED = -100
 class WithPeft:
     """A model under training."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, examples: Sequence[Example]) -> None:
+        """`examples`: in the order of the steps."""
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
-        self._task = task
+        self._task, self._examples = task, examples
         options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
         if task.weights == "nf4":
             options["quantization_config"] = _nf4()
@@ -44,11 +45,11 @@ class WithPeft:
             self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._model.train()
         factors = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.AdamW(factors, lr=task.learning_rate, fused=True)
+        self._optimizer = torch.optim.AdamW(factors, lr=1e-4, fused=True)
         self._factors = factors
 
-    def step(self, examples: Sequence[Example]) -> float:
-        """One of the optimizer; the loss before it."""
+    def step(self, step: int) -> float:
+        examples = self._examples[(step - 1) * self._task.batch : step * self._task.batch]
         count, loss = trained(examples), 0.0
         make = packed_micro_batches if self._task.packs else padded_micro_batches
         for some in make(examples):

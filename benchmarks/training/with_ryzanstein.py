@@ -1,66 +1,155 @@
-"""The trainer's own parts, without its process: the base as serving keeps it, examples end to end, AdamW in fp32."""
+"""The trainer's own parts: its steps alone, and the process that a job has (`as_a_job`)."""
 
-from collections.abc import Sequence
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import torch
-from services.executor.training.batch import PackedBatch
-from services.executor.training.model import load_trainable
 
-from benchmarks.training.examples import Example, packed_micro_batches, trained
-from benchmarks.training.task import Task
+from benchmarks.errors import BenchError
+from benchmarks.training.examples import Example
+from benchmarks.training.task import SEED, Result, Task
 from services.executor.core.settings import ExecutorSettings
-from shared.messages.training import Hyperparameters
+from services.executor.ipc.trainer_pipe import (
+    EXAMPLES,
+    Finished,
+    Stepped,
+    TrainerEvent,
+    TrainerFailed,
+    TrainerSpec,
+)
+from services.executor.training.model import load_trainable
+from services.executor.training.trainer.examples import read_examples
+from services.executor.training.trainer.optimizer import FactorOptimizer
+from services.executor.training.trainer.schedule import course_of
+from services.executor.training.trainer.steps import SingleReplica, Steps, named_factors
+from shared.messages.training import Examples, Hyperparameters, TrainingData, TrainingJob, TrainingMetrics
+from shared.process import die_with_parent
 
 
 class WithRyzanstein:
-    """A model under training."""
+    """A model under training, without the process around it."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        settings = ExecutorSettings.model_validate(
-            {
-                "model": task.model,
-                "dtype": "bf16",
-                "weight_dtype": task.weights,
-                "weight_cache_directory": task.cache,
-                "device": "cpu",
-            }
-        )
-        self._model = load_trainable(
+    def __init__(self, task: Task, examples: Sequence[Example]) -> None:
+        self._job = job_of(task)
+        hyperparameters, device = self._job.hyperparameters, torch.device("cpu")
+        model = load_trainable(
             Path(task.model),
-            settings,
-            Hyperparameters(rank=task.rank),
-            seed=1,
-            threads=task.threads,
-            device=torch.device("cpu"),
+            executor_settings(task),
+            hyperparameters,
+            SEED,
+            task.threads,
+            device,
             between_layers=lambda: None,
         )
-        factors = [tensor for pair in self._model.factors.values() for tensor in (pair.a, pair.b)]
-        self._factors = factors
-        self._optimizer = torch.optim.AdamW(factors, lr=task.learning_rate, fused=True)
+        optimizer = FactorOptimizer(named_factors(model), hyperparameters, device)
+        known = read_examples(encoded(examples), 1, "training")
+        course = course_of(hyperparameters, known.units)
+        self._steps = Steps(self._job, model, optimizer, known, course, device, SingleReplica())
 
-    def step(self, examples: Sequence[Example]) -> float:
-        """One of the optimizer; the loss before it."""
-        count, loss = trained(examples), 0.0
-        for some in packed_micro_batches(examples):
-            batch = packed(some)
-            log_probs, _ = self._model.log_probs(batch, adapter=True, dropout=None)
-            part = -(log_probs * batch.weight_rows).sum() / count
-            part.backward()
-            loss += float(part.detach())
-        torch.nn.utils.clip_grad_norm_(self._factors, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss
+    def step(self, step: int) -> float:
+        return self._steps.compute(step, 0).train_loss
 
 
-def packed(examples: Sequence[Example]) -> PackedBatch:
-    tokens: list[int] = []
-    rows: list[int] = []
-    for one in examples:
-        rows += range(len(tokens) + one.context - 1, len(tokens) + len(one.tokens) - 1)
-        tokens += one.tokens
-    every = torch.tensor(tokens)
-    at = torch.tensor(rows)
-    return PackedBatch(every, [len(one.tokens) for one in examples], at, every[at + 1], torch.ones(len(rows)))
+def executor_settings(task: Task) -> ExecutorSettings:
+    return ExecutorSettings.model_validate(raw_settings(task))
+
+
+def raw_settings(task: Task) -> dict[str, object]:
+    return {
+        "model": task.model,
+        "dtype": "bf16",
+        "weight_dtype": task.weights,
+        "weight_cache_directory": task.cache,
+        "device": "cpu",
+        "log_format": "json",
+    }
+
+
+def job_of(task: Task, epochs: int = 1) -> TrainingJob:
+    return TrainingJob(
+        id="ftjob-benchmark",
+        tenant="",
+        model="benchmark",
+        method="supervised",
+        training_file="",
+        training_object="",
+        created_at=0.0,
+        seed=SEED,
+        hyperparameters=Hyperparameters(
+            epochs=epochs, batch_size=task.batch, learning_rate_multiplier=0.5, rank=task.rank
+        ),
+        threads=task.threads,
+    )
+
+
+def encoded(examples: Sequence[Example]) -> Examples:
+    return Examples(
+        array("i", [token for one in examples for token in one.tokens]).tobytes(),
+        b"".join(b"\0" * one.context + b"\1" * (len(one.tokens) - one.context) for one in examples),
+        array("I", [len(one.tokens) for one in examples]).tobytes(),
+    )
+
+
+@contextlib.contextmanager
+def trainer(
+    task: Task, examples: Sequence[Example], epochs: int = 1
+) -> Iterator[tuple[int, Iterator[TrainerEvent]]]:
+    """The process of a job: its id, and what it says. It is ended at the end."""
+    with TemporaryDirectory(prefix="ryzanstein-trainer-") as directory:
+        data = TrainingData(encoded(examples))
+        Path(directory, EXAMPLES).write_bytes(msgspec.msgpack.encode(data))
+        spec = TrainerSpec(
+            job_of(task, epochs), directory, task.model, raw_settings(task), task.threads, task.activity
+        )
+        reading, writing = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.executor.training", str(writing)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"},
+            pass_fds=[writing],
+            preexec_fn=die_with_parent(),
+        )
+        os.close(writing)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            process.stdin.flush()
+            with os.fdopen(reading, "rb") as lines:
+                yield process.pid, (msgspec.json.decode(line, type=TrainerEvent) for line in lines)
+        finally:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+
+def as_a_job(task: Task, examples: Sequence[Example], looked_at: Callable[[int], None]) -> Result:
+    """The examples twice, of which the second time counts. `looked_at` is given the process. Raises `BenchError`."""
+    found: list[TrainingMetrics] = []
+    with trainer(task, examples, epochs=2) as (pid, events):
+        looked_at(pid)
+        for event in events:
+            if isinstance(event, TrainerFailed):
+                raise BenchError(f"{task.way} with {task.weights} failed: {event.message}")
+            if isinstance(event, Stepped):
+                found.append(event.metrics)
+            if isinstance(event, Finished):
+                break
+        else:
+            raise BenchError(f"{task.way} with {task.weights}: the trainer has ended without a word.")
+    counted = found[len(found) // 2 :]
+    return Result(
+        counted[-1].tokens - found[len(found) // 2 - 1].tokens,
+        sum(metrics.seconds for metrics in counted),
+        statistics.fmean(metrics.train_loss for metrics in counted),
+    )
