@@ -82,6 +82,7 @@ SECTIONS = (
     PRODUCTS,
     Section("experts", "mixtures of experts", 40, 25, f"{HERE}.partners:experts"),
     Section("adapters", "LoRA adapters", 40, 25, f"{HERE}.partners:adapters"),
+    Section("training", "fine-tuning, 7B, base of 4 bits", 60, 30, f"{HERE}.training_speed:run"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),

@@ -107,6 +107,8 @@ LLAMA_8B = Shape("8B", 4096, 14336, 32, 32, 8, 128256)
 """Llama 3 8B."""
 LLAMA_13B = Shape("13B", 5120, 13824, 40, 40, 40, 32000, theta=10000.0)
 """Llama 2 13B, its context made longer."""
+LLAMA_7B = Shape("7B", 4096, 11008, 32, 32, 32, 32000, theta=10000.0)
+"""Llama 2 7B, its context made longer."""
 TINY = Shape("tiny", 64, 128, 2, 2, 1, 256, theta=10000.0, context=512)
 """For dry runs."""
 MIDDLE = Shape("1B", 2048, 8192, 16, 32, 8, 32000)

@@ -37,12 +37,14 @@ class WithPeft:
             r=task.rank, lora_alpha=2 * task.rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what peft calls is deprecated in transformers
+            warnings.simplefilter("ignore")  # what peft calls, and what older versions have, is deprecated
             # Factors in bf16 are the fastest that peft has; in fp32, as it has them by itself, under autocast.
             self._model: Any = get_peft_model(base, lora, autocast_adapter_dtype=task.master)
+            if task.recompute:
+                self._model.gradient_checkpointing_enable(
+                    gradient_checkpointing_kwargs={"use_reentrant": False}
+                )
         self._model.config.use_cache = False
-        if task.recompute:
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._model.train()
         factors = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(factors, lr=1e-4, fused=True)

@@ -8,6 +8,7 @@ other quantized models      codes in memory: on GPUs, and what the native kernel
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,19 @@ def _frozen(held: Weight, device: torch.device, dtype: torch.dtype) -> FrozenWei
     if isinstance(held, DeferredRows):
         held = held.read()
     if isinstance(held, QuantizedRows):
-        return CodedWeight(held.to(device))
+        return _coded(held.to(device))
     assert isinstance(held, Tensor), "others are for GPUs that serve"
     return PlainWeight(held.detach() if device.type == "cpu" else held.detach().to(device, dtype))
+
+
+def _coded(held: QuantizedRows) -> FrozenWeight:
+    """On GPUs with the bits of its format, where Triton unpacks them."""
+    if held.codes.device.type == "cuda" and find_spec("triton") is not None:
+        from services.executor.training.base.gpu_weights import grouped_weight
+
+        if (packed := grouped_weight(held)) is not None:
+            return packed
+    return CodedWeight(held)
 
 
 def _embedding_of(model: Any) -> nn.Module:

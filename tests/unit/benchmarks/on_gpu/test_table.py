@@ -38,6 +38,7 @@ def test_aims_are_met_or_not_or_not_measured() -> None:
         "fp8 KV not slower than bf16 KV": "not met",
         "13B loaded in under 1 s from page cache": "not measured",
         "int4 weights twice as fast as bf16 at batch 1": "not measured",
+        "QLoRA of a 7B on 10,000 examples of 512 tokens in under an hour, projected": "not measured",
     }
 
 
