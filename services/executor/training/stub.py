@@ -172,4 +172,4 @@ def main(events_fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    os._exit(main(int(sys.argv[1])))  # the thread that listens must not hold it up

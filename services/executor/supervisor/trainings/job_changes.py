@@ -129,7 +129,7 @@ def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
         step = job.state.step if job.state is not None else 0
         message = f"The trainer has ended by a fault {crashes} times after step {step}. {reason}"
         return failed(job, InternalError.code, message, now)
-    pause = min(FIRST_PAUSE * 2.0**crashes, LONGEST_PAUSE)
+    pause = min(FIRST_PAUSE * 2.0 ** (crashes - 1), LONGEST_PAUSE)
     waiting = f"It is tried again in {pause:g} s. {reason}"
     return _replace(given_back(job, waiting, now + pause), crashes=crashes)
 
