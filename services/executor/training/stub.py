@@ -13,7 +13,6 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,7 +21,6 @@ import msgspec
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
     EXAMPLES,
-    PAUSE,
     STATE,
     AdapterWritten,
     Finished,
@@ -30,8 +28,8 @@ from services.executor.ipc.trainer_pipe import (
     Paused,
     StateWritten,
     Stepped,
-    TrainerEvent,
     TrainerFailed,
+    TrainerPipe,
     TrainerSpec,
     Yielding,
 )
@@ -52,13 +50,13 @@ class _State(msgspec.Struct):
 
 
 class StubTrainer:
-    def __init__(self, spec: TrainerSpec, events_fd: int) -> None:
+    def __init__(self, spec: TrainerSpec, pipe: TrainerPipe) -> None:
         self._spec = spec
-        self._events = events_fd
+        self._pipe = pipe
+        self.tell = pipe.send
         self._directory = Path(spec.directory)
         self._seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
         self._activity = HostActivity(Path(spec.activity)) if spec.activity else None
-        self.pauses = threading.Event()
 
     def run(self) -> None:
         job, data = self._spec.job, (self._directory / EXAMPLES).read_bytes()
@@ -78,17 +76,14 @@ class StubTrainer:
             epoch_ends = state.step % an_epoch == 0
             if epoch_ends and state.step < steps:
                 self._write_adapter(state, is_result=False)
-            if self.pauses.is_set() or epoch_ends or state.step % STATE_EVERY == 0:
+            if self._pipe.pause.is_set() or epoch_ends or state.step % STATE_EVERY == 0:
                 self._write_state(state)
-            if self.pauses.is_set() and state.step < steps:
+            if self._pipe.pause.is_set() and state.step < steps:
                 self.tell(Paused(state.step))
                 return
         self._write_adapter(state, is_result=True)
         (self._directory / "metrics.csv").write_text(_csv(steps))
         self.tell(Finished("metrics.csv", steps))
-
-    def tell(self, event: TrainerEvent) -> None:
-        os.write(self._events, msgspec.json.encode(event) + b"\n")
 
     def _wait(self) -> None:
         """As long as a step takes, in which nobody else waits for an answer."""
@@ -151,23 +146,14 @@ def _csv(steps: int) -> str:
 
 def main(events_fd: int) -> int:
     """The process."""
-    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=TrainerSpec)
-    trainer = StubTrainer(spec, events_fd)
-
-    def listen() -> None:
-        for line in sys.stdin.buffer:
-            if line == PAUSE:
-                trainer.pauses.set()
-        os._exit(1)  # the host is gone
-
-    threading.Thread(target=listen, name="host", daemon=True).start()
+    pipe = TrainerPipe(sys.stdin.buffer, events_fd)
+    trainer = StubTrainer(pipe.read_spec(), pipe)
+    pipe.listen()
     try:
         trainer.run()
     except Exception as error:
-        trainer.tell(
-            TrainerFailed(InternalError.code, f"The stub trainer has failed ({error}); look into its log.")
-        )
-        raise
+        pipe.send(TrainerFailed(InternalError.code, f"The stub trainer has failed: {error}."))
+        return 1
     return 0
 
 

@@ -25,13 +25,13 @@ from shared.nats.training import TrainingEvents, training_jobs, training_objects
 from tests.processes import ServiceProcess, service_process
 
 TENANT = "acme"
-SOON = 60.0
+SOON = 180.0
 """Seconds in which what is to happen happens, on a machine that has other work."""
 
 
-def data_of(examples: int, tokens: int = 4) -> TrainingData:
+def data_of(examples: int, tokens: int = 4, vocabulary: int = 250) -> TrainingData:
     """So many examples of so many tokens."""
-    numbers = b"".join(number.to_bytes(4, "little") for number in range(examples * tokens))
+    numbers = b"".join((n * 7 % vocabulary).to_bytes(4, "little") for n in range(examples * tokens))
     lengths = tokens.to_bytes(4, "little") * examples
     return TrainingData(Examples(numbers, b"\x01" * (examples * tokens), lengths))
 
@@ -65,23 +65,25 @@ class Cluster:
         await process.wait_ready()
         return process
 
-    async def submit(self, job: str, *, examples: int = 40, **fields: Any) -> TrainingJob:
+    async def submit(
+        self, job: str, *, examples: int = 40, tokens: int = 4, model: str = "base", **fields: Any
+    ) -> TrainingJob:
         """A job whose files a gateway has checked: 2 epochs of batches of 2."""
         name = f"{job}/examples"
-        data = data_of(examples)
+        data = data_of(examples, tokens)
         await self.objects.open()
         await self.objects.put(name, msgspec.msgpack.encode(data))
-        tokens = len(data.training.tokens) // 4
+        total = examples * tokens
         values: dict[str, Any] = {
             "status": "queued",
-            "base": ModelSpec("base", ""),
-            "data": TokenizedData(name, examples, tokens, tokens, 4),
+            "base": ModelSpec(model, ""),
+            "data": TokenizedData(name, examples, total, total, tokens),
             "hyperparameters": Hyperparameters(epochs=2, batch_size=2, rank=4),
             "steps": examples,
             **fields,
         }
         tenant = values.pop("tenant", TENANT)
-        made = TrainingJob(job, tenant, "base", "supervised", "file-1", "file-1", time.time(), 7, **values)
+        made = TrainingJob(job, tenant, model, "supervised", "file-1", "file-1", time.time(), 7, **values)
         await self.jobs.ensure()
         await self.jobs.create(tenant, job, made)
         return made

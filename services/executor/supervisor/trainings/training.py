@@ -253,6 +253,7 @@ class Training:
             base.settings.model_dump(mode="json"),
             job.threads,
             activity=self._host.activity,
+            state_interval=base.settings.training_state_interval,
         )
         self._process = await TrainerProcess.start(spec, base.settings, base.variables)
         log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
@@ -282,9 +283,12 @@ class Training:
 
     def _on_step(self, metrics: TrainingMetrics) -> None:
         now, steps = time.time(), self._record.job.steps
-        tokens = metrics.tokens - (self._metrics.tokens if self._metrics is not None else metrics.tokens)
-        self._step, self._metrics = metrics.step, metrics
-        self._counts.stepped(max(0, tokens))
+        last, self._metrics = self._metrics, metrics
+        if (
+            metrics.step != self._step
+        ):  # else it is told again, with what it is worth on the validation examples
+            self._step = metrics.step
+            self._counts.stepped(metrics.tokens - last.tokens if last is not None else 0)
         first, since = self._first = self._first or (metrics.step, now)
         if metrics.step > first:
             self._expected_at = now + (steps - metrics.step) * (now - since) / (metrics.step - first)

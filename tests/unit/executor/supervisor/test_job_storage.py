@@ -1,0 +1,179 @@
+"""What a trainer writes, on its way into object stores that are full, away, or another's by now."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWritten
+from services.executor.supervisor.trainings import job_record, job_storage
+from services.executor.supervisor.trainings.job_files import JobFiles
+from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
+from services.executor.supervisor.trainings.job_storage import JobStorage
+from shared.errors import BrokerUnavailable, StorageFull
+from shared.messages.training import TrainingJob, TrainingMetrics, TrainingState
+from shared.nats.kv import Entry
+from shared.nats.tenants import TenantBucket
+
+JOB = TrainingJob("job", "t", "m", "supervised", "f", "f", 1.0, 1, status="running", host="h", attempt=1)
+
+
+class FakeBucket:
+    """One record, which others may write too."""
+
+    def __init__(self) -> None:
+        self.job, self.revision = JOB, 1
+
+    async def get(self, tenant: str, job: str) -> Entry[TrainingJob]:
+        return Entry("t.job", self.job, self.revision)
+
+    async def update(self, key: str, job: TrainingJob, revision: int) -> int | None:
+        if revision != self.revision:
+            return None
+        self.job, self.revision = job, revision + 1
+        return self.revision
+
+    def other(self, **fields: Any) -> None:
+        """Somebody else writes it."""
+        self.job, self.revision = msgspec.structs.replace(self.job, **fields), self.revision + 1
+
+
+class FakeFiles:
+    def __init__(self) -> None:
+        self.failures: list[Exception] = []
+        self.stored: list[str] = []
+        self.removed: list[str] = []
+
+    async def put_state(self, written: StateWritten) -> TrainingState:
+        self._fail()
+        self.stored.append(written.file)
+        return TrainingState(written.step, f"job/1/{written.file}", written.bytes, written.digest)
+
+    async def put_adapter(self, written: AdapterWritten) -> None:
+        self._fail()
+        self.stored.append(written.directory)
+
+    async def put_metrics(self, file: str) -> str:
+        self._fail()
+        return f"job/1/{file}"
+
+    async def remove(self, name: str) -> None:
+        self.removed.append(name)
+
+    async def remove_adapter(self, digest: str) -> None:
+        self.removed.append(digest)
+
+    def _fail(self) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.bucket, self.files = FakeBucket(), FakeFiles()
+        bucket = cast("TenantBucket[TrainingJob]", self.bucket)
+        self.record = JobRecord(bucket, "h", "t", "job", 1)
+        self.storage = JobStorage(self.record, cast("JobFiles", self.files), directory)
+        self.directory = directory
+
+    async def begin(self) -> None:
+        await self.record.read()
+
+    def state(self, step: int) -> Path:
+        path = self.directory / f"state-{step}"
+        path.write_bytes(b"state")
+        self.storage.add(StateWritten(step, path.name, 5, "d"))
+        return path
+
+    def adapter(self, step: int, *, is_result: bool = False) -> None:
+        (self.directory / f"adapter-{step}").mkdir()
+        metrics = TrainingMetrics(step)
+        self.storage.add(AdapterWritten(step, f"adapter-{step}", f"d{step}", 4, 10, metrics, is_result))
+
+    async def run(self) -> None:
+        self.storage.close()
+        await asyncio.wait_for(self.storage.run(), 30)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(job_storage, "STORE_PAUSE", 0.0)
+    monkeypatch.setattr(job_record, "RETRY", 0.0)
+    made = World(tmp_path)
+    await made.begin()
+    return made
+
+
+async def test_of_several_states_the_newest_is_stored_and_the_older_object_goes(world: World) -> None:
+    paths = [world.state(step) for step in (1, 2, 3)]
+    await world.run()
+    assert world.files.stored == ["state-3"]
+    assert not any(path.exists() for path in paths)
+    assert world.bucket.job.state == TrainingState(3, "job/1/state-3", 5, "d")
+    world.state(4)
+    await world.run()
+    assert world.files.removed == ["job/1/state-3"]
+
+
+async def test_adapters_are_named_and_the_result_waits_for_the_metrics(world: World) -> None:
+    for step in (1, 2, 3, 4):
+        world.adapter(step)
+    world.adapter(5, is_result=True)
+    world.storage.add(Finished("steps.csv", 90))
+    await world.run()
+    assert [one.step for one in world.bucket.job.adapters] == [2, 3, 4]
+    assert world.files.removed == ["d1"]
+    assert world.storage.result is not None
+    assert (world.storage.result.digest, world.storage.metrics_object) == ("d5", "job/1/steps.csv")
+    assert world.storage.finished == Finished("steps.csv", 90)
+    assert world.bucket.job.result is None, "it is written with all that belongs to it"
+    assert not list(world.directory.iterdir())
+
+
+async def test_a_broker_that_is_away_is_waited_for(world: World) -> None:
+    world.files.failures = [BrokerUnavailable("It is away.")] * 3
+    world.state(1)
+    await world.run()
+    assert world.bucket.job.state is not None
+
+
+async def test_room_is_waited_for_and_said_to_lack(world: World) -> None:
+    world.files.failures = [StorageFull("It is full.")] * 2
+    world.state(1)
+    said: list[str] = []
+    fail = world.files._fail
+
+    def watched() -> None:
+        said.append(world.storage.full)
+        fail()
+
+    world.files._fail = watched  # type: ignore[method-assign]
+    await world.run()
+    assert said == ["", *["What it has learned cannot be stored: It is full."] * 2]
+    assert world.storage.full == ""
+    assert world.bucket.job.state is not None
+
+
+async def test_without_room_for_too_long_it_is_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_storage, "STORE_PATIENCE", 0.0)
+    world.files.failures = [StorageFull("It is full.")]
+    world.state(1)
+    with pytest.raises(StorageFull):
+        await world.run()
+
+
+async def test_what_others_write_is_kept_and_what_is_anothers_is_left(world: World) -> None:
+    world.bucket.other(wanted="pause")
+    world.state(1)
+    await world.run()
+    assert (world.bucket.job.wanted, world.bucket.job.state is not None) == ("pause", True)
+    world.bucket.other(host="i", attempt=2)
+    world.state(2)
+    with pytest.raises(NotMine):
+        await world.run()
+    assert world.bucket.job.state is not None
+    assert world.bucket.job.state.step == 1
