@@ -8,11 +8,12 @@ from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.schemas import Metadata
+from shared.limits import LORA_TARGET, LORA_TARGETS, TRAINING_SUFFIX
 from shared.messages.training import Hyperparameters, Optimizer, Schedule, TrainingMethod
 
 Auto = Literal["auto"]
 MAX_SEED = 2_147_483_647
-MAX_EPOCHS, MAX_BATCH_SIZE, MAX_RANK, MAX_TARGETS, MAX_REPLICAS = 50, 256, 256, 32, 16
+MAX_EPOCHS, MAX_BATCH_SIZE, MAX_RANK, MAX_REPLICAS = 50, 256, 256, 16
 """What OpenAI allows of the first two; a rank as executors serve it at most."""
 
 
@@ -50,8 +51,8 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Left out: twice the rank."""
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     target_modules: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_.]+$")]],
-        Meta(max_length=MAX_TARGETS),
+        list[Annotated[str, LORA_TARGET.length(min_length=1, pattern="^[A-Za-z0-9_.]+$")]],
+        LORA_TARGETS.length(),
     ] = []
     """Last parts of the linears' names (`q_proj`); empty: all but the output layer."""
 
@@ -64,12 +65,12 @@ class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Left out: supervised."""
     hyperparameters: SupervisedHyperparameters | None = None
     """As `method.supervised.hyperparameters`; OpenAI's older form."""
-    suffix: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9._-]+$")] | None = None
+    suffix: Annotated[str, TRAINING_SUFFIX.length(min_length=1, pattern="^[A-Za-z0-9._-]+$")] | None = None
     """Stands in the model's name."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     """The same job with the same seed makes the same adapter; left out: a random one."""
     metadata: Metadata | None = None
-    integrations: Annotated[list[Any], Meta(max_length=16)] | None = None
+    integrations: list[Any] | None = None
     """Refused but for an empty list: events and result files have the metrics."""
     lora: Lora | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
