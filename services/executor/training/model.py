@@ -97,7 +97,9 @@ class TrainableModel:
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
             ).last_hidden_state[0]
             self._between_layers()
-            return self._head.log_probs(states[batch.rows.to(device)], batch.targets.to(device))
+            return self._head.log_probs(
+                states.index_select(0, batch.rows.to(device)), batch.targets.to(device)
+            )
 
     @contextmanager
     def _during(self, now: Pass) -> Iterator[None]:

@@ -32,9 +32,10 @@ def trainable(
     dtype: torch.dtype | None = torch.float32,
     calls: list[None] | None = None,
     seed: int = 7,
+    drawn: bool = True,
     **changes: Any,
 ) -> TrainableModel:
-    """With factors that add something."""
+    """`drawn`: with factors that add something."""
     made = load_trainable(
         directory,
         settings_for(directory, **changes),
@@ -47,7 +48,7 @@ def trainable(
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for factors in made.factors.values():
+        for factors in made.factors.values() if drawn else ():
             factors.b.normal_(0, 0.1, generator=generator)
     return made
 
