@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
@@ -54,7 +55,7 @@ from shared.process import give_back
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 2
-"""Jobs whose examples are in memory here; others wait for their turn."""
+"""Jobs whose examples are in memory here, one of each tenant; others wait for their turn."""
 BASE_WITHIN = 86_400.0
 """Seconds from a job's beginning in which its base must have been loaded once."""
 TOLD_EVERY, BASE_PAUSE = 5.0, 1.0
@@ -95,6 +96,7 @@ class FilePreparation:
         self._tokenizers = tokenizers
         self._settings = settings
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._tenants: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def prepare(self, lease: Lease[TrainingJob], job: TrainingJob) -> None:
         """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
@@ -102,7 +104,7 @@ class FilePreparation:
             base = await self._base(lease)
             for event in _begun(job):
                 await self._events.add(job.tenant, event)
-            async with self._places:
+            async with self._tenants.setdefault(job.tenant, asyncio.Lock()), self._places:
                 files = await self._tokenized(job, base)
                 await self._store(lease, files)
         except _Failed as failed:

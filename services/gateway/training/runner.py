@@ -26,8 +26,8 @@ from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
-PREPARED_AT_ONCE = 4
-"""Jobs whose files one gateway checks at a time."""
+PREPARED_AT_ONCE = 32
+"""Jobs that one gateway prepares at a time: it reads the files of a few of them, most wait for their base."""
 PUBLISHED_AT_ONCE = 8
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two tries, each time twice as many."""
@@ -140,7 +140,7 @@ def preparing(
     async def prepare(lease: Lease[TrainingJob]) -> None:
         await preparation.prepare(lease, lease.job)
 
-    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics)
+    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics, turns=True)
 
 
 def publishing(
@@ -156,6 +156,8 @@ def _work(
     places: int,
     running: Gauge,
     metrics: FineTuningMetrics,
+    *,
+    turns: bool = False,
 ) -> Work[TrainingJob]:
     return Work(
         needs,
@@ -164,5 +166,5 @@ def _work(
         lambda lease, _: TrainingRunner(lease, needs, step),
         running,
         metrics.taken_over,
-        turns=False,
+        turns=turns,
     )

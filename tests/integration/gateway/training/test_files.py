@@ -25,10 +25,11 @@ from shared.nats.training import training_jobs, training_objects
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
-from tests.integration.gateway.fake_ring import FakeRing, stub_card, until
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card, until
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
 TINY = "tiny"
+COLD = ("one", "two", "three", "four", "five")
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Good"}
 LINE = {"messages": [USER, ANSWER]}
@@ -233,7 +234,7 @@ async def test_a_file_may_have_so_many_examples_and_tokens(
                 "limit training_tokens: 400 tokens",
             ),
         ):
-            job = await checked(client, await submit(client, data, model="org/stub-model"))
+            job = await checked(client, await submit(client, data, model=MODEL))
             assert job.error is not None
             assert words in (job.error.message or "")
         await client.close()
@@ -243,9 +244,9 @@ async def test_a_file_may_have_so_many_examples_and_tokens(
 async def cold(hosts: FakeHosts, gateway: RunningGateway, bus: Bus) -> FakeHosts:
     """With models that nobody has loaded."""
     await put_tokenizer(bus)
-    for name in ("one", "two", "three"):
+    for name in COLD:
         await hosts.register(name)
-    await until(lambda: {"one", "two", "three"} <= gateway.service.work.catalog.registry.specs.keys())
+    await until(lambda: set(COLD) <= gateway.service.work.catalog.registry.specs.keys())
     return hosts
 
 
@@ -253,7 +254,7 @@ async def test_a_base_that_was_never_loaded_is_waited_for(
     cold: FakeHosts, client: openai.AsyncOpenAI, ring: FakeRing, bus: Bus
 ) -> None:
     """Its tokenizer is needed. What it turns out to be is seen then, and so is whether the file is still there."""
-    jobs = {name: await submit(client, jsonl(LINE, LINE), model=name) for name in ("one", "two", "three")}
+    jobs = {name: await submit(client, jsonl(LINE, LINE), model=name) for name in COLD}
     await until(lambda: all(cold.waiting(name) > 0 for name in jobs))
     for name, job in jobs.items():
 
@@ -265,14 +266,49 @@ async def test_a_base_that_was_never_loaded_is_waited_for(
     await ring.add_model(tiny_card("one"))
     await ring.add_model(tiny_card("two"))
     await ring.add_model(tiny_card("three", tasks=["embed"], embedding_size=8))
+    await ring.add_model(tiny_card("four", bidirectional=True))
+    await cold.registry.delete("five")
     done = await checked(client, jobs["one"])
     assert done.status == "queued"
     assert not (await record_of(bus, done.id)).waiting_for
-    gone, encoder = await checked(client, jobs["two"]), await checked(client, jobs["three"])
-    assert gone.error is not None
-    assert "was deleted, has expired" in (gone.error.message or "")
-    assert encoder.error is not None
-    assert (encoder.error.code, encoder.error.param) == ("model_not_trainable", "model")
+    for name, code, words in (
+        ("two", "invalid_training_file", "was deleted, has expired"),
+        ("three", "model_not_trainable", "generates no text"),
+        ("four", "model_not_trainable", "is an encoder"),
+        ("five", "model_not_found", "does not exist here"),
+    ):
+        refused = await checked(client, jobs[name])
+        assert refused.error is not None
+        assert refused.error.code == code, refused.error
+        assert words in (refused.error.message or "")
+
+
+async def test_what_does_not_come_is_given_up(
+    cold: FakeHosts,
+    gateway: RunningGateway,
+    client: openai.AsyncOpenAI,
+    ring: FakeRing,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A base, after a day; room for the examples, after an hour."""
+    for name in ("BASE_WITHIN", "ROOM_WITHIN"):
+        monkeypatch.setattr(preparation, name, 0.0)
+    job = await checked(client, await submit(client, jsonl(LINE, LINE), model="one"))
+    assert job.error is not None
+    assert (job.error.code, job.error.param) == ("no_group_available", "model")
+    assert "could not take the request in time" in (job.error.message or "")
+
+    async def full(self: Objects, name: str, parts: AsyncIterable[bytes], **given: Any) -> int:
+        raise StorageFull("The object store is full.")
+
+    uploaded = await upload(client, jsonl(LINE, LINE))
+    await ring.add_model(tiny_card("two"))
+    await until(lambda: "two" in gateway.service.work.catalog.cards)
+    monkeypatch.setattr(Objects, "write", full)
+    job = await client.fine_tuning.jobs.create(model="two", training_file=uploaded)
+    job = await checked(client, job)
+    assert job.error is not None
+    assert (job.error.code, job.error.message) == ("storage_full", "The object store is full.")
 
 
 async def test_a_full_store_and_busy_queues_are_waited_for(

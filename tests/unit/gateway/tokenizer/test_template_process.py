@@ -20,7 +20,7 @@ from services.gateway.tokenizer.template_process import (
     _Renderer,
     _Reply,
 )
-from services.gateway.tokenizer.templates import TemplateOptions, Templates
+from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates
 from shared import limits
 from shared.errors import InternalError, QueueFull
 from tests.unit.gateway.tokenizer.tiny_tokenizer import TEMPLATE
@@ -149,6 +149,18 @@ async def test_refusals_of_the_template_are_told_as_they_are(made: list[Template
         await broken.probe()
 
 
+async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the_limits(
+    made: list[TemplateProcess],
+) -> None:
+    process = await probed(TEMPLATE, made)
+    chat = [*CHAT, {"role": "assistant", "content": "Hello"}]
+    (turns,) = await process.turns(Conversation(chat), [1])
+    assert [turns.text[begin:end] for begin, end in turns.spans] == ["Hello<|end|>\n"]
+    with pytest.raises(InvalidParameter, match=r"with these messages.*limit template_seconds"):
+        await process.turns(Conversation(chat * 4000), [*range(1, 8000, 2)])
+    assert "Hi" in await process.render(CHAT, None, PLAIN)
+
+
 async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     process = await probed(TEMPLATE, made)
     monkeypatch.setattr(
@@ -190,6 +202,12 @@ def test_each_job_has_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.reply(_Job(templates("{{ 'a' * 9 }}")))
     monkeypatch.setattr(limits, "TEMPLATE_TEXT", msgspec.structs.replace(limits.TEMPLATE_TEXT, value=8))
     assert jobs.chat("Hi").limit == _TOO_LONG
+    answered = _Job(None, [*CHAT, {"role": "assistant", "content": "Hello"}], None, PLAIN, [1])
+    jobs.reply(_Job(templates(TEMPLATE)))
+    assert jobs.reply(answered).limit == _TOO_LONG
+    monkeypatch.undo()
+    (turns,) = jobs.reply(answered).turns
+    assert "Hello" in turns.text
 
 
 def test_a_job_that_memory_does_not_hold_names_that_limit() -> None:

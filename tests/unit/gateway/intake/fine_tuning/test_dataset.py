@@ -11,7 +11,9 @@ from services.gateway.intake.fine_tuning.dataset import Dataset
 from services.gateway.intake.fine_tuning.faults import MAX_FAULTS, Faults, sentence
 from services.gateway.intake.fine_tuning.hyperparameters import batch_size_for, chosen, epochs_for
 from services.gateway.tokenizer.turns import TrainedTokens
-from shared.messages.training import Hyperparameters, steps_of
+from services.gateway.training.preparation import tokenized, told
+from services.gateway.training.tokenization import TokenizedFile
+from shared.messages.training import Hyperparameters, TrainingJob, steps_of
 
 TEXTS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=12)
 
@@ -51,6 +53,22 @@ def test_of_several_texts_those_are_kept_that_have_something_to_learn() -> None:
     assert (data.lines, data.examples, data.cut, data.unlike_prompt) == (1, 1, 1, "<think>")
     data.add(b"1", [text([1, 2])])
     assert data.repeated == 1
+
+
+def test_what_may_not_be_meant_is_told() -> None:
+    job = TrainingJob("ftjob-1", "", "m", "supervised", "file-1", "o", 0.0, 1, validation_file="file-2")
+    apart = Dataset("supervised", 8, 0, truncate=False)
+    for line in (b"1", b"1"):
+        apart.add(line, [text([1, 2, 3]), text([1, 2, 3])], "<think>\n")
+    files = [TokenizedFile(apart, Faults("training_file")), TokenizedFile(apart, Faults("validation_file"))]
+    counts = tokenized(job, [apart, apart])
+    assert (counts.examples, counts.trained, counts.longest, counts.validation_tokens) == (4, 4, 3, 12)
+    events = told(job, files, counts)
+    assert len({event.kind for event in events}) == len(events) == 8
+    messages = [event.message for event in events]
+    assert any("The 2 lines of the training file make 4 examples" in message for message in messages)
+    assert any("Prompts of the model end with '<think>\\n'" in message for message in messages)
+    assert "The validation file has 4 with 12 tokens." in messages[-2]
 
 
 def test_a_pair_is_kept_whole_or_not_at_all() -> None:
