@@ -14,26 +14,29 @@ export class Refusal extends Error {
   }
 }
 
-async function refusalOf(answer) {
-  let words = `The gateway answered with status ${answer.status}.`;
+/** `body`: text of the answer. */
+function refusalOf(status, body) {
+  let words = `The gateway answered with status ${status}.`;
   let code = "";
   try {
-    const { error } = await answer.json();
+    const { error } = JSON.parse(body);
     words = error.message ?? words;
     code = error.code ?? "";
   } catch {
     // not in our shape: a proxy's page, perhaps
   }
-  if (answer.status === 401) words += " Enter an API key under Keys.";
-  return new Refusal(answer.status, words, code);
+  if (status === 401) words += " Enter an API key under Keys.";
+  return new Refusal(status, words, code);
+}
+
+function authorized(headers) {
+  return access.key ? { ...headers, authorization: `Bearer ${access.key}` } : { ...headers };
 }
 
 /** The response. Throws `Refusal`, and `TypeError` where nobody answers. */
 export async function call(path, options = {}) {
-  const headers = { ...options.headers };
-  if (access.key) headers.authorization = `Bearer ${access.key}`;
-  const answer = await fetch(path, { cache: "no-store", ...options, headers });
-  if (!answer.ok) throw await refusalOf(answer);
+  const answer = await fetch(path, { cache: "no-store", ...options, headers: authorized(options.headers) });
+  if (!answer.ok) throw refusalOf(answer.status, await answer.text());
   return answer;
 }
 
@@ -47,6 +50,29 @@ export function send(path, method, body, options = {}) {
   if (body === undefined) return call(path, { ...options, method });
   const headers = { "content-type": "application/json", ...options.headers };
   return call(path, { ...options, method, headers, body: JSON.stringify(body) });
+}
+
+/** Sends a file with its purpose; the file object. `onSent(bytes)`: how much of the body is on its way, which `fetch`
+ * does not tell. Throws as `call`, and `DOMException` (AbortError) where `signal` ends it. */
+export function upload(file, purpose, onSent, signal) {
+  const form = new FormData();
+  form.append("purpose", purpose); // before the file: a wrong one is refused at once
+  form.append("file", file);
+  const request = new XMLHttpRequest();
+  request.open("POST", "v1/files");
+  for (const [name, value] of Object.entries(authorized())) request.setRequestHeader(name, value);
+  return new Promise((resolve, reject) => {
+    const ended = () => {
+      if (request.status === 200) resolve(JSON.parse(request.responseText));
+      else reject(refusalOf(request.status, request.responseText));
+    };
+    request.upload.addEventListener("progress", (event) => onSent(event.loaded));
+    request.addEventListener("load", ended);
+    request.addEventListener("error", () => reject(new TypeError("network"))); // as fetch says it
+    request.addEventListener("abort", () => reject(signal.reason));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(form);
+  });
 }
 
 /** Server-sent events of a response; an event that is cut off does not count. */

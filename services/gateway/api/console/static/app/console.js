@@ -7,8 +7,9 @@ import { watchBatches } from "../operator/batches.js";
 import { ClusterPage } from "../operator/cluster.js";
 import { watchKeys } from "../operator/keys.js";
 import { ModelsPage } from "../operator/models.js";
+import { FineTuningPage } from "../tuning/page.js";
 
-const PARTS = ["chat", "cluster", "models", "batches", "keys"];
+const PARTS = ["chat", "cluster", "models", "fine-tuning", "batches", "keys"];
 const KEY = "ryzanstein.key";
 
 /** On a phone: the drawer over the page, which the keyboard does not reach meanwhile. */
@@ -41,6 +42,16 @@ function showModels(models) {
   field.replaceChildren(...models.map(option));
 }
 
+/** Opens a chat with a model, which may have come a moment ago. */
+function chatWith(model) {
+  const field = $("model");
+  if (![...field.options].some((option) => option.value === model)) field.append(new Option(`${model} (adapter)`, model));
+  field.value = model;
+  localStorage.setItem("ryzanstein.model", model);
+  location.hash = "#chat";
+  $("prompt").focus();
+}
+
 async function show(chat) {
   const [name, id = ""] = location.hash.slice(1).split("/");
   const part = PARTS.includes(name) ? name : "chat";
@@ -52,12 +63,17 @@ async function show(chat) {
   }
   showSide(false);
   document.title = part === "chat" ? "Ryzanstein" : `${$(`to-${part}`).textContent} · Ryzanstein`;
+  fineTuning.open(part === "fine-tuning" ? decodeURIComponent(id) : "");
   if (part === "chat") await chat.open(id);
 }
 
 keepKey();
 const chat = new Chat();
-const models = new ModelsPage(showModels);
+const fineTuning = new FineTuningPage(chatWith);
+const models = new ModelsPage((found) => {
+  showModels(found);
+  fineTuning.form.offer(found);
+});
 $("menu").addEventListener("click", () => showSide(!document.body.classList.contains("side-open")));
 $("shade").addEventListener("click", () => showSide(false));
 matchMedia("(max-width: 48rem)").addEventListener("change", () => showSide(false)); // as in console.css
@@ -80,6 +96,7 @@ document.addEventListener("keydown", (event) => {
 addEventListener("hashchange", () => show(chat));
 show(chat);
 models.watch();
+fineTuning.watch();
 watchBatches();
 watchKeys();
 new ClusterPage().watch();

@@ -1,5 +1,7 @@
 // Elements, and figures as people read them.
 
+const SVG = "http://www.w3.org/2000/svg";
+
 export const $ = (id) => document.getElementById(id);
 
 /** An element with properties (`data-`, `aria-` and `role` as attributes) and what is inside; null is left out. */
@@ -11,6 +13,13 @@ export function element(name, properties = {}, ...inside) {
     else made[key] = value;
   }
   made.append(...inside.filter((item) => item !== null && item !== undefined && item !== ""));
+  return made;
+}
+
+/** An element of a picture. */
+export function drawn(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   return made;
 }
 
@@ -79,9 +88,9 @@ export async function copy(text) {
   before?.focus();
 }
 
-/** Has the browser keep `text` as a file. */
-export function download(name, type, text) {
-  const address = URL.createObjectURL(new Blob([text], { type }));
+/** Has the browser keep `content`, a text or a `Blob`, as a file. */
+export function download(name, type, content) {
+  const address = URL.createObjectURL(new Blob([content], { type }));
   element("a", { href: address, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }

@@ -1,17 +1,9 @@
 // A chart of lines over the last minutes, as SVG.
 
-import { element } from "../app/dom.js";
+import { drawn, element } from "../app/dom.js";
 import { SPAN, Series, ceiling, polyline } from "./series.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [320, 96];
-
-/** An element of the picture. */
-function drawn(name, attributes) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-}
 
 export class Chart {
   #series = new Series();
