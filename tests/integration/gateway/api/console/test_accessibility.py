@@ -13,7 +13,7 @@ from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import FakeRing, say
 
 pytestmark = pytest.mark.slow
-PARTS = ("chat", "cluster", "models", "batches", "keys")
+PARTS = ("chat", "cluster", "models", "fine-tuning", "batches", "keys")
 NAMED = {
     "button", "link", "textbox", "searchbox", "combobox", "spinbutton", "checkbox", "listbox", "DisclosureTriangle",
     "meter", "progressIndicator", "img", "image", "log", "region", "navigation", "form", "dialog",
@@ -138,9 +138,9 @@ async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
         assert len(order) < 60, order
     conversation = next(name for name in order if name.startswith("#chat/"))
     assert order == [
-        "#prompt", "to-chat", "to-cluster", "to-models", "to-batches", "to-keys", "A", "new", "search", conversation,
-        "import", "export-all", "model", "SUMMARY", "transcript", "copy", "edit", "copy", "regenerate", "prompt",
-        "attach", "send", "SUMMARY",
+        "#prompt", "to-chat", "to-cluster", "to-models", "to-fine-tuning", "to-batches", "to-keys", "A", "new",
+        "search", conversation, "import", "export-all", "model", "SUMMARY", "transcript", "copy", "edit", "copy",
+        "regenerate", "prompt", "attach", "send", "SUMMARY",
     ]  # fmt: skip
     await tab.run("document.querySelector('.skip').focus()")
     await tab.press("Enter", 13, "\r")

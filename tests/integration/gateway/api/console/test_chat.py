@@ -106,7 +106,7 @@ async def test_markdown_at_three_sizes(tab: Tab, ring: FakeRing, tmp_path: Path)
         await tab.until(f"innerWidth === {width}")
         drawer = "getComputedStyle(document.getElementById('side')).visibility"
         await tab.until(f"{drawer} === '{'hidden' if mobile else 'visible'}'")
-        for part in ("cluster", "models", "batches", "keys", "chat"):
+        for part in ("cluster", "models", "fine-tuning", "batches", "keys", "chat"):
             await tab.run(f"location.hash = '{part}'")
             await tab.until(f"!document.getElementById('{part}').hidden")
             assert await tab.run("document.documentElement.scrollWidth <= innerWidth"), (part, width)

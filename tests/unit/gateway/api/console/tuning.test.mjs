@@ -45,7 +45,7 @@ test("only the newest steps are kept, and a long line is drawn of means", () => 
   assert.equal(run.steps[0].step, 4);
   const line = thinned(run.points("trainLoss"));
   assert.ok(line.length <= LIMITS.points);
-  assert.ok(line.every(({ value }) => Math.abs(value - 0.5) < 0.02));
+  assert.ok(line.every(({ value }) => Math.abs(value - 0.5) < 0.03));
   const few = [{ step: 1, value: 1 }];
   assert.equal(thinned(few), few);
 });

@@ -2,7 +2,7 @@
 
 export const LIMITS = {
   messages: 500, // the newest, that are shown
-  steps: 20_000, // the newest, whose figures are kept
+  steps: 10_000, // the newest, whose figures are kept
   points: 400, // of a line that is drawn
   rows: 100, // of the table of steps
 };
