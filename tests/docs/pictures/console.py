@@ -1,5 +1,5 @@
-"""Pictures of the console: an example conversation on a desk, what the model itself says on a phone, and a cluster at
-work."""
+"""Pictures of the console: an example conversation on a desk, what the model itself says on a phone, a cluster at work,
+and a fine-tuning job."""
 
 import asyncio
 import base64
@@ -21,17 +21,39 @@ WAVES = 8
 """Of requests, for the charts."""
 WAVE = 8.0
 """Seconds from one to the next."""
+COLOURS = {
+    "apple": "red",
+    "banana": "yellow",
+    "plum": "purple",
+    "lime": "green",
+    "carrot": "orange",
+    "swan": "white",
+}
+QUESTIONS = (
+    "What colour is a {}?",
+    "Name the colour of a {}.",
+    "A {} is which colour?",
+    "Tell me a {}'s colour.",
+)
+TRAINED = 1800.0
+"""Seconds in which the job must be done."""
 
 
 async def photograph(chromium: str, url: str, into: Path) -> None:
-    """Writes console.png, console-phone.png and console-cluster.png."""
+    """Writes console.png, console-phone.png, console-cluster.png and console-fine-tuning.png."""
     await asyncio.to_thread(submit_batch, url)
+    job = await asyncio.to_thread(fine_tune, url)
     async with run_browser(chromium) as browser:
         await _chat(browser, url, into)
         async with browser.tab(f"{url}/#cluster") as tab:
             await _size(tab, 1200, 760)
             async with _work(url):
                 await _write(tab, into / "console-cluster.png")
+        async with browser.tab(f"{url}/#fine-tuning/{job}") as tab:
+            await _size(tab, 1200, 760)
+            await tab.until("document.querySelectorAll('#curves polyline').length >= 5")
+            await tab.until("document.querySelectorAll('#checkpoints button').length > 0")
+            await _write(tab, into / "console-fine-tuning.png")
 
 
 async def _chat(browser: Browser, url: str, into: Path) -> None:
@@ -142,3 +164,36 @@ def submit_batch(url: str) -> None:
         while client.get(f"/batches/{batch['id']}").json()["status"] != "completed":
             assert time.monotonic() < end, "the batch does not end"
             time.sleep(0.2)
+
+
+def fine_tune(url: str) -> str:
+    """Teaches the model colours; returns the job once it is done."""
+
+    def lines(questions: tuple[str, ...]) -> str:
+        asked = [
+            (question.format(thing), colour) for question in questions for thing, colour in COLOURS.items()
+        ]
+        return "\n".join(
+            json.dumps(
+                {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": colour}]}
+            )
+            for text, colour in asked
+        )
+
+    with httpx.Client(base_url=f"{url}/v1", timeout=60, trust_env=False) as client:
+        files = {"training_file": lines(QUESTIONS[:3]), "validation_file": lines(QUESTIONS[3:])}
+        for name, text in files.items():
+            given = {"file": (f"{name}.jsonl", text)}
+            files[name] = client.post("/files", data={"purpose": "fine-tune"}, files=given).json()["id"]
+        model = client.get("/models").json()["data"][0]["id"]
+        chosen = {"n_epochs": 6, "batch_size": 2, "learning_rate_multiplier": 2}
+        method = {"type": "supervised", "supervised": {"hyperparameters": chosen}}
+        body = {"model": model, **files, "method": method, "suffix": "colours", "seed": 1}
+        job = client.post("/fine_tuning/jobs", json=body).json()
+        end = time.monotonic() + TRAINED
+        while job["status"] != "succeeded":
+            assert time.monotonic() < end, "the job does not end"
+            assert job["status"] != "failed", job
+            time.sleep(1)
+            job = client.get(f"/fine_tuning/jobs/{job['id']}").json()
+        return str(job["id"])
