@@ -22,6 +22,7 @@ from shared.nats.training import TrainingEvents, training_jobs
 from tests.adapters import register, store_adapter
 from tests.e2e.browser import Browser, Tab
 from tests.integration.gateway.api.console.conftest import Proxy, console
+from tests.integration.gateway.api.console.test_accessibility import LOW, nameless
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL
 
@@ -218,6 +219,7 @@ async def test_a_job_is_followed_paused_resumed_and_its_model_opened(
     await page.click("#tuning-copy")
     await page.until(f"{text('tuning-note')}.includes('copied')")
     assert await page.run("window.hacked === undefined && !document.querySelector('#fine-tuning img')")
+    assert [*await nameless(page), *await page.run(LOW)] == []
     await page.click("#tuning-chat")
     await page.until(f"!{hidden('chat')} && document.getElementById('model').value === '{result.name}'")
     assert await page.run("document.activeElement.id") == "prompt"
