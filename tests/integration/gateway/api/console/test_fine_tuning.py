@@ -194,7 +194,7 @@ async def test_a_job_is_followed_paused_resumed_and_its_model_opened(
     await page.click("#tuning-steps > summary")
     await page.until("document.querySelector('#steps tbody tr').cells[0].textContent === '5'")
     await page.click("#tuning-pause")
-    await page.until(f"{text('tuning-note')}.includes('pauses')")
+    await page.until(f"{text('tuning-note')}.includes('pauses') && {text('tuning-state')}.includes('pauses')")
     assert (await host.job()).wanted == "pause"
     await host.set(status="paused", host="")
     await page.click("#tuning-resume")

@@ -21,7 +21,7 @@ test("figures come once a step, in OpenAI's names, in whichever order and howeve
 
 test("what is no figure is none", () => {
   for (const data of [undefined, {}, { step: "1" }, { step: -1 }, { step: NaN }]) assert.equal(figuresOf(data), null);
-  assert.equal(figuresOf({ step: 1, train_loss: "<b>", train_accuracy: Infinity }).trainLoss, null);
+  assert.equal(figuresOf({ step: 1, train_loss: "<b>", grad_norm: Infinity }).trainLoss, null);
   const run = new Run();
   for (const event of [null, {}, { id: 3 }, metrics("odd", null)]) run.add(event);
   assert.equal(run.messages.length, 1, "an event without figures is a message");

@@ -25,6 +25,12 @@ export function progressOf(job) {
   return `step ${step} of ${steps}${left > 0 ? `, ends in about ${age(left)}` : ""}`;
 }
 
+/** The same, with what its host still has to do. */
+function wordsOf(job) {
+  const asked = { pause: job.status === "paused" ? "" : "pauses after its step", cancel: "is being cancelled" };
+  return [progressOf(job), OVER.includes(job.status) ? "" : asked[job.wanted]].filter(Boolean).join(", ");
+}
+
 export function progressBar(job) {
   const { step = 0, steps = 0 } = job.progress ?? {};
   const words = progressOf(job) || "no steps yet";
@@ -34,7 +40,7 @@ export function progressBar(job) {
 /** Name and value of what is known of a job. */
 function factsOf(job) {
   const method = job.method?.type ?? "supervised";
-  const chosen = { ...job.method?.[method]?.hyperparameters, ...job.lora };
+  const chosen = { ...job.method?.[method]?.hyperparameters, ...job.lora, ...job.settings };
   const words = (value) => (Array.isArray(value) ? value.join(" ") : String(value));
   return [
     ["Base", job.model],
@@ -128,7 +134,7 @@ export class JobView {
     this.#job = job;
     const facts = factsOf(job).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
     $("tuning-facts").replaceChildren(...facts);
-    $("tuning-state").replaceChildren(state(job.status), progressBar(job), element("span", {}, progressOf(job)));
+    $("tuning-state").replaceChildren(state(job.status), progressBar(job), element("span", {}, wordsOf(job)));
     say("tuning-waiting", OVER.includes(job.status) ? "" : (job.waiting_for ?? ""));
     say("tuning-error", job.error?.message ?? "", "alert");
     this.#buttons();
@@ -138,13 +144,13 @@ export class JobView {
 
   /** Which of them do anything now; a focus on one that goes is kept near. */
   #buttons() {
-    const { status = "", fine_tuned_model: model } = this.#job ?? {};
-    const going = status !== "" && !OVER.includes(status);
+    const { status = "", wanted, fine_tuned_model: model } = this.#job ?? {};
+    const going = status !== "" && !OVER.includes(status) && wanted !== "cancel";
     const there = {
       "tuning-chat": Boolean(model),
       "tuning-copy": Boolean(model),
-      "tuning-pause": going && status !== "paused",
-      "tuning-resume": status === "paused",
+      "tuning-pause": going && wanted === "run" && status !== "paused",
+      "tuning-resume": going && (wanted === "pause" || status === "paused"),
       "tuning-cancel": going,
       "tuning-config": Boolean(model),
       "tuning-weights": Boolean(model),
@@ -242,9 +248,12 @@ export class JobView {
 
   async #change(action, words) {
     say("tuning-note", "");
+    const signal = this.#leaving?.signal;
     try {
-      await send(`${path(this.#id)}/${action}`, "POST");
-      say("tuning-note", `${this.#id} ${words}.`);
+      const job = await (await send(`${path(this.#id)}/${action}`, "POST")).json();
+      if (signal.aborted) return;
+      await this.#set(job, signal);
+      say("tuning-note", `${job.id} ${words}.`);
     } catch (error) {
       say("tuning-note", told(error), "alert");
     }

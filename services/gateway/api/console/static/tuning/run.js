@@ -6,9 +6,8 @@ export const LIMITS = {
   points: 400, // of a line that is drawn
   rows: 100, // of the table of steps
 };
-const TRAIN_ACCURACY = ["train_mean_token_accuracy", "train_accuracy"];
-const VALID_LOSS = ["full_valid_loss", "valid_loss"];
-const VALID_ACCURACY = ["full_valid_mean_token_accuracy", "valid_mean_token_accuracy", "valid_accuracy"];
+const VALID_LOSS = ["full_valid_loss", "valid_loss"]; // over the whole file, where it is known
+const VALID_ACCURACY = ["full_valid_mean_token_accuracy", "valid_mean_token_accuracy"];
 
 /** The first of these that is a finite number; else null. */
 function figure(data, ...names) {
@@ -22,11 +21,11 @@ export function figuresOf(data) {
   return {
     step,
     trainLoss: figure(data, "train_loss"),
-    trainAccuracy: figure(data, ...TRAIN_ACCURACY),
+    trainAccuracy: figure(data, "train_mean_token_accuracy"),
     validLoss: figure(data, ...VALID_LOSS),
     validAccuracy: figure(data, ...VALID_ACCURACY),
-    margin: figure(data, "train_margin", "margin"),
-    validMargin: figure(data, "full_valid_margin", "valid_margin"),
+    margin: figure(data, "reward_margin"),
+    validMargin: figure(data, "valid_reward_margin"),
     learningRate: figure(data, "learning_rate"),
     gradNorm: figure(data, "grad_norm"),
     tokens: figure(data, "tokens"),
