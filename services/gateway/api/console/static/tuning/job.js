@@ -112,15 +112,19 @@ export class JobView {
 
   /** Reads the job every few seconds until it is over. */
   async #look(signal) {
+    let lost = false; // whether the note says so
     while (!signal.aborted) {
       if (!document.hidden && !$("fine-tuning").hidden) {
         try {
           const job = await read(path(this.#id));
           if (signal.aborted) return;
           await this.#set(job, signal);
+          if (lost) say("tuning-note", "");
+          lost = false;
           if (OVER.includes(job.status)) return;
         } catch (error) {
           if (signal.aborted) return;
+          lost = true;
           say("tuning-note", told(error), "alert");
           if (error instanceof Refusal && error.status === 404) return;
         }
@@ -130,7 +134,6 @@ export class JobView {
   }
 
   async #set(job, signal) {
-    if ($("tuning-note").getAttribute("role") === "alert") say("tuning-note", "");
     this.#job = job;
     const facts = factsOf(job).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
     $("tuning-facts").replaceChildren(...facts);
