@@ -11,6 +11,7 @@ import pytest
 
 from shared.messages.training import (
     Hyperparameters,
+    TokenizedData,
     TrainedAdapter,
     TrainingError,
     TrainingEvent,
@@ -66,6 +67,7 @@ class Host:
             seed=7,
             hyperparameters=Hyperparameters(epochs=2, batch_size=4, learning_rate_multiplier=1.0),
             status="running",
+            data=TokenizedData("none", examples=16, tokens=400, trained=100, longest=50),
             host="host-1",
             attempt=1,
             steps=STEPS,
