@@ -1,5 +1,6 @@
 """The page of fine-tuning jobs in a real browser: a job is made, followed, changed, and its model is opened."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -53,7 +54,7 @@ class Host:
         self._events = TrainingEvents(bus)
 
     async def start(self, **fields: Any) -> None:
-        """A job that runs, under `JOB`."""
+        """A job that runs, under `JOB` if nothing else is said."""
         await self._jobs.ensure()
         await self._events.ensure()
         job = TrainingJob(
@@ -72,7 +73,8 @@ class Host:
             attempt=1,
             steps=STEPS,
         )
-        await self._jobs.put("", JOB, msgspec.structs.replace(job, **fields))
+        job = msgspec.structs.replace(job, **fields)
+        await self._jobs.put("", job.id, job)
 
     async def job(self) -> TrainingJob:
         entry = await self._jobs.get("", JOB)
@@ -174,6 +176,62 @@ async def test_a_job_is_made_of_files_that_are_uploaded_once(
     await page.click("#all-tunings")
     await page.until(f"{ROWS}.length === 1 && {ROWS}[0][0] === '{job['id']}'")
     page.errors.clear()  # Chromium itself writes each refusal to its console
+
+
+async def test_all_parameters_go_along_and_older_jobs_are_shown(
+    page: Tab, host: Host, http: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    for number in range(11):
+        await host.start(
+            id=f"{JOB[:-2]}{number:02}", status="cancelled", created_at=100.0 + number, clean=True
+        )
+    await page.until(f"{ROWS}.length === 10 && {ROWS}[0][0].endsWith('10') && {ROWS}[0][1] === 'cancelled'")
+    await page.click("#more-tunings")
+    await page.until(f"{ROWS}.length === 11 && {hidden('more-tunings')}")
+    await page.until(f"document.getElementById('tune-model').value === '{MODEL}'")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("{}")
+    await page.choose_files("#tune-file", lines)
+    beta = "document.getElementById('tune-beta')"
+    assert await page.run(f"{beta}.disabled"), "supervised training has none"
+    await page.run(
+        "(() => { const field = document.getElementById('tune-method'); field.value = 'dpo';"
+        "field.dispatchEvent(new Event('change')); })()"
+    )
+    assert not await page.run(f"{beta}.disabled")
+    await write(
+        page, tune_batch_size="4", tune_rate="0.5", tune_beta="0.2", tune_alpha="24", tune_dropout="0.1"
+    )
+    await write(page, tune_schedule="linear", tune_warmup="0.1", tune_decay="0.01", tune_norm="2")
+    await write(page, tune_longest="512", tune_replicas="2", tune_targets="q_proj, v_proj")
+    await page.click("#tune-create")
+    await page.until("location.hash.startsWith('#fine-tuning/ftjob-')")
+    job = (await http.get(f"/v1/fine_tuning/jobs/{await page.run(text('tuning-name'))}")).json()
+    given = {"n_epochs": "auto", "batch_size": 4, "learning_rate_multiplier": 0.5, "beta": 0.2}
+    assert job["method"] == {"type": "dpo", "dpo": {"hyperparameters": given}}
+    assert job["lora"] == {"rank": 16, "alpha": 24, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
+    assert job["settings"] == {
+        "max_tokens": 512, "truncate": False, "schedule": "linear", "warmup_ratio": 0.1, "weight_decay": 0.01,
+        "max_grad_norm": 2, "optimizer": "adamw", "replicas": 2,
+    }  # fmt: skip
+
+
+async def test_an_upload_is_stopped(page: Tab, tmp_path: Path) -> None:
+    await page.until(f"document.getElementById('tune-model').value === '{MODEL}'")
+    await page.call(
+        "Network.emulateNetworkConditions",
+        offline=False,
+        latency=0,
+        downloadThroughput=-1,
+        uploadThroughput=1000,
+    )
+    lines = tmp_path / "lines.jsonl"
+    await asyncio.to_thread(lines.write_bytes, b"x" * (1 << 20))
+    await page.choose_files("#tune-file", lines)
+    await page.click("#tune-create")
+    await page.click("#tune-stop")
+    await page.until(f"{text('tune-note')} === 'The upload was stopped; no job was made.'")
+    assert await page.run(f"{hidden('tune-progress')} && !document.getElementById('tune-create').disabled")
 
 
 async def test_a_job_is_followed_paused_resumed_and_its_model_opened(

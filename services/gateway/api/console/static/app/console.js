@@ -48,8 +48,13 @@ function chatWith(model) {
   if (![...field.options].some((option) => option.value === model)) field.append(new Option(`${model} (adapter)`, model));
   field.value = model;
   localStorage.setItem("ryzanstein.model", model);
+  toPrompt();
+}
+
+/** Opens a new chat, from another part of the page. */
+function toPrompt() {
+  addEventListener("hashchange", () => $("prompt").focus(), { once: true });
   location.hash = "#chat";
-  $("prompt").focus();
 }
 
 async function show(chat) {
@@ -79,10 +84,8 @@ $("shade").addEventListener("click", () => showSide(false));
 matchMedia("(max-width: 48rem)").addEventListener("change", () => showSide(false)); // as in console.css
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // its address would lead to a new chat
-  if ($("chat").hidden) {
-    addEventListener("hashchange", () => $("prompt").focus(), { once: true });
-    location.hash = "#chat";
-  } else $("prompt").focus();
+  if ($("chat").hidden) toPrompt();
+  else $("prompt").focus();
 });
 $("new").addEventListener("click", () => {
   showSide(false);

@@ -75,6 +75,7 @@ export class JobView {
   /** `chatWith(model)` opens the chat with it. */
   constructor(chatWith) {
     this.chatWith = chatWith;
+    this.#empty();
     $("curves").append(...this.#curves.map((curve) => curve.figure));
     $("tuning-pause").addEventListener("click", () => this.#change("pause", "pauses after its step"));
     $("tuning-resume").addEventListener("click", () => this.#change("resume", "goes on"));
@@ -103,11 +104,15 @@ export class JobView {
     $("tuning-events").replaceChildren();
     for (const name of ["tuning-state", "tuning-facts"]) $(name).replaceChildren();
     for (const name of ["tuning-note", "tuning-error", "tuning-waiting"]) say(name, "", $(name).getAttribute("role"));
-    fill("checkpoints", [], "none yet");
+    this.#empty();
     this.#buttons();
     this.#show();
     this.#look(this.#leaving.signal);
     this.#listen(this.#leaving.signal);
+  }
+
+  #empty() {
+    for (const table of ["steps", "checkpoints"]) fill(table, [], "none yet");
   }
 
   /** Reads the job every few seconds until it is over. */
