@@ -77,10 +77,10 @@ export class JobView {
     this.chatWith = chatWith;
     this.#empty();
     $("curves").append(...this.#curves.map((curve) => curve.figure));
-    $("tuning-pause").addEventListener("click", () => this.#change("pause", "pauses after its step"));
-    $("tuning-resume").addEventListener("click", () => this.#change("resume", "goes on"));
+    $("tuning-pause").addEventListener("click", () => this.#ask("pause", "pauses after its step"));
+    $("tuning-resume").addEventListener("click", () => this.#ask("resume", "goes on"));
     $("tuning-cancel").addEventListener("click", () => {
-      if (confirm(`Cancel ${this.#id}? Its checkpoints are kept.`)) this.#change("cancel", "is being cancelled");
+      if (confirm(`Cancel ${this.#id}? Its checkpoints are kept.`)) this.#ask("cancel", "is being cancelled");
     });
     $("tuning-chat").addEventListener("click", () => chatWith(this.#job.fine_tuned_model));
     $("tuning-copy").addEventListener("click", async () => {
@@ -254,7 +254,7 @@ export class JobView {
     fill("steps", rows.map(row), "none yet");
   }
 
-  async #change(action, words) {
+  async #ask(action, words) {
     say("tuning-note", "");
     const signal = this.#leaving?.signal;
     try {
