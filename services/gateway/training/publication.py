@@ -27,7 +27,7 @@ from shared.errors import StorageFull
 from shared.messages.batches import FileRecord
 from shared.messages.training import TRAINING_OVER, TrainedAdapter, TrainingEvent, TrainingJob
 from shared.nats.objects import MissingObject, Objects
-from shared.nats.training import TrainingEvents
+from shared.nats.training import TrainingEvents, clear_objects
 
 log = structlog.get_logger(__name__)
 
@@ -141,6 +141,7 @@ class Publication:
         names = (object_name(job), job.state.object_name if job.state else "", job.metrics_object)
         for name in filter(None, names):
             await self._objects.delete(name)
+        await clear_objects(self._objects, job.id)  # what attempts of hosts have left that died
         await lease.write(states.cleaned)
 
     async def _say(

@@ -83,6 +83,7 @@ async def test_what_its_tenant_wants_is_done_between_two_steps(cluster: Cluster)
     await cluster.until_said("unwanted", "job_cancelled")
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_is_started_again_and_not_for_ever(cluster: Cluster) -> None:
     await cluster.submit("job")
     await cluster.trains("one", "job")
@@ -128,6 +129,7 @@ async def test_interactive_requests_go_first(cluster: Cluster) -> None:
     assert await state("training") >= stood
 
 
+@pytest.mark.slow
 async def test_a_model_has_the_memory_of_a_job(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ import structlog
 from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWritten
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_files import JobFiles
-from services.executor.supervisor.trainings.job_record import JobRecord, patiently
+from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
 from shared.errors import StorageFull
 from shared.messages.training import TrainedAdapter, TrainingJob
 
@@ -103,7 +103,11 @@ class JobStorage:
     async def _store_state(self, written: StateWritten) -> None:
         before = self._record.job.state
         state = await self._files.put_state(written)
-        await self._record.write(lambda job: job_changes.state_written(job, state))
+        try:
+            await self._record.write(lambda job: job_changes.state_written(job, state))
+        except NotMine:
+            await self._files.remove(state.object_name)  # nobody else knows of it
+            raise
         if before is not None and before.object_name != state.object_name:
             await self._files.remove(before.object_name)
 

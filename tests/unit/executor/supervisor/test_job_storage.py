@@ -177,3 +177,4 @@ async def test_what_others_write_is_kept_and_what_is_anothers_is_left(world: Wor
         await world.run()
     assert world.bucket.job.state is not None
     assert world.bucket.job.state.step == 1
+    assert world.files.removed == ["job/1/state-2"], "nobody else knows of it"
