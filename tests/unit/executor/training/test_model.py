@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from services.executor.training import model as training_model
 from services.executor.training.base.linear import Dropout
-from services.executor.training.base.loading import check_trainable
+from services.executor.training.base.loading import TRAINED, check_trainable
 from services.executor.training.batch import DropoutKey, PackedBatch
 from shared.errors import ModelLoadError
 from shared.messages.training import Hyperparameters
@@ -36,7 +36,13 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "changes"), FAMILIES)
+OTHERS = sorted(TRAINED - {model_type for model_type, _ in FAMILIES})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [*FAMILIES, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in OTHERS)],
+)
 def test_gradients_are_those_of_peft(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     directory = make_model(tmp_path / "model", model_type, **changes)
     model, batch = trainable(directory), batch_of()
@@ -191,7 +197,8 @@ def test_bases_that_cannot_be_trained_say_why(tmp_path: Path, model_type: str, r
 
 
 @pytest.mark.parametrize(
-    ("model_type", "reason"), [("falcon", "attention of 'falcon'"), ("bert", "an encoder")]
+    ("model_type", "reason"),
+    [("falcon", "attention of 'falcon'"), ("bert", "an encoder"), ("gpt2", "type 'gpt2' are not tested")],
 )
 def test_what_a_configuration_says_is_refused_before_weights_are_read(model_type: str, reason: str) -> None:
     with pytest.raises(ModelLoadError, match=reason):
