@@ -18,6 +18,9 @@ EXAMPLES = "examples.msgpack"
 """In the directory: `TrainingData`."""
 STATE = "state.safetensors"
 """What an earlier attempt has written; not there: it begins anew."""
+KEPT_ACTIVATIONS = 1 << 30
+"""Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
+compute them again: its host reckons with them."""
 PAUSE = b"pause\n"
 """Write a state after the step that is under way, and end."""
 

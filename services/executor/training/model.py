@@ -2,7 +2,7 @@
 
     batch ──▶ embedding ──▶ layers, one at a time ──▶ norm ──trained rows──▶ output layer in blocks ──▶ log p(target)
                                │ of each its input is kept, all else is computed again for the gradients;
-                               │ of some more is kept, as far as ACTIVATION_BYTES reach
+                               │ of some more is kept, as far as KEPT_ACTIVATIONS reach
                                └ before each, forward and backward: `between_layers`
 
 The modules are transformers', as serving builds them, so that a model trains as it is served.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.trainer_pipe import KEPT_ACTIVATIONS
 from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, VocabParallelHead
 from services.executor.training.base.attention import (
     ATTENTION_NAME,
@@ -35,11 +36,9 @@ from shared.messages.training import Hyperparameters
 
 log = structlog.get_logger(__name__)
 
-ACTIVATION_BYTES = 1 << 30
-"""Of what layers of an unquantized base keep from forward to backward, so that they are not computed again. More is
-computed again: that changes memory and time, and no bit of a result."""
 _KEPT_SHARE = 1.25
-"""What a layer keeps, against the inputs and outputs of its linears."""
+"""What a layer keeps from forward to backward, against the inputs and outputs of its linears. How many layers keep it
+changes memory and time, and no bit of a result."""
 
 
 class TrainableModel:
@@ -113,7 +112,7 @@ class TrainableModel:
     def _how_many_keep(self, tokens: int) -> int:
         if not self._keeps:
             return 0
-        left = ACTIVATION_BYTES
+        left = KEPT_ACTIVATIONS
         size = self._scratch.dtype.itemsize * tokens * _KEPT_SHARE
         for index, width in enumerate(self._widths):
             left -= int(width * size)

@@ -2,7 +2,7 @@
 
 base            nothing where it is mapped and served here too; else its weights
 activations     of the tokens of a micro batch: the inputs of all layers (the rest is computed again, layer by
-                layer), and all that one layer computes with
+                layer), all that one layer computes with, and what else is kept where the base is not quantized
 factors         weights, gradients and both moments, in fp32
 the process     PyTorch and its buffers
 """
@@ -10,6 +10,7 @@ the process     PyTorch and its buffers
 from collections.abc import Mapping
 from typing import Any
 
+from services.executor.ipc.trainer_pipe import KEPT_ACTIVATIONS
 from shared.messages.training import Hyperparameters
 
 PROCESS = 512 << 20
@@ -40,7 +41,8 @@ def training_bytes(
     layers = _number(facts, "num_hidden_layers", "n_layer") or 32
     inner = _number(facts, "intermediate_size", "n_inner") or 4 * hidden
     tokens = max(MICRO_BATCH, longest)
-    activations = 4 * tokens * ((layers + LAYER_VALUES) * hidden + FEED_FORWARD_VALUES * inner)
+    of_layer = 4 * tokens * (LAYER_VALUES * hidden + FEED_FORWARD_VALUES * inner)
+    activations = 4 * tokens * layers * hidden + of_layer + min(KEPT_ACTIVATIONS, layers * of_layer)
     wide = 4 * 2 * hidden + 3 * (hidden + inner)
     factors = hyperparameters.rank * wide * layers * FACTOR_BYTES
     return base + activations + factors + process

@@ -99,7 +99,7 @@ def test_what_is_computed_again_changes_no_bit(tmp_path: Path, monkeypatch: pyte
     model = trainable(directory, Hyperparameters(rank=4, dropout=0.5), dtype=torch.bfloat16)
     kept = backward(model, batch, dropout=key)
     again = backward(model, batch, dropout=key)
-    monkeypatch.setattr(training_model, "ACTIVATION_BYTES", 0)
+    monkeypatch.setattr(training_model, "KEPT_ACTIVATIONS", 0)
     anew = backward(model, batch, dropout=key)
     other = backward(model, batch, dropout=DropoutKey(seed=5, step=4, micro_step=1))
     for log_probs, gradients in (again, anew):
@@ -112,7 +112,7 @@ def test_a_pass_that_comes_between_forward_and_backward_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DPO's reference: layers are computed again as they were, with their dropout and for their batch."""
-    monkeypatch.setattr(training_model, "ACTIVATION_BYTES", 0)
+    monkeypatch.setattr(training_model, "KEPT_ACTIVATIONS", 0)
     directory = make_model(tmp_path / "model", "llama")
     batch, key = batch_of(), DropoutKey(seed=5, step=3, micro_step=1)
     model = trainable(directory, Hyperparameters(rank=4, dropout=0.5))
@@ -133,7 +133,7 @@ def test_it_may_yield_before_each_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, expected: int
 ) -> None:
     """Forward, before the output layer, before each layer's backward, and where one is computed again."""
-    monkeypatch.setattr(training_model, "ACTIVATION_BYTES", kept)
+    monkeypatch.setattr(training_model, "KEPT_ACTIVATIONS", kept)
     calls: list[None] = []
     model = trainable(make_model(tmp_path / "model", "llama"), calls=calls)
     backward(model, batch_of())
