@@ -29,13 +29,16 @@ from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
 from services.gateway.intake.fine_tuning.hyperparameters import chosen
 from services.gateway.intake.rules import check_task
 from services.gateway.tokenizer.store import TokenizerStore
+from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.training import states
 from services.gateway.training.tokenization import Base, FileReader, TokenizedFile
 from shared.errors import (
+    InternalError,
     ModelDoesNotFit,
     NoGroupAvailable,
     QueueFull,
     StorageFull,
+    Unavailable,
     UnknownModel,
 )
 from shared.messages import ModelCard
@@ -129,7 +132,17 @@ class FilePreparation:
                 f"{card.model} is an encoder: it writes no text, so there are no answers that it could learn."
             )
             raise _Failed(TrainingError(NOT_TRAINABLE, message, "model"))
-        return Base(card, await self._tokenizers.get(card))
+        return Base(card, await self._tokenizer(lease, card))
+
+    async def _tokenizer(self, lease: Lease[TrainingJob], card: ModelCard) -> Tokenizer:
+        """Raises `RyzansteinError` while it cannot be had: the job says why."""
+        try:
+            return await self._tokenizers.get(card)
+        except (Unavailable, InternalError) as error:
+            if time.time() >= lease.job.created_at + BASE_WITHIN:
+                raise _Failed(TrainingError(error.code, error.message, "model")) from None
+            await lease.write(partial(states.waiting, reason=error.message))
+            raise
 
     async def _card(self, lease: Lease[TrainingJob]) -> ModelCard:
         """Of a base that was never loaded, once it is: a scheduler is asked for it, and the job says what it waits

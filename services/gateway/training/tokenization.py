@@ -14,7 +14,12 @@ from services.gateway.batches.lines import Line, input_lines
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.fine_tuning.dataset import Dataset
-from services.gateway.intake.fine_tuning.examples import conversation_of, text_of_line, texts_of
+from services.gateway.intake.fine_tuning.examples import (
+    check_pair,
+    conversation_of,
+    text_of_line,
+    texts_of,
+)
 from services.gateway.intake.fine_tuning.faults import Faults
 from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import Conversation
@@ -152,6 +157,8 @@ class FileReader:
                     found.append(text_of_line(text))
                 else:
                     found += await self._turns(*text)
+            if self._method == "dpo":
+                check_pair(found)
         except InvalidParameter as error:
             return error
         return found

@@ -2,6 +2,7 @@
 Pure.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -159,6 +160,17 @@ def text_of_line(line: TextLine) -> TrainedText:
     """A plain text: its completion is trained."""
     text = line.prompt + line.completion
     return TrainedText([Piece(text, [(len(line.prompt), len(text))])], special=True)
+
+
+def check_pair(texts: Sequence[TrainedText]) -> None:
+    """Raises `InvalidParameter` where a pair's outputs are not one text each."""
+    if len(texts) != 2:
+        raise InvalidParameter(
+            "The chat template of the model shows the calls of an output one by one, and each in another way when "
+            "others follow, so the output is no single text: send outputs with one call.",
+            param="preferred_output",
+            reason="invalid_messages",
+        )
 
 
 def check_context(tokens: int, most: int, *, set_by_job: bool) -> None:

@@ -40,7 +40,7 @@ class Faults:
     def check_line(self, number: int, fault: str, most: int) -> None:
         """Of a line that was not read. `most`: its bytes at most."""
         if fault == "too_long":
-            message = f"The line has more than {most:,} bytes; shorten it ({limits.BODY.cited()})."
+            message = f"The line has more than {most:,} bytes; shorten it ({limits.BODY.cited(most)})."
             self.found.append(BatchError("line_too_long", message, number))
         else:
             self.found.append(BatchError("invalid_json_line", "This line is not valid UTF-8.", number))

@@ -283,6 +283,21 @@ async def test_a_base_that_was_never_loaded_is_waited_for(
         assert words in (refused.error.message or "")
 
 
+async def test_a_tokenizer_that_is_not_stored_yet_is_waited_for(
+    client: openai.AsyncOpenAI, http: httpx.AsyncClient, ring: FakeRing, bus: Bus
+) -> None:
+    await ring.add_model(tiny_card())
+    await until_listed(http, TINY)
+    job = await submit(client, jsonl(LINE, LINE))
+
+    async def told() -> bool:
+        return "is not stored in NATS yet" in (await record_of(bus, job.id)).waiting_for
+
+    await until(told)
+    await put_tokenizer(bus)
+    assert (await checked(client, job)).status == "queued"
+
+
 async def test_what_does_not_come_is_given_up(
     cold: FakeHosts,
     gateway: RunningGateway,

@@ -8,12 +8,14 @@ import pytest
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.fine_tuning.examples import (
     ChatText,
+    check_pair,
     conversation_of,
     text_of_line,
     texts_of,
 )
 from services.gateway.intake.fine_tuning.schemas import TextLine
 from services.gateway.tokenizer.templates import Traits
+from services.gateway.tokenizer.turns import Piece, TrainedText
 from shared.limits import MESSAGES, NESTING
 from shared.messages.training import TrainingMethod
 from tests.unit.gateway.tool_calls.test_templates import CALL, CARD, OTHER, TOOLS
@@ -211,6 +213,13 @@ def test_a_preference_pair_is_refused(line: Any, reason: str, param: str, words:
     assert (error.reason, error.param) == (reason, param)
     with pytest.raises(InvalidParameter, match=words):
         read(line, "dpo")
+
+
+def test_each_output_of_a_pair_is_one_text() -> None:
+    text = TrainedText([Piece("a", [(0, 1)])])
+    check_pair([text, text])
+    with pytest.raises(InvalidParameter, match="one call"):
+        check_pair([text, text, text])
 
 
 def test_variables_of_the_template_are_those_it_looks_at() -> None:
