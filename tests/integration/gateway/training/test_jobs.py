@@ -1,6 +1,5 @@
 """Fine-tuning jobs at a gateway, with OpenAI's client: their life, their events, what is refused."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from shared.config import CommonSettings
 from tests.adapters import register
 from tests.integration.gateway.conftest import run_gateway
-from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card
+from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card, until
 from tests.integration.gateway.training.fake_trainer import (
     CSV,
     FakeTrainer,
@@ -216,9 +215,10 @@ async def test_what_is_refused(
 
 
 async def until_found(client: openai.AsyncOpenAI, model: str) -> None:
-    async with asyncio.timeout(40):
-        while model not in {one.id async for one in client.models.list()}:
-            await asyncio.sleep(0.05)
+    async def found() -> bool:
+        return model in {one.id async for one in client.models.list()}
+
+    await until(found, 40.0)
 
 
 async def test_files_have_their_purpose_and_tenants_their_limit(
