@@ -22,7 +22,7 @@ KEPT_ACTIVATIONS = 1 << 30
 """Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
 compute them again: its host reckons with them."""
 PAUSE = b"pause\n"
-"""Write a state after the step that is under way, and end."""
+"""Write a state after the step that is under way, or without it where it takes long, and end."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True):

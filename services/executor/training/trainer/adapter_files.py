@@ -120,7 +120,7 @@ def _config(targets: Sequence[str], hyperparameters: Hyperparameters, base: str)
 def base_name(job: TrainingJob) -> str:
     """Of the base, for whoever gets the adapter: its hub name, or else how the cluster calls it. A directory of a host
     is of no use to others."""
-    source = job.base.source if job.base is not None else ""
+    source = job.base.source.partition(":")[0] if job.base is not None else ""  # without its quantization
     return source if source.count("/") == 1 and source[0] not in "/.~" else job.model
 
 

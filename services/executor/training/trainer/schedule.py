@@ -14,6 +14,7 @@ Source: Loshchilov & Hutter, "SGDR", https://arxiv.org/abs/1608.03983.
 import math
 from dataclasses import dataclass
 
+from shared.errors import InvalidRequest
 from shared.messages.training import Hyperparameters, TrainingMethod, steps_of
 
 PEAK_LEARNING_RATE: dict[TrainingMethod, float] = {"supervised": 2e-4, "dpo": 5e-6}
@@ -51,6 +52,12 @@ class Course:
 
 
 def course_of(hyperparameters: Hyperparameters, units: int) -> Course:
+    """Raises `InvalidRequest` where there is nothing to do."""
+    if min(units, hyperparameters.batch_size, hyperparameters.epochs) < 1:
+        raise InvalidRequest(
+            f"The job has {units} examples, a batch_size of {hyperparameters.batch_size} and {hyperparameters.epochs} "
+            "epochs; create it with at least one of each."
+        )
     course = Course(units, hyperparameters.batch_size, hyperparameters.epochs)
     assert course.steps == steps_of(hyperparameters, units), "the record counts as the trainer does"
     return course

@@ -53,7 +53,7 @@ def write_state(path: Path, job: str, fingerprint: str, state: SavedState) -> tu
     encoded = bytearray(msgspec.msgpack.encode(state.metrics))
     tensors = {_METRICS: torch.frombuffer(encoded, dtype=torch.uint8)}
     tensors |= {_FACTOR + name: factor.detach().contiguous() for name, factor in state.factors.items()}
-    tensors |= {_MOMENT + name: moment.contiguous() for name, moment in state.moments.items()}
+    tensors |= {_MOMENT + name: moment for name, moment in _apart(state.moments).items()}
     about = {"format": _FORMAT, "job": job, "step": str(state.step), "fingerprint": fingerprint}
     unfinished = path.with_name(f".{path.name}.part")
     try:
@@ -66,6 +66,17 @@ def write_state(path: Path, job: str, fingerprint: str, state: SavedState) -> tu
     except (OSError, SafetensorError) as error:
         raise no_room(path, error) from None
     return size, digest
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in memory of its own, which a file of tensors asks for: bitsandbytes has one table for all moments."""
+    seen: set[int] = set()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        shared = tensor.data_ptr() in seen
+        seen.add(tensor.data_ptr())
+        apart[name] = tensor.clone() if shared else tensor.contiguous()
+    return apart
 
 
 def no_room(path: Path, error: BaseException) -> StorageFull:

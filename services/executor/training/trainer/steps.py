@@ -135,9 +135,7 @@ class Steps:
         sums = Sums.zero(self._device)
         weight = self._weight(self._examples, units)
         batches = micro_batches(units, lengths, MICRO_BATCH_TOKENS)
-        for place, batch in self._replicas.mine(batches):
-            if not self._examples.trained(batch):
-                continue
+        for place, batch in self._mine(self._examples, batches):
             key = DropoutKey(self._job.seed, step, place)
             dropout = key if self._job.hyperparameters.dropout > 0 else None
             loss, part = self._loss(self._examples, batch, weight, dropout)
@@ -165,16 +163,17 @@ class Steps:
         weight = self._weight(examples, range(examples.units))
         sums = Sums.zero(self._device)
         with torch.no_grad():
-            for batch in self._replicas_of(examples):
-                sums.add(self._loss(examples, batch, weight, None)[1])
+            for first in range(0, examples.units, _VALIDATED_TOGETHER):
+                units = range(first, min(first + _VALIDATED_TOGETHER, examples.units))
+                batches = micro_batches(units, examples.lengths(units), MICRO_BATCH_TOKENS)
+                for _, batch in self._mine(examples, batches):
+                    sums.add(self._loss(examples, batch, weight, None)[1])
         return self._means(sums, weight, [])
 
-    def _replicas_of(self, examples: ExampleSet) -> Iterator[list[int]]:
-        """The micro batches of all `examples` that this process computes."""
-        for first in range(0, examples.units, _VALIDATED_TOGETHER):
-            units = range(first, min(first + _VALIDATED_TOGETHER, examples.units))
-            batches = micro_batches(units, examples.lengths(units), MICRO_BATCH_TOKENS)
-            yield from (batch for _, batch in self._replicas.mine(batches))
+    def _mine(self, examples: ExampleSet, batches: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Those of `batches` that this process computes, each with its place; without those that have nothing to learn
+        from."""
+        return ((place, batch) for place, batch in self._replicas.mine(batches) if examples.trained(batch))
 
     def _units_of(self, step: int) -> list[int]:
         epoch = self._course.epoch_of(step)

@@ -18,12 +18,15 @@ FIRST_NAP, LONGEST_NAP = 0.002, 0.02
 """Seconds until it looks again: twice as long each time."""
 QUIET = 0.1
 """Seconds without interactive requests after which it goes on: a conversation's next request comes soon."""
+GIVE_UP_AFTER = 3.0
+"""Seconds for which a pause waits for the step under way; one that takes longer is made again later."""
 _LAYERS_AHEAD = 2
 """Layers that a GPU may have in its queue, which is what a request that comes has to wait for."""
 
 
 class PauseWanted(Exception):
-    """Somebody wants a pause of a trainer that stands still: the step under way is given up, to be made again."""
+    """Somebody wants a pause of a trainer that stands still, or has much left of its step: that is given up, to be made
+    again."""
 
 
 class Gate:
@@ -44,15 +47,25 @@ class Gate:
         self._pause = pause
         self._clock = clock
         self._launched: deque[torch.cuda.Event] | None = deque() if device.type == "cuda" else None
+        self._pause_by: float | None = None
         self.waited = 0.0
         """Seconds, since the trainer began."""
 
     def __call__(self) -> None:
         """Raises `PauseWanted`."""
+        if self._pause.is_set():
+            self._look_at_pause()
         if self._launched is not None:
             self._wait_for_layers(self._launched)
         if self._activity is not None and not self._activity.is_idle:
             self._wait(self._activity)
+
+    def _look_at_pause(self) -> None:
+        now = self._clock()
+        if self._pause_by is None:
+            self._pause_by = now + GIVE_UP_AFTER
+        elif now >= self._pause_by:
+            raise PauseWanted
 
     def _wait(self, activity: HostActivity) -> None:
         self._tell(True)

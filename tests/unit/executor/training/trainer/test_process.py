@@ -17,6 +17,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
     PAUSE,
@@ -33,6 +34,7 @@ from services.executor.ipc.trainer_pipe import (
 )
 from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
+from services.executor.supervisor.rank_process import environment
 from services.executor.training.trainer.process import run
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.trainer.jobs import examples_of, job_of, make_spec, random_texts
@@ -57,6 +59,7 @@ class Process:
             [sys.executable, "-c", AT_ONCE, str(write)],
             stdin=subprocess.PIPE,
             pass_fds=(write,),
+            env=environment(spec.threads, ExecutorSettings.model_validate(spec.settings)),
         )
         os.close(write)
         self._events = os.fdopen(read, "rb")

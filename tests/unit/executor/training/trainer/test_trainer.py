@@ -79,7 +79,7 @@ def spec_of(directory: Path, job: TrainingJob, **changes: Any) -> TrainerSpec:
 
 
 JOBS = {
-    "supervised": job_of(dropout=0.2, epochs=3),
+    "supervised": job_of(dropout=0.2, epochs=3, batch_size=8),
     "dpo": job_of("dpo", dropout=0.2, learning_rate_multiplier=100.0),
 }
 
