@@ -15,7 +15,7 @@ from shared.messages.training import (
 
 ID_DIGITS = 12
 """Of a job's id, in the name of its model."""
-MAX_BASE, MAX_TENANT = 80, 24
+MAX_BASE, MAX_TENANT = 72, 24
 """Characters of them in a model's name: longer ones are cut, and end with a digest of the whole."""
 
 

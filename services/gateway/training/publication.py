@@ -7,7 +7,8 @@
     then                            examples, states, metrics are deleted
 
 Each part can be done again: names and ids follow from the job, and adapters lie under their digest. So whoever takes
-the job over, wherever its gateway was killed, ends with the same. An adapter is its tenant's alone.
+the job over, wherever its gateway was killed, ends with the same; what is said of a part is said before the part is
+done. An adapter is its tenant's alone.
 """
 
 import contextlib
@@ -54,10 +55,10 @@ class Publication:
 
     async def publish(self, lease: Lease[TrainingJob]) -> None:
         """Everything that is to be done now. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
-        before = lease.job.status
+        wanted = states.settled(lease.job, time.time())
+        if wanted.status != lease.job.status:
+            await self._say(wanted, f"job_{wanted.status}", f"Fine-tuning job {wanted.status}")
         job = await lease.write(lambda known: states.settled(known, time.time()))
-        if job.status != before:
-            await self._say(job, f"job_{job.status}", f"Fine-tuning job {job.status}")
         for adapter in job.adapters:
             if not adapter.name:
                 await self._publish_checkpoint(lease, adapter)
@@ -69,14 +70,14 @@ class Publication:
     async def _publish_checkpoint(self, lease: Lease[TrainingJob], adapter: TrainedAdapter) -> None:
         name = checkpoint_name(lease.job, adapter)
         await self._register(lease, adapter, name)
-        job = await lease.write(lambda known: states.named(known, adapter, name))
         await self._say(
-            job,
+            lease.job,
             "checkpoint",
             f"Checkpoint created at step {adapter.step} with Snapshot ID: {name}",
             step=adapter.step,
         )
-        await self._remove_dropped(job)
+        await self._remove_dropped(lease.job)
+        await lease.write(lambda known: states.named(known, adapter, name))
 
     async def _remove_dropped(self, job: TrainingJob) -> None:
         """Names of checkpoints that the job keeps no more: a host keeps the last ones."""
@@ -142,6 +143,7 @@ class Publication:
         for name in filter(None, names):
             await self._objects.delete(name)
         await clear_objects(self._objects, job.id)  # what attempts of hosts have left that died
+        await self._remove_dropped(job)
         await lease.write(states.cleaned)
 
     async def _say(

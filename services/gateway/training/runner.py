@@ -115,8 +115,9 @@ class TrainingRunner:
             await asyncio.wait([self._working])
         finally:
             await cancel_all([self._working])
-        if not self._working.cancelled():
-            self._working.result()
+            failed = None if self._working.cancelled() else self._working.exception()
+        if failed is not None:
+            raise failed
 
     async def release(self) -> None:
         """Another gateway may go on at once."""
