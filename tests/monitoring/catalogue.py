@@ -19,6 +19,7 @@ from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.certificates import CertificateExpiry
 from services.gateway.service import GatewayService
+from services.gateway.training.runner import FineTuningMetrics
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
@@ -78,6 +79,7 @@ def _services(directory: Path) -> Iterator[Service]:
     """The four, as they are once they have begun."""
     gateway = GatewayService(GatewaySettings(instance="x"))
     BatchMetrics(gateway.registry)
+    FineTuningMetrics(gateway.registry)
     trustme.CA().cert_pem.write_to_path(directory / "certificate")
     CertificateExpiry(gateway.registry, str(directory / "certificate"))
     executor = ExecutorService(ExecutorSettings(instance="x", engine="stub"))
