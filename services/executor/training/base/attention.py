@@ -27,6 +27,9 @@ CURRENT_ATTRIBUTE = "current_pass"
 
 _ROWS = 256
 """Whose scores are held at once, where they are held."""
+_SHORT = 256
+"""Tokens up to which an example is attended to by plain products on CPUs: PyTorch's fused kernel takes longer there,
+backward most of all (bf16, 100 tokens: three times as long)."""
 
 
 def register_training_attention() -> None:
@@ -70,11 +73,49 @@ def packed_attention(
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """[1, heads, L, v] of one example."""
     length = q.shape[2]
+    if q.device.type == "cpu" and length <= _SHORT:
+        seen = _seen(0, length, length, window, q.device)
+        short: Tensor = _Short.apply(q[0], k[0], v[0], seen, scale)  # type: ignore[no-untyped-call]
+        return short.unsqueeze(0)
     mask = None if window is None or length <= window else _seen(0, length, length, window, q.device)
     grouped = q.shape[1] != k.shape[1]
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+class _Short(torch.autograd.Function):
+    """[heads, L, v] of `q` [heads, L, d], `k` and `v` [KV heads, L, d or v]; keeps nothing but these for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v, seen)
+        ctx.scale = scale
+        weights = _weights(_grouped(q, k), k, seen, scale).to(v.dtype)
+        return (weights @ v).view(*q.shape[:2], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, seen = ctx.saved_tensors
+        queries, out = _grouped(q, k), _grouped(gradients[0], v)
+        weights = _weights(queries, k, seen, ctx.scale)
+        dv = weights.to(v.dtype).transpose(1, 2) @ out
+        of_weights = (out @ v.transpose(1, 2)).float()
+        of_weights -= (of_weights * weights).sum(-1, keepdim=True)
+        scores = of_weights.mul_(weights).mul_(ctx.scale).to(q.dtype)
+        return (scores @ k).view(q.shape), scores.transpose(1, 2) @ queries, dv, None, None
+
+
+def _grouped(rows: Tensor, like: Tensor) -> Tensor:
+    """[KV heads, group * L, d]: the rows of all heads that share one of `like`."""
+    return rows.reshape(like.shape[0], -1, rows.shape[-1])
+
+
+def _weights(queries: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """float32 [KV heads, group * L, L]"""
+    scores = (queries @ k.transpose(1, 2)).float().mul_(scale)
+    by_rows = scores.view(k.shape[0], -1, *seen.shape)
+    return torch.softmax(by_rows.masked_fill_(~seen, float("-inf")), dim=-1).view_as(scores)
 
 
 def _by_rows(

@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from services.executor.training import model as training_model
+from services.executor.training.base import attention
 from services.executor.training.base.linear import Dropout
 from services.executor.training.base.loading import TRAINED, check_trainable
 from services.executor.training.batch import DropoutKey, PackedBatch
@@ -34,6 +35,14 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {}),
     ("granite", {"logits_scaling": 3.0}),
 ]
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("mistral", {"sliding_window": 9})])
+def test_long_examples_are_attended_to_by_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(attention, "_SHORT", 16)
+    test_gradients_are_those_of_peft(tmp_path, model_type, changes)
 
 
 OTHERS = sorted(TRAINED - {model_type for model_type, _ in FAMILIES})
