@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from rich.console import Console
@@ -39,7 +40,7 @@ class FineTuning:
         if given.startswith("file-"):
             return given
         raise ConfigurationError(
-            f"{given} is neither a file here nor the id of an uploaded one (file-...); give a file of JSON lines."
+            f"{given[:200]} is neither a file here nor the id of an uploaded one (file-...); give a file of JSON lines."
         )
 
     async def create(self, body: dict[str, Any]) -> Job:
@@ -47,11 +48,11 @@ class FineTuning:
         return await self._gateway.ask("POST", JOBS, json=body, headers=key)
 
     async def get(self, job: str) -> Job:
-        return await self._gateway.ask("GET", f"{JOBS}/{job}")
+        return await self._gateway.ask("GET", _path(job))
 
     async def act(self, job: str, action: str) -> Job:
         """`action`: cancel, pause or resume."""
-        return await self._gateway.ask("POST", f"{JOBS}/{job}/{action}")
+        return await self._gateway.ask("POST", f"{_path(job)}/{action}")
 
     async def listed(self, limit: int) -> list[Job]:
         """The newest."""
@@ -60,13 +61,13 @@ class FineTuning:
 
     async def checkpoints(self, job: str) -> list[Checkpoint]:
         """The earliest first."""
-        found = [one async for page in self._pages(f"{JOBS}/{job}/checkpoints") for one in page]
+        found = [one async for page in self._pages(f"{_path(job)}/checkpoints") for one in page]
         return sorted(found, key=lambda one: int(one["step_number"]))
 
     async def events(self, job: str, most: int) -> list[Event]:
         """The newest ones, the earliest of them first."""
         found: list[Event] = []
-        async for page in self._pages(f"{JOBS}/{job}/events"):
+        async for page in self._pages(f"{_path(job)}/events"):
             found += page
             if len(found) >= most:
                 break
@@ -74,7 +75,7 @@ class FineTuning:
 
     async def follow(self, job: str) -> AsyncGenerator[Event, None]:
         """Its events as they are written, from the first on, until it is over; a gateway that goes is waited for."""
-        events = _EventStream(self._gateway, f"{JOBS}/{job}/events?stream=true")
+        events = _EventStream(self._gateway, f"{_path(job)}/events?stream=true")
         while (event := await patiently(lambda: anext(events, None))) is not None:
             yield event
 
@@ -93,7 +94,7 @@ class FineTuning:
     async def download(self, job: str, name: str, checkpoint: int, target: Path) -> None:
         """One of `ADAPTER_FILES`; `checkpoint`: its step, 0: the result."""
         query = f"?checkpoint={checkpoint}" if checkpoint else ""
-        await self._gateway.download(f"{JOBS}/{job}/adapter/{name}{query}", target)
+        await self._gateway.download(f"{_path(job)}/adapter/{name}{query}", target)
 
     async def made(self, name: str) -> tuple[Job, int]:
         """The job `name`, or the one that has made the model `name`, and of a checkpoint's its step, else 0. Raises
@@ -116,9 +117,16 @@ class FineTuning:
         )
 
 
+def _path(job: str) -> str:
+    return f"{JOBS}/{quote(job, safe='')}"
+
+
 def _existing(given: str) -> Path | None:
-    path = Path(given).expanduser()
-    return path if path.exists() else None
+    try:
+        path = Path(given).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # no name of a file, or of a user
+        return None
 
 
 class _EventStream(AsyncIterator[Event]):

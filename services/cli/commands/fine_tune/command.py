@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -153,6 +154,9 @@ async def _create(
     json: AsJson = False,
 ) -> None:
     """Upload FILE and create a job; prints its id."""
+    if follow and json:
+        raise ConfigurationError("--follow shows a job to people, --json is for programs; name one.")
+    _check_finite({"--alpha": alpha, "--dropout": dropout, "--warmup-ratio": warmup_ratio})
     hyperparameters = {
         "n_epochs": _number("--epochs", epochs, int),
         "batch_size": _number("--batch-size", batch_size, int),
@@ -182,25 +186,32 @@ async def _create(
     if validation:
         given["validation_file"] = await jobs.file(validation, screen)
     job = await jobs.create(_without_none(given))
-    if follow and not json:
-        say(console(), job["id"])
-        await _followed(jobs, job)
-        return
     if json:
         _print_json(job)
-    else:
-        print(job["id"])  # noqa: T201
+        return
+    print(job["id"], flush=True)  # noqa: T201
+    if follow:
+        await _followed(jobs, job)
 
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> int | float | str:
-    """ "auto" as it is. Raises `ConfigurationError`."""
+    """What `text` says; "auto" stays. Raises `ConfigurationError`."""
     if text == Auto:
         return text
     try:
-        return kind(text)
+        number = kind(text)
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise ConfigurationError(f"{option} takes {what} or auto, not {text!r}.") from None
+    _check_finite({option: number})
+    return number
+
+
+def _check_finite(options: dict[str, float | None]) -> None:
+    """Raises `ConfigurationError` for what JSON has no place for."""
+    for option, value in options.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigurationError(f"{option} takes a finite number, not {value}.")
 
 
 def _without_none(given: dict[str, Any]) -> dict[str, Any]:

@@ -113,6 +113,11 @@ def test_what_is_wrong_is_one_sentence(gateway: FakeGateway, tmp_path: Path) -> 
         ([file, "--learning-rate-multiplier", "x"], r"takes a number or auto"),
         ([file, "--beta", "0.1"], r"--beta belongs to --method dpo"),
         ([file, "--metadata", "x"], r"KEY=VALUE"),
+        (['{"messages": []}' * 100], r"neither a file here"),
+        (["~nobody-of-this-name/file"], r"neither a file here"),
+        ([file, "--learning-rate-multiplier", "nan"], r"--learning-rate-multiplier takes a finite number"),
+        ([file, "--alpha", "inf"], r"--alpha takes a finite number, not inf"),
+        ([file, "--follow", "--json"], r"name one"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             run(gateway, "create", *words, "--model", "base")
