@@ -251,8 +251,8 @@ async def _run(
 def main(
     url: Annotated[str, typer.Option(help="Of a gateway; empty: a stack of its own.")] = "",
     model: Annotated[str, typer.Option(help="Of the own stack; empty: the built-in one.")] = "",
-    requests: Annotated[int, typer.Option(help="Streams of a phase.", min=2)] = 60,
-    rate: Annotated[float, typer.Option(help="Of them in a second.", min=0.01)] = 1.0,
+    requests: Annotated[int, typer.Option(help="Streams of a phase.", min=2)] = 100,
+    rate: Annotated[float, typer.Option(help="Of them in a second.", min=0.01)] = 1.5,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=32)] = 128,
     tokens: Annotated[int, typer.Option(help="Of an answer.", min=2)] = 32,
     rounds: Annotated[int, typer.Option(help="Phases of each kind.", min=1)] = 3,

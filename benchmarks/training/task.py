@@ -29,8 +29,6 @@ class Task(msgspec.Struct, frozen=True):
     threads: int = 2
     cache: str = ""
     """Directory of packed weights."""
-    activity: str = ""
-    """Page of a host's activity that a trainer looks at; empty: nobody else is there."""
 
 
 class Result(msgspec.Struct, frozen=True):

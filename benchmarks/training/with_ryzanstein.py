@@ -106,9 +106,7 @@ def trainer(
     with TemporaryDirectory(prefix="ryzanstein-trainer-") as directory:
         data = TrainingData(encoded(examples))
         Path(directory, EXAMPLES).write_bytes(msgspec.msgpack.encode(data))
-        spec = TrainerSpec(
-            job_of(task, epochs), directory, task.model, raw_settings(task), task.threads, task.activity
-        )
+        spec = TrainerSpec(job_of(task, epochs), directory, task.model, raw_settings(task), task.threads)
         reading, writing = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-m", "services.executor.training", str(writing)],
