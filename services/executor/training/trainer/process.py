@@ -79,13 +79,13 @@ class Trainer:
         examples = read_examples(data.training, unit, "training")
         self._validation = read_examples(data.validation, unit, "validation")
         self._fingerprint = fingerprint(self._job, spec.threads, encoded)
+        course = course_of(self._job.hyperparameters, examples.units)
         activity = HostActivity(Path(spec.activity)) if spec.activity else None
         self._gate = Gate(activity, device, lambda waits: tell(Yielding(waits)), pause, clock)
         model = load(spec, device, self._gate)
         self._factors = named_factors(model)
         check_size(self._factors)
         self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device)
-        course = course_of(self._job.hyperparameters, examples.units)
         self._steps = Steps(self._job, model, self._optimizer, examples, course, device, SingleReplica())
         self._metrics: list[TrainingMetrics] = self._resumed(device)
         self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
@@ -244,9 +244,10 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
 
 
 def _be_deterministic(device: torch.device) -> None:
-    """The same sums in every run. Of a GPU's operators that know no such way a warning is logged, and they run."""
+    """The same sums in every run. Of a GPU's operators that know no such way a warning is logged, and they run. Memory
+    that nobody has written is not filled: nobody reads it, and it takes time."""
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it, and it takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _told(error: Exception, job: str) -> RyzansteinError:
