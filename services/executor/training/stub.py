@@ -70,29 +70,29 @@ class StubTrainer:
         state = self._read() or _State(0, _hash(str(job.seed), hashlib.sha256(data).hexdigest()), job.id)
         self.tell(Loaded(state.step, steps))
         while state.step < steps:
-            self._wait()
+            if not self._wait():
+                self._write_state(state)
+                self.tell(Paused(state.step))
+                return
             state.step, state.value = state.step + 1, _hash(state.value, str(state.step + 1))
             self.tell(Stepped(_metrics(state.step)))
             epoch_ends = state.step % an_epoch == 0
             if epoch_ends and state.step < steps:
                 self._write_adapter(state, is_result=False)
-            if self._pipe.pause.is_set() or epoch_ends or state.step % STATE_EVERY == 0:
+            if epoch_ends or state.step % STATE_EVERY == 0:
                 self._write_state(state)
-            if self._pipe.pause.is_set() and state.step < steps:
-                self.tell(Paused(state.step))
-                return
         self._write_adapter(state, is_result=True)
         (self._directory / "metrics.csv").write_text(_csv(steps))
         self.tell(Finished("metrics.csv", steps))
 
-    def _wait(self) -> None:
-        """As long as a step takes, in which nobody else waits for an answer."""
+    def _wait(self) -> bool:
+        """As long as a step takes, in which nobody else waits for an answer; False: a pause is wanted."""
         if self._is_asked():
             self.tell(Yielding(waits=True))
-            while self._is_asked():
+            while self._is_asked() and not self._pipe.pause.is_set():
                 time.sleep(LOOK)
             self.tell(Yielding(waits=False))
-        time.sleep(self._seconds)
+        return not self._pipe.pause.wait(self._seconds)
 
     def _is_asked(self) -> bool:
         """Whether somebody waits for an answer."""

@@ -18,7 +18,7 @@ from tests.integration.executor.training_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = 200
+EXAMPLES = 400
 
 
 def done(job: TrainingJob) -> bool:

@@ -8,6 +8,7 @@ While the broker is away it waits; where there is no room it tries for a while.
 """
 
 import asyncio
+import contextlib
 import shutil
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWr
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
-from shared.errors import StorageFull
+from shared.errors import BrokerUnavailable, StorageFull
 from shared.messages.training import TrainedAdapter, TrainingJob
 
 STORE_PAUSE = 5.0
@@ -69,6 +70,12 @@ class JobStorage:
                 return
             self._come.clear()
             await self._come.wait()
+
+    async def discard(self) -> None:
+        """What was stored for a result that is void now; where the broker is away it goes with the job."""
+        if self.metrics_object:
+            with contextlib.suppress(BrokerUnavailable):
+                await self._files.remove(self.metrics_object)
 
     async def _next(self, written: Written) -> None:
         match written:

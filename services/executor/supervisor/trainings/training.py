@@ -163,6 +163,8 @@ class Training:
         except NotMine:
             log.warning("training_not_mine", job=self.job, attempt=self.attempt)
             self._counts.ended("not_mine")
+            if self._storage is not None:
+                await self._storage.discard()
         finally:
             if self._process is not None:
                 self._process.kill()

@@ -1,0 +1,301 @@
+"""What a host does with fine-tuning jobs, seen from inside: a real NATS, real stub trainers, no scheduler."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.ipc.activity import ActivityPage, HostActivity
+from services.executor.supervisor.host_memory import HostMemory
+from services.executor.supervisor.trainings import trainer_process
+from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings
+from services.executor.supervisor.trainings.job_changes import MOST_CRASHES
+from shared.config import load_settings
+from shared.errors import InvalidRequest, ModelNotStored, Unavailable
+from shared.messages import HostReply, ModelSpec, StartTraining, StopTraining
+from shared.messages.training import (
+    Hyperparameters,
+    TokenizedData,
+    TrainedAdapter,
+    TrainingJob,
+    TrainingMetrics,
+    TrainingState,
+)
+from shared.nats.bus import Bus
+from shared.nats.tenants import tenant_key
+from shared.nats.training import training_jobs, training_objects
+from tests.integration.executor.training_cluster import data_of
+
+STEPS = 20
+
+
+class Service:
+    """The executor around it, and its models."""
+
+    def __init__(self, bus: Bus, page: Path) -> None:
+        self.bus = bus
+        self.instance = "h"
+        self.activity: ActivityPage | None = ActivityPage(page)
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.settings = load_settings(
+            ExecutorSettings, engine="stub", served_model_name="base", stub_step_ms=20.0, trains=2
+        )
+
+    def step_ms(self, value: float) -> None:
+        """Of trainers that begin from now on, where the base has a source."""
+        self.settings = self.settings.model_copy(update={"stub_step_ms": value})
+
+    async def beat_now(self) -> None:
+        raise Unavailable("Nobody listens.")
+
+    def settings_of(self, spec: ModelSpec) -> ExecutorSettings:
+        return self.settings
+
+    async def prepare_base(self, settings: ExecutorSettings) -> str:
+        await self.ready.wait()
+        return settings.model
+
+    def serves(self, model: str) -> bool:
+        return True
+
+    def gpu_variables(self, devices: Iterable[int]) -> dict[str, str]:
+        return {}
+
+
+class Host:
+    def __init__(self, bus: Bus, page: Path, memory: int = 2 * STUB_BYTES) -> None:
+        self.page = page
+        self.service = Service(bus, page)
+        self.memory = HostMemory([memory], gpus=False)
+        self.trainings = HostTrainings(self.service.settings, self.service, self.memory, self.service)
+        self.jobs, self.objects = training_jobs(bus), training_objects(bus)
+
+    async def submit(self, name: str, **fields: Any) -> TrainingJob:
+        await self.jobs.ensure()
+        await self.objects.open()
+        await self.objects.put(f"{name}-examples", msgspec.msgpack.encode(data_of(STEPS)))
+        values: dict[str, Any] = {
+            "status": "queued",
+            "host": "h",
+            "attempt": 1,
+            "base": ModelSpec("base", ""),
+            "data": TokenizedData(f"{name}-examples", STEPS, 4 * STEPS, 4 * STEPS, 4),
+            "hyperparameters": Hyperparameters(epochs=1, batch_size=1, rank=4),
+            **fields,
+        }
+        job = TrainingJob(name, "t", "base", "supervised", "f", "f", time.time(), 3, **values)
+        await self.jobs.create("t", name, job)
+        return job
+
+    async def begin(self, name: str, attempt: int = 1) -> HostReply:
+        return await self.trainings.start(StartTraining(name, "t", attempt))
+
+    async def job(self, name: str) -> TrainingJob:
+        entry = await self.jobs.get("t", name)
+        assert entry is not None
+        return entry.value
+
+    async def change(self, name: str, **fields: Any) -> None:
+        while True:
+            entry = await self.jobs.get("t", name)
+            assert entry is not None
+            changed = msgspec.structs.replace(entry.value, **fields)
+            if await self.jobs.update(entry.key, changed, entry.revision) is not None:
+                return
+
+    async def again(self, name: str) -> None:
+        """As the scheduler would."""
+        attempt = (await self.job(name)).attempt + 1
+        await self.change(name, host="h", attempt=attempt)
+        assert (await self.begin(name, attempt)).ok
+
+    async def until(self, name: str, state: str) -> None:
+        """Waits until the host says so of the job; empty: it has it no more."""
+        async with asyncio.timeout(60):
+            while [one.state for one in self.trainings.told() if one.job == name] != [state] * bool(state):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def trainer(self, name: str) -> int:
+        process = self.trainings._trainings[tenant_key("t", name)]._process
+        assert process is not None
+        return process.pid
+
+
+@pytest.fixture
+async def host(bus: Bus, tmp_path: Path) -> AsyncIterator[Host]:
+    made = Host(bus, tmp_path / "page")
+    yield made
+    await made.trainings.stop()
+
+
+async def test_what_it_does_not_take_is_refused_by_name(host: Host, bus: Bus, tmp_path: Path) -> None:
+    await host.submit("other", host="i")
+    assert (await host.begin("other")).ok, "it is another's: there is nothing to do"
+    assert (await host.begin("nobody")).ok
+    assert not host.trainings.told()
+    await host.submit("elsewhere", base=ModelSpec("another", ""))
+    with pytest.raises(ModelNotStored, match="was not started with another"):
+        await host.begin("elsewhere")
+    host.service.ready.clear()
+    for name in ("a", "b", "c"):
+        await host.submit(name, base=ModelSpec("base", "org/base"))
+    assert (await host.begin("a")).memory == STUB_BYTES
+    assert (await host.begin("a")).ok, "it has it"
+    assert (await host.begin("b")).ok
+    with pytest.raises(Unavailable, match="has 2 fine-tuning jobs already"):
+        await host.begin("c")
+    small = Host(bus, tmp_path / "other", STUB_BYTES - 1)
+    reply = await small.begin("c")
+    assert (reply.ok, reply.code, reply.memory) == (False, "model_does_not_fit", STUB_BYTES)
+    assert not small.trainings.told()
+    await host.trainings.stop()
+    assert (await host.job("a")).waiting_for == "The executor h was stopped."
+    with pytest.raises(InvalidRequest, match="RYZANSTEIN_TRAINS"):
+        await host.begin("c")
+
+
+async def test_while_it_is_made_ready_it_is_ended_at_once(host: Host) -> None:
+    host.service.ready.clear()
+    for name in ("moved", "unwanted", "replaced"):
+        await host.submit(name)
+    assert (await host.begin("moved")).ok
+    assert (await host.begin("unwanted")).ok
+    await host.change("moved", host="i", attempt=2)
+    await host.change("unwanted", wanted="cancel")
+    for name in ("moved", "unwanted"):
+        assert (await host.trainings.end(StopTraining(name, "t", 1))).ok
+        await host.until(name, "")
+    assert (await host.job("moved")).host == "i"
+    assert (await host.job("unwanted")).status == "cancelled"
+    assert (await host.begin("replaced")).ok
+    await host.change("replaced", attempt=2)
+    assert (await host.begin("replaced", 2)).ok, "the older one ends first; it is told again"
+    await host.until("replaced", "")
+    await host.submit("paused", wanted="pause")
+    assert (await host.begin("paused")).ok
+    await host.until("paused", "")
+    assert (await host.job("paused")).status == "paused"
+
+
+async def test_after_a_crash_it_goes_on_with_what_is_there_and_removes_what_was_left(host: Host) -> None:
+    await host.submit("calm")
+    assert (await host.begin("calm")).ok
+    await host.until("calm", "")
+    calm = await host.job("calm")
+    assert calm.result is not None
+    assert calm.adapters == []
+
+    old = [TrainedAdapter(step, "0" * 64, 4, 1, 1, TrainingMetrics(step)) for step in (1, 2, 3)]
+    await host.submit("hit", hyperparameters=Hyperparameters(epochs=2, batch_size=2, rank=4), adapters=old)
+    page = HostActivity(host.page)
+    page.set(0, 1)  # so that it stands still
+    assert (await host.begin("hit")).ok
+    await host.until("hit", "yielding")
+    os.kill(host.trainer("hit"), signal.SIGKILL)
+    await host.until("hit", "")
+    crashed = await host.job("hit")
+    assert (crashed.host, crashed.retry_at > time.time() - 60) == ("", True)
+    assert "signal SIGKILL" in crashed.waiting_for
+    page.set(0, 0)
+    await host.objects.put("hit/1/state-99", b"left")
+    await host.objects.put("hit/7/state-1", b"of a later attempt")
+    await host.change("hit", state=TrainingState(5, "hit/1/gone", 1, "d"))
+    await host.again("hit")
+    await host.until("hit", "")
+    done = await host.job("hit")
+    assert done.result is not None, done
+    assert [one.step for one in done.adapters] == [2, 3, 10], "the oldest has made way"
+    assert await host.objects.info("hit/1/state-99") is None
+    assert await host.objects.info("hit/7/state-1") is not None
+    families = {family.name: family for family in host.trainings.metrics.collect()}
+    ends = {
+        sample.labels["result"]: sample.value
+        for sample in families["ryzanstein_executor_training_ends"].samples
+    }
+    assert (ends["crashed"], ends["finished"]) == (1, 2)
+    assert families["ryzanstein_executor_training_steps"].samples[0].value == 2 * STEPS
+    assert families["ryzanstein_executor_training_yield_seconds"].samples[0].value > 0
+
+
+async def test_paused_and_resumed_it_makes_the_same(host: Host) -> None:
+    eight_steps = Hyperparameters(epochs=4, batch_size=STEPS // 2, rank=4)  # a state after every other one
+    chosen: dict[str, Any] = {"hyperparameters": eight_steps, "base": ModelSpec("base", "org/base")}
+    host.service.step_ms(1.0)
+    await host.submit("calm", **chosen)
+    assert (await host.begin("calm")).ok
+    await host.until("calm", "")
+    host.service.step_ms(700.0)
+    await host.submit("job", **chosen)
+    assert (await host.begin("job")).ok
+    async with asyncio.timeout(60):
+        while (await host.job("job")).state is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await host.change("job", wanted="pause")
+    assert (await host.trainings.end(StopTraining("job", "t", 1))).ok
+    await host.until("job", "")
+    paused = await host.job("job")
+    assert paused.state is not None
+    assert (paused.status, 2 <= paused.state.step < 8) == ("paused", True)
+    host.service.step_ms(1.0)
+    await host.change("job", status="queued", wanted="run")
+    await host.again("job")
+    await host.until("job", "")
+    calm, done = await host.job("calm"), await host.job("job")
+    assert calm.result is not None
+    assert done.result is not None
+    assert done.result.digest == calm.result.digest
+    assert len(done.adapters) == 3
+
+
+async def test_a_state_that_is_another_is_not_gone_on_with(host: Host) -> None:
+    await host.submit("job", state=TrainingState(5, "job/0/state", 3, "d"))
+    await host.objects.put("job/0/state", b"bad")
+    assert (await host.begin("job")).ok
+    await host.until("job", "")
+    job = await host.job("job")
+    assert job.result is not None, job
+    assert job.state is not None
+    assert job.state.step == STEPS
+
+
+async def test_a_model_gets_its_memory_and_the_job_keeps_its_state(host: Host) -> None:
+    await host.submit("job", hyperparameters=Hyperparameters(epochs=50, batch_size=1, rank=4))
+    assert (await host.begin("job")).ok
+    await host.until("job", "training")
+    await host.trainings.make_way([tenant_key("t", "job"), "nobody"])
+    job = await host.job("job")
+    assert (job.host, job.waiting_for) == ("", "The executor h needs its memory for a model.")
+    assert job.retry_at > time.time()
+    assert job.state is not None
+    assert host.memory.place_training("x", 2 * STUB_BYTES) == ()
+
+
+async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "STUB", "services.executor.training.no_such_module")
+    await host.submit("job", crashes=MOST_CRASHES - 1)
+    assert (await host.begin("job")).ok
+    await host.until("job", "")
+    job = await host.job("job")
+    assert (job.status, job.host) == ("failed", "")
+    assert job.error is not None
+    assert "No module named services.executor.training.no_such_module" in job.error.message
+    empty = msgspec.msgpack.encode(data_of(0))
+    monkeypatch.undo()
+    await host.submit("empty")
+    await host.objects.put("empty-examples", empty)
+    assert (await host.begin("empty")).ok
+    await host.until("empty", "")
+    failed = await host.job("empty")
+    assert failed.error is not None
+    assert (failed.status, failed.error.code) == ("failed", "invalid_request")
+    assert (await host.objects.get("job-examples")) != empty, "nothing is changed of another's"
