@@ -142,7 +142,7 @@ class GatewaySettings(CommonSettings):
     training_examples: int = Field(default=200_000, gt=0)
     """Most examples of a fine-tuning file."""
     training_tokens: int = Field(default=1 << 24, gt=0)
-    """Most tokens of a fine-tuning job's examples together; a gateway needs some 10 bytes for each while it checks
+    """Most tokens of a fine-tuning job's examples together; a gateway needs some 15 bytes for each while it checks
     them."""
     batch_jobs: int = Field(default=8, ge=0)
     """Batches that this gateway runs at a time; 0: it leaves them to other gateways."""

@@ -157,13 +157,13 @@ class ModelTokenizer:
             for turns in found
         ]
 
-    async def encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+    async def encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         """Each text with what is trained of it; beside the event loop, however small they are. `end`: the token that is
-        put behind a text which ends with no special token. Raises `QueueFull`."""
+        put behind a text which ends with no special token; None: none is. Raises `QueueFull`."""
         size = sum(len(piece.text) + _EACH for text in texts for piece in text.pieces)
         return await self._encoding.run(max(size, INLINE + 1), lambda: self._encode_trained(texts, end))
 
-    def _encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+    def _encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         found = []
         specials = {*self._special.values(), end}
         for text in texts:
@@ -174,7 +174,7 @@ class ModelTokenizer:
                 end_of = functools.partial(_end_of, encoding, len(ids), len(piece.text))
                 weights += weights_of(len(ids), end_of, piece.spans)
                 tokens += ids
-            if text.ends_trained and tokens[-1:] and tokens[-1] not in specials:
+            if end is not None and text.ends_trained and tokens[-1:] and tokens[-1] not in specials:
                 tokens.append(end)
                 weights.append(1)
             found.append(TrainedTokens(tokens, bytes(weights)))
@@ -318,7 +318,7 @@ class StubTokenizer:
         spans = [(ends[index] - len(texts[index]), ends[index]) for index in sorted(trained)]
         return [TrainedText([Piece("".join(texts), spans)])]
 
-    async def encode_trained(self, texts: Sequence[TrainedText], end: int) -> list[TrainedTokens]:
+    async def encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         pieces = [piece for text in texts for piece in text.pieces]
         found = [await self.encode(piece.text) for piece in pieces]
         return [

@@ -105,6 +105,8 @@ class FilePreparation:
         """Leaves the job queued or failed. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
         try:
             base = await self._base(lease)
+            if lease.job.waiting_for:
+                await lease.write(partial(states.waiting, reason=""))
             for event in _begun(job):
                 await self._events.add(job.tenant, event)
             async with self._tenants.setdefault(job.tenant, asyncio.Lock()), self._places:

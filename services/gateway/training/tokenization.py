@@ -129,8 +129,8 @@ class FileReader:
                     self._faults.add(line.number, error)
 
     @property
-    def _end(self) -> int:
-        return next(iter(self._base.card.eos_token_ids), 0)
+    def _end(self) -> int | None:
+        return next(iter(self._base.card.eos_token_ids), None)
 
     def _checked(self, line: Line) -> list[Learned] | InvalidParameter | None:
         """None: the line could not be read."""
