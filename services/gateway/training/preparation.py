@@ -24,9 +24,8 @@ from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, ModelLoadFailed
 from services.gateway.core.leases import Lease
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.fine_tuning.dataset import Dataset
+from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
-from services.gateway.intake.fine_tuning.hyperparameters import chosen
 from services.gateway.intake.rules import check_task
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.fine_tuning.dataset import Dataset
+from services.gateway.intake.fine_tuning.dataset import Dataset, batch_size_for, chosen, epochs_for
 from services.gateway.intake.fine_tuning.faults import MAX_FAULTS, Faults, sentence
-from services.gateway.intake.fine_tuning.hyperparameters import batch_size_for, chosen, epochs_for
 from services.gateway.tokenizer.turns import TrainedTokens
 from services.gateway.training.preparation import tokenized, told
 from services.gateway.training.tokenization import TokenizedFile
