@@ -33,12 +33,13 @@ def trainable(
     calls: list[None] | None = None,
     seed: int = 7,
     drawn: bool = True,
+    serving_dtype: str = "auto",
     **changes: Any,
 ) -> TrainableModel:
     """`drawn`: with factors that add something."""
     made = load_trainable(
         directory,
-        settings_for(directory, **changes),
+        settings_for(directory, dtype=serving_dtype, **changes),
         hyperparameters or Hyperparameters(rank=4),
         seed,
         2,

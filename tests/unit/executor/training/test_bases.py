@@ -17,6 +17,7 @@ from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import CODECS
 from services.executor.native.library import why_not
+from services.executor.training.base import packed
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_gguf_weights import converted, make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
@@ -127,6 +128,43 @@ def test_models_of_other_families_keep_their_codes(tmp_path: Path) -> None:
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert worst(gradients, expected) < 1e-4
+
+
+@natively
+def test_without_kernels_or_room_on_disk_it_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, batch = in_bf16(tmp_path / "model", "llama"), batch_of()
+    model = trainable(directory, weight_dtype="q4_k", **CACHED)
+    expected, gradients = backward(model, batch)
+    with capture_logs() as log:
+        in_memory = trainable(
+            directory, weight_dtype="q4_k", weight_cache_bytes=0, model_cache=tmp_path / "other"
+        )
+    assert "packed_weights_in_memory" in [line["event"] for line in log]
+    assert torch.equal(backward(in_memory, batch)[0], expected)
+    monkeypatch.setattr(packed, "load_library", lambda: None)
+    unpacked = trainable(directory, weight_dtype="q4_k", **CACHED)
+    assert unpacked.description["base"] == "codes in memory"
+    found, others = backward(unpacked, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert worst(others, gradients) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "expected"),
+    [("bf16", "float32", "bfloat16"), ("fp32", "bfloat16", "float32"), ("auto", "float32", "float32")],
+)
+def test_it_computes_in_the_type_that_serving_has(
+    tmp_path: Path, asked: str, stored: str, expected: str
+) -> None:
+    directory = make_model(tmp_path / "model", "llama")
+    if stored == "bfloat16":
+        said_to_be_bf16(directory)
+    model = trainable(directory, dtype=None, serving_dtype=asked)
+    assert model.description["dtype"] == expected
+    _, gradients = backward(model, batch_of())
+    assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
 
 
 @natively
