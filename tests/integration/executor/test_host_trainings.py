@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from services.executor.core.settings import ExecutorSettings
@@ -270,7 +271,10 @@ async def test_a_model_gets_its_memory_and_the_job_keeps_its_state(host: Host) -
     await host.submit("job", hyperparameters=Hyperparameters(epochs=50, batch_size=1, rank=4))
     assert (await host.begin("job")).ok
     await host.until("job", "training")
+    trainer = host.trainer("job")
     await host.trainings.make_way([tenant_key("t", "job"), "nobody"])
+    assert not psutil.pid_exists(trainer)
+    await host.until("job", "")
     job = await host.job("job")
     assert (job.host, job.waiting_for) == ("", "The executor h needs its memory for a model.")
     assert job.retry_at > time.time()

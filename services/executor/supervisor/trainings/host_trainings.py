@@ -198,7 +198,7 @@ class HostTrainings:
             training.halt(Halt("given_back", reason, RETRY_AFTER), MAKE_WAY_WITHIN)
         for training in going:
             log.info("training_makes_way", job=training.job)
-            await training.ended.wait()
+            await training.gone.wait()
 
     # --- commands --------------------------------------------------------------------------------
 

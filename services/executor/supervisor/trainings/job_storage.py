@@ -45,6 +45,8 @@ class JobStorage:
         self._come = asyncio.Event()
         self._closed = False
         self._full_since = 0.0
+        self.hurries = False
+        """Whether the training is to end: what has no room now is left, and it goes on later from its last state."""
         self.full = ""
         """Why nothing can be stored, where that is so."""
         self.result: TrainedAdapter | None = None
@@ -99,6 +101,8 @@ class JobStorage:
                 now = time.monotonic()
                 self._full_since = self._full_since or now
                 self.full = f"What it has learned cannot be stored: {error.message}"
+                if self.hurries:
+                    return
                 if now - self._full_since >= STORE_PATIENCE:
                     raise
                 log.warning("training_store_full", job=self._record.job.id, error=error.message)

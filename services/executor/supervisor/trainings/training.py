@@ -106,6 +106,8 @@ class Training:
         self.memory = 0
         """Bytes that it was promised."""
         self.ended = asyncio.Event()
+        self.gone = asyncio.Event()
+        """Set once its trainer has ended, and its memory is free; what it has written may be stored still."""
         self._state: Literal["loading", "training", "yielding", "ending"] = "loading"
         self._step = 0
         self._halt: Halt | None = None
@@ -133,6 +135,8 @@ class Training:
         if self._halt is not None and halt.kind != "not_mine":
             return
         self._halt = halt
+        if self._storage is not None:
+            self._storage.hurries = True
         if self._loading is not None:
             self._loading.cancel()
         if self._process is None:
@@ -166,8 +170,7 @@ class Training:
             if self._storage is not None:
                 await self._storage.discard()
         finally:
-            if self._process is not None:
-                self._process.kill()
+            self.gone.set()
             self.ended.set()
 
     async def _train(self, directory: Path) -> End:
@@ -186,6 +189,7 @@ class Training:
             return End("crashed", f"A fault of the executor ({type(error).__name__}); its log says where.")
         finally:
             self._state = "ending"
+            self.gone.set()
         return self._end_of(how)
 
     async def _run_trainer(self, directory: Path) -> str:
@@ -215,12 +219,17 @@ class Training:
         finally:
             process.kill()
             await cancel_all({storing, telling, hearing})
+            await process.end()
 
     async def _loaded(self, files: JobFiles, directory: Path) -> TrainerProcess | None:
         """The trainer, with all that it needs; None: it was halted before."""
         self._loading = asyncio.create_task(self._start(files, directory))
-        await asyncio.wait({self._loading})
-        loading, self._loading = self._loading, None
+        loading = self._loading
+        try:
+            await asyncio.wait({loading})
+        finally:
+            self._loading = None
+            loading.cancel()  # which changes nothing where it is done
         if loading.cancelled():
             if self._halt is not None and self._halt.kind == "not_mine":
                 raise NotMine
@@ -279,6 +288,7 @@ class Training:
                 case TrainerFailed():
                     self._failure = event
         how = await process.end()
+        self.gone.set()
         self._on_yield(waits=False)
         self._state = "ending"
         return how

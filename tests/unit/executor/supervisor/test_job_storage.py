@@ -166,6 +166,14 @@ async def test_without_room_for_too_long_it_is_given_up(
         await world.run()
 
 
+async def test_a_training_that_is_to_end_waits_for_no_room(world: World) -> None:
+    world.files.failures = [StorageFull("It is full.")]
+    world.storage.hurries = True
+    world.state(1)
+    await world.run()
+    assert world.bucket.job.state is None
+
+
 async def test_what_others_write_is_kept_and_what_is_anothers_is_left(world: World) -> None:
     world.bucket.other(wanted="pause")
     world.state(1)
