@@ -99,10 +99,8 @@ class JobView:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
         )
-        self._bar = Progress(
-            *columns, TextColumn("{task.fields[figures]}"), console=screen, auto_refresh=False
-        )
-        self._task = self._bar.add_task("", total=None, figures="")
+        self._bar = Progress(*columns, console=screen, auto_refresh=False)
+        self._task = self._bar.add_task("", total=None)
         self._live = Live(self._bar, console=screen, refresh_per_second=4) if screen.is_terminal else None
         self._told = ""
 
