@@ -41,6 +41,7 @@ export function progressBar(job) {
 function factsOf(job) {
   const method = job.method?.type ?? "supervised";
   const chosen = { ...job.method?.[method]?.hyperparameters, ...job.lora, ...job.settings };
+  chosen.max_tokens ||= "the model's context";
   const words = (value) => (Array.isArray(value) ? value.join(" ") : String(value));
   return [
     ["Base", job.model],
@@ -208,7 +209,7 @@ export class JobView {
     const acts = element("span", { className: "buttons" });
     const act = (label, does) => acts.append(button(label, does, { "aria-label": `${label}: step ${step}` }));
     if (model) act("Chat", () => this.chatWith(model));
-    act("Configuration", () => this.#save("adapter_config.json", step));
+    act("Config", () => this.#save("adapter_config.json", step));
     act("Weights", () => this.#save("adapter_model.safetensors", step));
     return [String(step), shown(trainLoss), shown(validLoss), shown(validAccuracy, percent), model || "–", clock(at), acts];
   }
