@@ -102,13 +102,14 @@ def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: i
 def _load_codes(
     directory: Path, settings: ExecutorSettings, config: Any, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """The model with its codes in memory, as they are stored or as `weight_dtype` asks."""
+    """The model with its codes in memory, as they are stored or as `weight_dtype` asks: of values as serving rounds
+    them, whatever `dtype` is computed in."""
     keeps = settings.weight_dtype == "auto"
     codec = None if settings.weight_dtype in ("auto", "bf16") else CODECS[settings.weight_dtype]
     layout, host = ShardLayout.from_config(config, 1, 0), torch.device("cpu")
-    return load_model(
+    model = load_model(
         directory,
-        dtype,
+        choose_dtype(settings, device, config),
         layout,
         SingleRank(),
         host,
@@ -116,6 +117,9 @@ def _load_codes(
         codec,
         keep_codes=keeps,
     )
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay as they are
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _dtype_of(settings: ExecutorSettings, config: Any, device: torch.device) -> torch.dtype:

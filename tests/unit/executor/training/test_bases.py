@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
 
@@ -37,8 +38,10 @@ natively = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not
 
 
 def in_bf16(directory: Path, model_type: str, **changes: Any) -> Path:
-    """A tiny model of heads that the native kernels compute."""
-    return said_to_be_bf16(make_model(directory, model_type, **{"head_dim": 32, **changes}))
+    """A tiny model of heads that the native kernels compute, stored in bf16."""
+    file = make_model(directory, model_type, **{"head_dim": 32, **changes}) / "model.safetensors"
+    save_file({name: held.bfloat16() for name, held in load_file(file).items()}, file, {"format": "pt"})
+    return said_to_be_bf16(directory)
 
 
 def said_to_be_bf16(directory: Path) -> Path:
