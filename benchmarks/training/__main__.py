@@ -183,6 +183,8 @@ def verdicts(found: Sequence[Found]) -> list[str]:
             ("that recomputes", [one for one in peers if one.task.recompute]),
             ("in any way", peers),
         ):
+            if not some:
+                continue
             times = ours["bf16"].rate / max(one.rate for one in some)
             lines.append(
                 _verdict(times >= 1, f"tokens/s with a bf16 base are {times:.2f} of peft's {name}; 1 or more")
