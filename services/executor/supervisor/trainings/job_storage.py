@@ -44,6 +44,8 @@ class JobStorage:
         self._waiting: deque[Written] = deque()
         self._come = asyncio.Event()
         self._closed = False
+        self._old: set[str] = set()
+        """Objects of states that the record names no more."""
         self._full_since = 0.0
         self.hurries = False
         """Whether the training is to end: what has no room now is left, and it goes on later from its last state."""
@@ -120,7 +122,10 @@ class JobStorage:
             await self._files.remove(state.object_name)  # nobody else knows of it
             raise
         if before is not None and before.object_name != state.object_name:
-            await self._files.remove(before.object_name)
+            self._old.add(before.object_name)
+        for name in list(self._old):  # again, where the broker was away the last time
+            await self._files.remove(name)
+            self._old.discard(name)
 
     async def _store_adapter(self, written: AdapterWritten) -> None:
         await self._files.put_adapter(written)

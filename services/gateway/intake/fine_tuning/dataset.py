@@ -1,11 +1,11 @@
 """The examples of one file as they are learned, and what `auto` comes to once it is known how many there are. Pure.
 
-    epochs                     3; more for fewer than 34 examples, so that about a hundred are seen; fewer beyond 8,333,
-                               so that no more than 25,000 are (OpenAI's own rule, from its cookbook)
-    batch_size                 0.2% of the examples, from 1 to 32; one for each replica at least
-    learning_rate_multiplier   1
-    beta                       0.1 (of DPO)
-    alpha                      twice the rank
+epochs                     3; more for fewer than 34 examples, so that about a hundred are seen; fewer beyond 8,333,
+                           so that no more than 25,000 are (OpenAI's own rule, from its cookbook)
+batch_size                 0.2% of the examples, from 1 to 32; one for each replica at least
+learning_rate_multiplier   1
+beta                       0.1 (of DPO)
+alpha                      twice the rank
 """
 
 import hashlib

@@ -45,6 +45,8 @@ class FakeFiles:
         self.failures: list[Exception] = []
         self.stored: list[str] = []
         self.removed: list[str] = []
+        self.away = 0
+        """Times that nothing can be removed."""
 
     async def put_state(self, written: StateWritten) -> TrainingState:
         self._fail()
@@ -60,6 +62,9 @@ class FakeFiles:
         return f"job/1/{file}"
 
     async def remove(self, name: str) -> None:
+        if self.away:
+            self.away -= 1
+            raise BrokerUnavailable("It is away.")
         self.removed.append(name)
 
     async def remove_adapter(self, digest: str) -> None:
@@ -115,6 +120,10 @@ async def test_of_several_states_the_newest_is_stored_and_the_older_object_goes(
     world.state(4)
     await world.run()
     assert world.files.removed == ["job/1/state-3"]
+    world.files.away = 2
+    world.state(5)
+    await world.run()
+    assert world.files.removed == ["job/1/state-3", "job/1/state-4"]
 
 
 async def test_adapters_are_named_and_the_result_waits_for_the_metrics(world: World) -> None:
