@@ -187,6 +187,7 @@ HELD_OUT = ["lion", "zebra", "goat", "mouse", "saw", "ladder", "axe", "drill"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_real_model_learns_a_task_that_it_did_not_know(tmp_path: Path) -> None:
     """Animals are "zop" and tools "quil": of words that it was not shown in training it knows what they are."""
     model = ensure_model(DEFAULT_MODEL, LocalSettings().store, lambda stage, done, total: None)[1]
