@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -63,11 +63,18 @@ class JobKind(Generic[JobT]):
 class Jobs(Generic[JobT]):
     """Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, kind: JobKind[JobT], bucket: TenantBucket[JobT], most: int) -> None:
-        """`most`: as `kind.most` is set."""
+    def __init__(
+        self,
+        kind: JobKind[JobT],
+        bucket: TenantBucket[JobT],
+        most: int,
+        forgetting: Callable[[JobT], Awaitable[None]] | None = None,
+    ) -> None:
+        """`most`: as `kind.most` is set; `forgetting`: what goes before the record of one that is forgotten."""
         self.kind: JobKind[JobT] = kind
         self.bucket: TenantBucket[JobT] = bucket
         self._most = most
+        self._forgetting: Callable[[JobT], Awaitable[None]] | None = forgetting
         self._held = Holdings()
         """Each counts 1 byte while it is not over."""
         self._known = asyncio.Event()
@@ -95,6 +102,8 @@ class Jobs(Generic[JobT]):
         entries = [entry async for entry in self.bucket.of(tenant) if entry.value.clean]
         entries.sort(key=lambda entry: entry.value.created_at)
         for entry in entries[:count]:
+            if self._forgetting is not None:
+                await self._forgetting(entry.value)
             await self.bucket.delete(entry.key, entry.revision)
             self._held.forget(entry.key)
         plural = self.kind.plural.replace("-", "_").replace(" ", "_")

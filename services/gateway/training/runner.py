@@ -21,7 +21,7 @@ from shared.errors import RyzansteinError
 from shared.limits import KNOWN_TRAINING_JOBS, TENANT_TRAINING_JOBS
 from shared.messages.training import TRAINING_OVER, TrainingJob
 from shared.nats.bus import Bus
-from shared.nats.training import training_jobs
+from shared.nats.training import TrainingEvents, training_jobs
 from shared.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,8 @@ KIND = JobKind[TrainingJob](
 
 def fine_tuning_jobs(bus: Bus, most: int) -> Jobs[TrainingJob]:
     """`most`: jobs of a tenant that are not over."""
-    return Jobs(KIND, training_jobs(bus), most)
+    events = TrainingEvents(bus)
+    return Jobs(KIND, training_jobs(bus), most, lambda job: events.clear(job.tenant, job.id))
 
 
 class Preparation(Protocol):

@@ -46,9 +46,10 @@ class Training:
             files, self._objects, self._events, catalog, cold_starts, tokenizers, settings
         )
         publication = Publication(adapters, files, self._events, self._objects)
+        # Owners of their own: of one gateway, too, the check of a file has ended before anything is cleaned up.
         self._runners = (
-            Runners(bus, self._jobs, preparing(preparation, metrics), instance),
-            Runners(bus, self._jobs, publishing(publication.publish, metrics), instance),
+            Runners(bus, self._jobs, preparing(preparation, metrics), f"{instance}/files"),
+            Runners(bus, self._jobs, publishing(publication.publish, metrics), f"{instance}/results"),
         )
 
     async def start(self) -> list[tuple[Coroutine[Any, Any, None], str]]:

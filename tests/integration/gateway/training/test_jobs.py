@@ -1,15 +1,18 @@
 """Fine-tuning jobs at a gateway, with OpenAI's client: their life, their events, what is refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
+from services.gateway.core import leases
 from shared.config import CommonSettings
 from tests.adapters import register
-from tests.integration.gateway.conftest import run_gateway
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card, until
 from tests.integration.gateway.training.fake_trainer import (
     CSV,
@@ -160,6 +163,27 @@ async def test_jobs_are_listed_page_by_page(client: openai.AsyncOpenAI, trainer:
     assert [job.id for job in none.data] == [made[1]]
     with pytest.raises(openai.BadRequestError):
         await client.fine_tuning.jobs.list(extra_query={"metadata": "null", "metadata[a]": "b"})
+
+
+async def test_the_oldest_that_are_over_are_forgotten_with_their_events(
+    client: openai.AsyncOpenAI,
+    gateway: RunningGateway,
+    trainer: FakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "FORGOTTEN_AT_ONCE", 1)
+    jobs = gateway.service.work._training._jobs
+    jobs.kind = replace(jobs.kind, known=structs.replace(jobs.kind.known, value=1))
+    file, made = await upload(client), []
+    for _ in range(2):
+        made.append((await submit(client, training_file=file)).id)
+        await until_status(client, made[-1], "queued")
+        await client.fine_tuning.jobs.cancel(made[-1])
+        await trainer.until(made[-1], lambda job: job.clean)
+    third = await submit(client, training_file=file)
+    assert [job.id for job in (await client.fine_tuning.jobs.list()).data] == [third.id]
+    for gone in made:
+        assert [entry async for entry in trainer.events.of("", gone)] == []
 
 
 async def test_the_same_key_is_the_same_job(client: openai.AsyncOpenAI, trainer: FakeTrainer) -> None:
