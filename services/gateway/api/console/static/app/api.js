@@ -63,8 +63,12 @@ export function upload(file, purpose, onSent, signal) {
   for (const [name, value] of Object.entries(authorized())) request.setRequestHeader(name, value);
   return new Promise((resolve, reject) => {
     const ended = () => {
-      if (request.status === 200) resolve(JSON.parse(request.responseText));
-      else reject(refusalOf(request.status, request.responseText));
+      try {
+        if (request.status !== 200) throw refusalOf(request.status, request.responseText);
+        resolve(JSON.parse(request.responseText));
+      } catch (error) {
+        reject(error);
+      }
     };
     request.upload.addEventListener("progress", (event) => onSent(event.loaded));
     request.addEventListener("load", ended);

@@ -68,7 +68,7 @@ async function show(chat) {
   }
   showSide(false);
   document.title = part === "chat" ? "Ryzanstein" : `${$(`to-${part}`).textContent} · Ryzanstein`;
-  fineTuning.open(part === "fine-tuning" ? decodeURIComponent(id) : "");
+  fineTuning.open(part === "fine-tuning" ? id : "");
   if (part === "chat") await chat.open(id);
 }
 

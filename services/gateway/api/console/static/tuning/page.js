@@ -8,7 +8,7 @@ import { JobView, progressBar } from "./job.js";
 const LOOK = 3000; // milliseconds
 const PAGE = 10; // jobs
 
-const address = (job) => `#fine-tuning/${encodeURIComponent(job.id)}`;
+const address = (job) => `#fine-tuning/${job.id}`;
 
 function row(job) {
   return [
