@@ -46,6 +46,8 @@ class JobStorage:
         self._closed = False
         self._old: set[str] = set()
         """Objects of states that the record names no more."""
+        self._old_adapters: set[str] = set()
+        """The same, by digest."""
         self._full_since = 0.0
         self.hurries = False
         """Whether the training is to end: what has no room now is left, and it goes on later from its last state."""
@@ -143,8 +145,10 @@ class JobStorage:
             return changed
 
         await self._record.write(change)
-        for old in gone:
-            await self._files.remove_adapter(old.digest)
+        self._old_adapters.update(old.digest for old in gone)
+        for digest in list(self._old_adapters):
+            await self._files.remove_adapter(digest)
+            self._old_adapters.discard(digest)
 
     async def _store_metrics(self, written: Finished) -> None:
         self.metrics_object = await self._files.put_metrics(written.metrics)
