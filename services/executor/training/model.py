@@ -31,7 +31,7 @@ from services.executor.training.base.loading import Base, load_base
 from services.executor.training.base.log_probs import Head
 from services.executor.training.base.weights import Scratch
 from services.executor.training.batch import DropoutKey, PackedBatch
-from shared.errors import ModelLoadError
+from shared.errors import InvalidRequest, ModelLoadError
 from shared.messages.training import Hyperparameters
 
 log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ class TrainableModel:
     def __init__(
         self, base: Base, hyperparameters: Hyperparameters, seed: int, between_layers: Callable[[], None]
     ) -> None:
-        """Raises `ModelLoadError` where the base has none of the linears that are to be trained."""
+        """Raises `InvalidRequest` where the base has none of the linears that are to be trained."""
         self._model = base.model
         self._between_layers = between_layers
         self._scratch = Scratch(base.dtype, _device_of(base))
@@ -187,7 +187,8 @@ def load_trainable(
     """The model in `model_directory` with factors of `hyperparameters`, drawn from `seed`. `settings`: of the executor
     that serves it; `compute_dtype`: other than these say.
 
-    Raises `ModelLoadError`: one sentence that says why this base cannot be trained here.
+    Raises `ModelLoadError`: one sentence that says why this base cannot be trained here; `InvalidRequest` for targets
+    that it has not.
     """
     base = load_base(model_directory, settings, device, threads, compute_dtype)
     made = TrainableModel(base, hyperparameters, seed, between_layers)
@@ -243,11 +244,11 @@ def _layers_of(model: Any) -> list[Any]:
 
 
 def _chosen(targets: list[str], linears: dict[str, FrozenLinear], wanted: list[str]) -> list[str]:
-    """Names of the linears that are trained, sorted. Raises `ModelLoadError` where one of `wanted` is none."""
+    """Names of the linears that are trained, sorted. Raises `InvalidRequest` where one of `wanted` is none."""
     known = sorted(name for name in targets if name in linears)
     leaves = {name.rpartition(".")[2] for name in known}
     if missing := sorted(set(wanted) - leaves):
-        raise ModelLoadError(
+        raise InvalidRequest(
             f"The model has no linear layers named {', '.join(missing)} that adapters can change; choose targets among "
             f"{', '.join(sorted(leaves))}."
         )

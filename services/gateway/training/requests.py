@@ -1,6 +1,7 @@
 """The body of POST /v1/fine_tuning/jobs: OpenAI's, and what LoRA has of its own. What is `auto` is chosen once the
 examples are known. Pure."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from shared.messages.training import Hyperparameters, Optimizer, Schedule, Train
 
 Auto = Literal["auto"]
 MAX_SEED = 2_147_483_647
+_SUFFIX = re.compile(r"^[A-Za-z0-9._-]+$")
 MAX_EPOCHS, MAX_BATCH_SIZE, MAX_RANK, MAX_REPLICAS = 50, 256, 256, 16
 """What OpenAI allows of the first two; a rank as executors serve it at most."""
 
@@ -65,7 +67,10 @@ class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Left out: supervised."""
     hyperparameters: SupervisedHyperparameters | None = None
     """As `method.supervised.hyperparameters`; OpenAI's older form."""
-    suffix: Annotated[str, TRAINING_SUFFIX.length(min_length=1, pattern="^[A-Za-z0-9._-]+$")] | None = None
+    suffix: (
+        Annotated[str, TRAINING_SUFFIX.length(min_length=1, extra_json_schema={"pattern": _SUFFIX.pattern})]
+        | None
+    ) = None
     """Stands in the model's name."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     """The same job with the same seed makes the same adapter; left out: a random one."""
@@ -117,6 +122,13 @@ def method_of(wanted: FineTuningCreate) -> TrainingMethod:
 def hyperparameters_of(wanted: FineTuningCreate) -> Hyperparameters:
     """As a job has them. Raises `InvalidParameter`."""
     method, given = method_of(wanted), _given(wanted)
+    if wanted.suffix is not None and not _SUFFIX.fullmatch(wanted.suffix):
+        raise InvalidParameter(
+            f"Invalid suffix '{wanted.suffix}': it stands in the model's name and has letters without accents, digits, "
+            "'.', '_' and '-' alone.",
+            param="suffix",
+            reason="invalid_value",
+        )
     lora = wanted.lora or Lora()
     if len(set(lora.target_modules)) < len(lora.target_modules):
         raise InvalidParameter(

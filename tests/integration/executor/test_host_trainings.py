@@ -145,6 +145,9 @@ async def test_what_it_does_not_take_is_refused_by_name(host: Host, bus: Bus, tm
     await host.submit("elsewhere", base=ModelSpec("another", ""))
     with pytest.raises(ModelNotStored, match="was not started with another"):
         await host.begin("elsewhere")
+    await host.submit("wide", hyperparameters=Hyperparameters(epochs=1, batch_size=1, rank=65))
+    with pytest.raises(InvalidRequest, match="up to the rank 64, and the job's has 65"):
+        await host.begin("wide")
     host.service.ready.clear()
     for name in ("a", "b", "c"):
         await host.submit(name, base=ModelSpec("base", "org/base"))

@@ -137,6 +137,18 @@ class HostTrainings:
 
     def _base(self, job: TrainingJob) -> ExecutorSettings:
         """Raises `RyzansteinError`."""
+        settings = self._settings_of(job)
+        most = settings.max_adapter_rank if settings.max_adapters else 0
+        if job.hyperparameters.rank > most:
+            raise InvalidRequest(
+                f"The model {job.model} takes adapters up to the rank {most}, and the job's has "
+                f"{job.hyperparameters.rank}; create the job with a smaller rank, or raise the model's "
+                "max_adapter_rank (and max_adapters above 0)."
+            )
+        return settings
+
+    def _settings_of(self, job: TrainingJob) -> ExecutorSettings:
+        """Of a group of its base. Raises `RyzansteinError`."""
         spec = job.base or ModelSpec(job.model, "")
         if spec.source:
             return self._models.settings_of(spec)

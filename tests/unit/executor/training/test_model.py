@@ -12,7 +12,7 @@ from services.executor.training.base import attention
 from services.executor.training.base.linear import Dropout
 from services.executor.training.base.loading import TRAINED, check_trainable
 from services.executor.training.batch import DropoutKey, PackedBatch
-from shared.errors import ModelLoadError
+from shared.errors import InvalidRequest, ModelLoadError
 from shared.messages.training import Hyperparameters
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import (
@@ -184,7 +184,7 @@ def test_targets_are_chosen_by_the_last_parts_of_names(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in model.factors} == {"q_proj", "v_proj"}
     assert len(model.factors) == 6
     with pytest.raises(
-        ModelLoadError, match=r"no linear layers named lm_head, wq .* among down_proj, gate_proj"
+        InvalidRequest, match=r"no linear layers named lm_head, wq .* among down_proj, gate_proj"
     ):
         trainable(directory, Hyperparameters(targets=["wq", "lm_head"]))
 
