@@ -169,6 +169,8 @@ class HostTraining(msgspec.Struct, frozen=True, omit_defaults=True):
     step: int = 0
     memory: int = 0
     """Bytes that it was promised."""
+    replica: int = 0
+    """Which part of the job it has, of one that several hosts train."""
 
 
 class HostBeat(msgspec.Struct, frozen=True, omit_defaults=True):

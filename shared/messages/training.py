@@ -195,7 +195,7 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     attempt: int = 0
     """Grows each time that a host is told to train it: what an earlier one still does is void."""
     helpers: list[str] = []
-    """Further executors, where it has more than one replica."""
+    """Further executors, where it has more than one replica; of use while `host` is set."""
     waiting_for: str = ""
     """Why no host has it: one sentence."""
     started_at: float = 0.0
@@ -225,6 +225,15 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Times that its trainer has ended by a fault since it has written its last state."""
     retry_at: float = 0.0
     """Before then no host is told to train it, in unix seconds."""
+    meeting: str = ""
+    """`host:port` where the trainer of its first replica waits for the others in this attempt; empty: not yet."""
+    secret: str = ""
+    """Of this attempt: what its replicas show each other."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """That train it, in the order of its replicas; empty: it waits for them."""
+        return [self.host, *self.helpers] if self.host else []
 
 
 class TrainingEvent(msgspec.Struct, frozen=True, omit_defaults=True):

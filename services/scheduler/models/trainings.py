@@ -5,6 +5,8 @@ out.
                 ▲                                   │ it is gone, does not show it, or gives it back
                 └───────────────────────────────────┘
 
+A job of several replicas has as many hosts, all at once or none; where one is lost, the job is given anew as a whole.
+
 Jobs: of the tenant that has the fewest under way, its oldest. Hosts: those that serve the base first, then those that
 have its files; idle ones before busy ones; then those with the most memory left. Only a host knows what a job takes:
 one that has not as much says so, and is asked again when it has. Models come first: a host that loads one ends
@@ -68,7 +70,8 @@ class TrainingPlacer:
 
     def __init__(self, cluster: ClusterView) -> None:
         self._cluster = cluster
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[tuple[str, str], _Trial] = {}
+        """By job and host."""
         self._stopped: dict[tuple[str, str, int], float] = {}
         """When each host was told to end which attempt of which job."""
         self._refused: dict[tuple[str, str], _Refusal] = {}
@@ -97,9 +100,9 @@ class TrainingPlacer:
     def refused(self, key: str, host: str, memory: int, error: str) -> None:
         """The host does not take the job. `memory`: bytes that it takes, where the host has not as many."""
         job = self._jobs.get(key)
-        if job is not None and job.host == host:
+        if job is not None and host in job.hosts:
             self._refused[key, host] = _Refusal(self._now + REFUSED_FOR, memory, error)
-            self._trials[key] = _Trial(job.attempt, self._now - SILENT_AFTER, self._now)
+            self._trials[key, host] = _Trial(job.attempt, self._now - SILENT_AFTER, self._now)
 
     # --- jobs that have a host -------------------------------------------------------------------
 
@@ -107,21 +110,26 @@ class TrainingPlacer:
         return is_live(job) and not job.host
 
     def _is_lost(self, key: str, job: TrainingJob) -> bool:
-        """Whether its host does not train it, and will not. Tells the host of it where it does not show it yet."""
-        host = self._cluster.hosts.get(job.host)
+        """Whether one of its hosts does not train it, and will not."""
+        lost = [name for name in job.hosts if self._is_lost_on(name, key, job)]  # all of them are told
+        return bool(lost)
+
+    def _is_lost_on(self, name: str, key: str, job: TrainingJob) -> bool:
+        """Tells the host of it where it does not show it yet."""
+        host = self._cluster.hosts.get(name)
         if host is not None and _shows(host, job):
-            self._trials.pop(key, None)
+            self._trials.pop((key, name), None)
             return False
-        trial = self._trials.get(key)
+        trial = self._trials.get((key, name))
         if trial is None or trial.attempt != job.attempt:
-            trial = self._trials[key] = _Trial(job.attempt, self._now, 0.0)
+            trial = self._trials[key, name] = _Trial(job.attempt, self._now, 0.0)
         if host is None:
             return self._now - trial.since >= GONE_AFTER
         if self._now - trial.since >= SILENT_AFTER:
             return True
         if self._now - trial.told_at >= REPEAT:
-            self._trials[key] = trial._replace(told_at=self._now)
-            self._commands.append((job.host, StartTraining(job.id, job.tenant, job.attempt)))
+            self._trials[key, name] = trial._replace(told_at=self._now)
+            self._commands.append((name, StartTraining(job.id, job.tenant, job.attempt)))
         return False
 
     def _stop_others(self) -> None:
@@ -130,7 +138,7 @@ class TrainingPlacer:
             for training in host.trainings:
                 key = tenant_key(training.tenant, training.job)
                 job = self._jobs.get(key)
-                mine = job is not None and job.host == host.name and job.attempt <= training.attempt
+                mine = job is not None and host.name in job.hosts and job.attempt <= training.attempt
                 told = (host.name, key, training.attempt)
                 if mine or training.state == "ending" or self._now - self._stopped.get(told, 0.0) < REPEAT:
                     continue
@@ -140,8 +148,9 @@ class TrainingPlacer:
                 )
 
     def _forget(self) -> None:
-        for key in [key for key in self._trials if key not in self._jobs or not self._jobs[key].host]:
-            del self._trials[key]
+        for key, host in list(self._trials):
+            if key not in self._jobs or host not in self._jobs[key].hosts:
+                del self._trials[key, host]
         for refused in [one for one in self._refused if one[0] not in self._jobs]:
             del self._refused[refused]
         for told in [told for told, at in self._stopped.items() if self._now - at >= REPEAT]:
@@ -160,17 +169,15 @@ class TrainingPlacer:
                     self._changes[key] = _replace(job, host="")
                 continue
             looked += 1
-            host, reason = (
-                self._host_for(key, job, places) if looked <= AT_ONCE else (None, "Others come first.")
+            hosts, reason = (
+                self._hosts_for(key, job, places) if looked <= AT_ONCE else ([], "Others come first.")
             )
-            if host is not None:
-                places[host.name] -= 1
+            if hosts:
+                for name in hosts:
+                    places[name] -= 1
                 placed += 1
                 turn.placed()
-                self._changes[key] = _replace(
-                    job, host=host.name, attempt=job.attempt + 1, waiting_for="", retry_at=0.0
-                )
-                self._trials.pop(key, None)
+                self._changes[key] = _given(job, hosts)
             elif job.host or job.waiting_for != reason:
                 self._changes[key] = _replace(job, host="", waiting_for=reason)
         return placed
@@ -188,12 +195,11 @@ class TrainingPlacer:
     def _places(self) -> dict[str, int]:
         """Free places by host."""
         taken: Counter[str] = Counter(
-            job.host
+            name
             for job in self._jobs.values()
-            if job.host
-            and is_live(job)
-            and (host := self._cluster.hosts.get(job.host)) is not None
-            and not _shows(host, job)
+            if is_live(job)
+            for name in job.hosts
+            if (host := self._cluster.hosts.get(name)) is not None and not _shows(host, job)
         )
         return {
             name: host.trains - len(host.trainings) - taken[name]
@@ -201,26 +207,40 @@ class TrainingPlacer:
             if host.trains
         }
 
-    def _host_for(self, key: str, job: TrainingJob, places: Mapping[str, int]) -> tuple[Host | None, str]:
-        """The best host, or why there is none."""
+    def _hosts_for(self, key: str, job: TrainingJob, places: Mapping[str, int]) -> tuple[list[str], str]:
+        """The best hosts, one for each of its replicas, or why there are none."""
+        wanted = job.hyperparameters.replicas
         if not places:
-            return None, "No executor takes fine-tuning jobs; start one with RYZANSTEIN_TRAINS above 0."
+            return [], "No executor takes fine-tuning jobs; start one with RYZANSTEIN_TRAINS above 0."
         able = [
             self._cluster.hosts[name] for name in places if self._has_base(self._cluster.hosts[name], job)
         ]
         if not able:
-            return None, (
+            return [], (
                 f"No executor that takes fine-tuning jobs serves its base {job.model}, whose files are with that "
                 "executor alone."
             )
+        if len(able) < wanted:
+            return [], (
+                f"It is trained by {wanted} executors side by side, and {len(able)} can take it; start more with "
+                "RYZANSTEIN_TRAINS above 0."
+            )
         free = [host for host in able if places[host.name] > 0]
-        if not free:
-            return None, "All places for fine-tuning jobs are taken; it begins when one is free."
+        if len(free) < wanted:
+            if wanted > 1:
+                return (
+                    [],
+                    f"It begins when {wanted} executors have a free place at a time; {len(free)} have one.",
+                )
+            return [], "All places for fine-tuning jobs are taken; it begins when one is free."
         taking = [host for host in free if not self._refuses(key, host)]
-        if not taking:
-            said = max((self._refused[key, host.name] for host in free), key=lambda refusal: refusal.until)
-            return None, f"No executor with a free place takes it: {said.error}"[:MAX_REASON]
-        return min(taking, key=lambda host: self._rank(host, job)), ""
+        if len(taking) < wanted:
+            refusals = (self._refused[key, host.name] for host in free if host not in taking)
+            said = max(refusals, key=lambda refusal: refusal.until)
+            who = f"Of {len(free)} executors with a free place {len(taking)} take" if taking else NOBODY
+            return [], f"{who} it: {said.error}"[:MAX_REASON]
+        best = heapq.nsmallest(wanted, taking, key=lambda host: self._rank(host, job))
+        return [host.name for host in best], ""
 
     def _has_base(self, host: Host, job: TrainingJob) -> bool:
         """Whether it has the base's files, or can have them."""
@@ -243,6 +263,7 @@ class TrainingPlacer:
         return not serves, not stored, host.is_busy, len(host.trainings), -room, host.number
 
 
+NOBODY = "No executor with a free place takes"
 MAX_REASON = 500
 """Characters of why a job waits."""
 
@@ -276,6 +297,19 @@ class _Turns:
 def is_live(job: TrainingJob) -> bool:
     """Whether a host is to train it, or to say what becomes of it. What has its result waits for a gateway."""
     return job.status in ("queued", "running") and job.result is None
+
+
+def _given(job: TrainingJob, hosts: list[str]) -> TrainingJob:
+    """To these hosts, in a new attempt, in which its replicas meet anew."""
+    return _replace(
+        job,
+        host=hosts[0],
+        helpers=hosts[1:],
+        attempt=job.attempt + 1,
+        waiting_for="",
+        retry_at=0.0,
+        meeting="",
+    )
 
 
 def _shows(host: Host, job: TrainingJob) -> bool:

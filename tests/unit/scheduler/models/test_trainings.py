@@ -28,7 +28,7 @@ from shared.messages import (
     StartTraining,
     StopTraining,
 )
-from shared.messages.training import TrainedAdapter, TrainingJob, TrainingMetrics
+from shared.messages.training import Hyperparameters, TrainedAdapter, TrainingJob, TrainingMetrics
 from shared.nats.tenants import tenant_key
 
 BEGIN = 1_700_000_000.0
@@ -97,7 +97,7 @@ class World:
     def _obey(self, host: str, command: Any) -> None:
         key = tenant_key(command.tenant, command.job)
         job = self.jobs.get(key)
-        mine = job is not None and (job.host, job.attempt) == (host, command.attempt)
+        mine = job is not None and host in job.hosts and job.attempt == command.attempt
         if isinstance(command, StopTraining):
             if not mine:
                 self.running[host].pop(key, None)
@@ -116,7 +116,8 @@ class World:
         job = self.jobs[key]
         adapter = TrainedAdapter(1, "d", 1, 1, 1, TrainingMetrics(1))
         self.jobs[key] = msgspec.structs.replace(job, host="", result=adapter)
-        self.running[job.host].pop(key)
+        for host in job.hosts:
+            self.running[host].pop(key, None)
 
 
 def test_a_job_is_given_to_a_host_and_told_until_it_shows_it() -> None:
@@ -271,6 +272,67 @@ def test_without_any_host_that_trains_it_is_said_so() -> None:
     assert not world.step().changes, "it is not written again"
 
 
+def replicas(count: int) -> dict[str, Any]:
+    return {"hyperparameters": Hyperparameters(replicas=count)}
+
+
+def test_one_of_several_replicas_has_as_many_hosts_or_none() -> None:
+    world = World()
+    world.host("h", places=2)
+    key = world.add("a", **replicas(3))
+    world.step()
+    assert world.jobs[key].waiting_for.startswith(
+        "It is trained by 3 executors side by side, and 1 can take it"
+    )
+    world.host("i")
+    world.host("j")
+    other = world.add("b", created_at=BEGIN - 1)
+    world.step()
+    assert world.jobs[other].host == "h", "which has two places"
+    world.run(3)
+    hosts = world.jobs[key].hosts
+    assert sorted(hosts) == ["h", "i", "j"]
+    assert [world.running[host][key] for host in hosts] == [1, 1, 1]
+    last = world.add("c", **replicas(2))
+    world.step()
+    assert (world.jobs[last].hosts, world.jobs[last].waiting_for) == (
+        [],
+        "It begins when 2 executors have a free place at a time; 0 have one.",
+    )
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_whichever_of_its_hosts_is_lost_the_job_is_given_anew_as_a_whole(lost: int) -> None:
+    world = World()
+    for name in "hij":
+        world.host(name)
+    key = world.add("a", **replicas(2))
+    world.run(3)
+    world.jobs[key] = msgspec.structs.replace(world.jobs[key], meeting="1.2.3.4:5")
+    gone = world.jobs[key].hosts[lost]
+    world.drop(gone)
+    world.run(GONE_AFTER + 6)  # until the other one has ended its part
+    job = world.jobs[key]
+    assert (job.attempt, job.meeting, gone in job.hosts, len(job.hosts)) == (2, "", False, 2)
+    world.run(5)
+    assert all(world.running[host] == {key: 2} for host in job.hosts)
+
+
+def test_where_one_of_its_hosts_has_no_room_another_gets_its_part() -> None:
+    world = World()
+    for name in "hi":
+        world.host(name)
+    key = world.add("a", **replicas(2))
+    world.lacks[key, "i"] = 100 * GB
+    world.run(8)
+    assert world.jobs[key].waiting_for == "Of 2 executors with a free place 1 take it: It is too large."
+    assert not world.jobs[key].hosts
+    assert not world.running["h"], "its part is of no use"
+    world.host("j")
+    world.run(5)
+    assert sorted(world.jobs[key].hosts) == ["h", "j"]
+
+
 class Lives(RuleBasedStateMachine):
     """Hosts come, go, fall silent; jobs come, end, are cancelled: no host has more than its places, nobody trains what
     the record does not name it for after a while, and what can be trained is."""
@@ -290,18 +352,19 @@ class Lives(RuleBasedStateMachine):
         if names := sorted(self.world.places):
             self.world.drop(names[pick % len(names)])
 
-    @rule(tenant=st.sampled_from("abc"))
-    def submit(self, tenant: str) -> None:
+    @rule(tenant=st.sampled_from("abc"), count=st.sampled_from([1, 1, 2]))
+    def submit(self, tenant: str, count: int) -> None:
         self.count += 1
-        self.world.add(f"j{self.count}", tenant)
+        self.world.add(f"j{self.count}", tenant, **replicas(count))
 
     @rule(pick=st.integers(0, 9))
     def end(self, pick: int) -> None:
         world = self.world
         trained = [
-            key for on in world.running.values() for key in on if world.jobs[key].host in world.running
+            key
+            for key, job in sorted(world.jobs.items())
+            if job.host and all(key in world.running.get(host, {}) for host in job.hosts)
         ]
-        trained = [key for key in trained if key in world.running[world.jobs[key].host]]
         if trained:
             world.end(trained[pick % len(trained)])
 
@@ -322,13 +385,15 @@ class Lives(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         world.run(2 * SILENT_AFTER)
-        places = sum(world.places.values())
-        live = [key for key, job in world.jobs.items() if job.result is None]
-        running = [key for on in world.running.values() for key in on]
-        assert len(running) == len(set(running)) == min(places, len(live))
-        for host, on in world.running.items():
-            for key, attempt in on.items():
-                assert (world.jobs[key].host, world.jobs[key].attempt) == (host, attempt)
+        free = {host: places - len(world.running[host]) for host, places in world.places.items()}
+        for key, job in world.jobs.items():
+            hosts = [host for host, on in world.running.items() if key in on]
+            assert sorted(job.hosts) == sorted(hosts) == sorted(set(hosts))
+            assert all(world.running[host][key] == job.attempt for host in hosts)
+            if job.result is None:
+                wanted = job.hyperparameters.replicas
+                assert len(hosts) in (0, wanted), "all or none"
+                assert hosts or sum(places > 0 for places in free.values()) < wanted, "there was room"
 
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
