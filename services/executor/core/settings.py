@@ -270,8 +270,9 @@ class ExecutorSettings(ModelStoreSettings):
     memory on CPUs. `nccl`: NCCL alone, with one rank too. `gloo` uses sockets: slower, for hosts where processes
     may not share memory or where there is no C compiler."""
     ring_host: str = "127.0.0.1"
-    """Address at which the ranks of the ring rendezvous, and at which other rings' ranks reach them for a KV
-    hand-over; `auto`: the address of this host's name, as in a container."""
+    """Address at which the ranks of the ring rendezvous, other rings' ranks reach them for a KV hand-over, and trainers
+    of other hosts that of a fine-tuning job's first replica; `auto`: the address of this host's name, as in a
+    container."""
     hung_after: float = Field(default=3.0, ge=1.0)
     """Seconds without progress, with work in flight, after which the ring is killed and restarted."""
     start_timeout: float = Field(default=1800.0, gt=0)

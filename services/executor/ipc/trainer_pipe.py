@@ -3,6 +3,7 @@
 supervisor ──standard input──▶ trainer   its specification, then `pause`; the end of the file ends it
 trainer ──────events─────────▶ supervisor
 
+A job of several replicas has a trainer on each of its hosts: the first one alone writes states and adapters.
 The trainer knows no broker: files come and go in a directory that the supervisor has made.
 """
 
@@ -43,9 +44,16 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     secret: str = ""
     """What replicas show to be taken for one."""
     store: str = ""
-    """`host:port` where replicas meet."""
+    """`host:port` where the first replica waits for this one."""
     state_interval: float = 60.0
     """Seconds between two states, at least; larger states are written less often. 0: one after every step."""
+
+
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """Where the first of several replicas waits for the others."""
+
+    address: str
+    """`host:port`"""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -110,7 +118,9 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag="failed"):
     step: int = 0
 
 
-TrainerEvent = Loaded | Stepped | Yielding | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed
+TrainerEvent = (
+    Met | Loaded | Stepped | Yielding | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed
+)
 
 
 class TrainerPipe:

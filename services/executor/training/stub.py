@@ -147,8 +147,16 @@ def _csv(steps: int) -> str:
 def main(events_fd: int) -> int:
     """The process."""
     pipe = TrainerPipe(sys.stdin.buffer, events_fd)
-    trainer = StubTrainer(pipe.read_spec(), pipe)
+    spec = pipe.read_spec()
+    trainer = StubTrainer(spec, pipe)
     pipe.listen()
+    if spec.job.hyperparameters.replicas > 1:
+        pipe.send(
+            TrainerFailed(
+                InvalidRequest.code, "The stub engine trains alone; create the job with one replica."
+            )
+        )
+        return 1
     try:
         trainer.run()
     except Exception as error:

@@ -14,8 +14,9 @@ import pytest
 
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import ActivityPage, HostActivity
+from services.executor.ipc.trainer_pipe import TrainerFailed
 from services.executor.supervisor.host_memory import HostMemory
-from services.executor.supervisor.trainings import trainer_process
+from services.executor.supervisor.trainings import trainer_process, training
 from services.executor.supervisor.trainings.host_trainings import STUB_BYTES, HostTrainings
 from services.executor.supervisor.trainings.job_changes import MOST_CRASHES
 from shared.config import load_settings
@@ -40,9 +41,9 @@ STEPS = 20
 class Service:
     """The executor around it, and its models."""
 
-    def __init__(self, bus: Bus, page: Path) -> None:
+    def __init__(self, bus: Bus, page: Path, instance: str) -> None:
         self.bus = bus
-        self.instance = "h"
+        self.instance = instance
         self.activity: ActivityPage | None = ActivityPage(page)
         self.ready = asyncio.Event()
         self.ready.set()
@@ -72,9 +73,9 @@ class Service:
 
 
 class Host:
-    def __init__(self, bus: Bus, page: Path, memory: int = 2 * STUB_BYTES) -> None:
+    def __init__(self, bus: Bus, page: Path, memory: int = 2 * STUB_BYTES, name: str = "h") -> None:
         self.page = page
-        self.service = Service(bus, page)
+        self.service = Service(bus, page, name)
         self.memory = HostMemory([memory], gpus=False)
         self.trainings = HostTrainings(self.service.settings, self.service, self.memory, self.service)
         self.jobs, self.objects = training_jobs(bus), training_objects(bus)
@@ -306,3 +307,119 @@ async def test_a_trainer_that_never_runs_fails_the_job_with_its_last_words(
     assert failed.error is not None
     assert (failed.status, failed.error.code) == ("failed", "invalid_request")
     assert (await host.objects.get("job-examples")) != empty, "nothing is changed of another's"
+
+
+@pytest.fixture
+async def helper(
+    host: Host, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Host]:
+    """A second one; trainers of both wait for each other."""
+    monkeypatch.setattr(trainer_process, "STUB", "tests.integration.executor.parted_trainer")
+    made = Host(bus, tmp_path / "helper", name="i")
+    yield made
+    await made.trainings.stop()
+
+
+PARTED: dict[str, Any] = {
+    "helpers": ["i"],
+    "hyperparameters": Hyperparameters(epochs=1, batch_size=1, rank=4, replicas=2),
+}
+
+
+async def ends_of(host: Host) -> dict[str, float]:
+    families = {family.name: family for family in host.trainings.metrics.collect()}
+    samples = families["ryzanstein_executor_training_ends"].samples
+    return {sample.labels["result"]: sample.value for sample in samples if sample.value}
+
+
+async def stand_still(host: Host, helper: Host) -> HostActivity:
+    """Begins a job on both, whose first trainer waits before its first step, and the other one for it."""
+    page = HostActivity(host.page)
+    page.set(0, 1)
+    await host.submit("job", **PARTED)
+    assert (await helper.begin("job")).ok, "it waits for the first one"
+    await helper.until("job", "loading")
+    assert (await host.begin("job")).ok
+    await host.until("job", "yielding")
+    await helper.until("job", "training")
+    return page
+
+
+async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper: Host) -> None:
+    page = await stand_still(host, helper)
+    assert [one.replica for one in (*host.trainings.told(), *helper.trainings.told())] == [0, 1]
+    page.set(0, 0)
+    await host.until("job", "")
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert job.result is not None, job
+    assert (job.attempt, job.crashes, job.result.step) == (1, 0, STEPS)
+    assert (await ends_of(host), await ends_of(helper)) == ({"finished": 1}, {"left": 1})
+
+
+@pytest.mark.parametrize("dies", ["first", "further"])
+async def test_where_a_replica_dies_the_attempt_ends_for_both(host: Host, helper: Host, dies: str) -> None:
+    page = await stand_still(host, helper)
+    os.kill((host if dies == "first" else helper).trainer("job"), signal.SIGKILL)
+    page.set(0, 0)
+    await host.until("job", "")
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert (job.host, job.attempt, job.crashes) == ("", 1, 1)
+    assert dies == "further" or "signal SIGKILL" in job.waiting_for
+
+
+async def test_where_only_the_connection_breaks_the_first_one_writes_it(
+    host: Host, helper: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "WORD_WITHIN", 0.1)
+    await stand_still(host, helper)
+    for one in (host, helper):  # what trainers say then
+        gone = one.trainings._trainings[tenant_key("t", "job")]
+        gone._failure = TrainerFailed(Unavailable.code, "Another replica of the job is gone.")
+        os.kill(one.trainer("job"), signal.SIGKILL)
+    await host.until("job", "")
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert (job.host, job.crashes) == ("", 1)
+    assert "Another replica of the job is gone." in job.waiting_for
+
+
+async def test_a_further_replica_gives_its_part_back_without_a_fault(host: Host, helper: Host) -> None:
+    await stand_still(host, helper)
+    await helper.trainings.make_way([tenant_key("t", "job")])
+    await host.until("job", "")
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert (job.host, job.crashes) == ("", 0)
+    assert job.waiting_for == "The executor i needs its memory for a model."
+
+
+async def test_a_pause_of_two_is_that_of_the_first(host: Host, helper: Host) -> None:
+    await stand_still(host, helper)
+    await host.change("job", wanted="pause")
+    for one in (helper, host):
+        assert (await one.trainings.end(StopTraining("job", "t", 1))).ok
+    await host.until("job", "")
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert (job.status, job.crashes) == ("paused", 0)
+
+
+async def test_where_the_state_is_lost_to_a_further_replica_alone_the_attempt_ends(
+    host: Host, helper: Host
+) -> None:
+    lost = TrainingState(5, "job/0/state", 3, "d")
+    await host.submit("job", state=lost, meeting="127.0.0.1:9", **PARTED)
+    assert (await helper.begin("job")).ok
+    await helper.until("job", "")
+    job = await host.job("job")
+    assert job.state == lost
+    assert "could not read the job's state" in job.waiting_for
+
+
+async def test_ranks_of_a_group_train_no_part_of_a_job(host: Host) -> None:
+    host.service.settings = host.service.settings.model_copy(update={"tp": 2})
+    await host.submit("job", **{**PARTED, "base": ModelSpec("base", "org/base")})
+    with pytest.raises(InvalidRequest, match="has 2 ranks here"):
+        await host.begin("job")

@@ -145,6 +145,11 @@ class HostTrainings:
                 f"{job.hyperparameters.rank}; create the job with a smaller rank, or raise the model's "
                 "max_adapter_rank (and max_adapters above 0)."
             )
+        if job.hyperparameters.replicas > 1 and settings.tp > 1 and not self._memory.devices:
+            raise InvalidRequest(
+                f"A group of the model {job.model} has {settings.tp} ranks here, and a job of several replicas is "
+                "trained where it has one; create the job with one replica."
+            )
         return settings
 
     def _settings_of(self, job: TrainingJob) -> ExecutorSettings:
@@ -237,7 +242,7 @@ class HostTrainings:
             return HostReply(ok=True)
         if key in self._trainings or len(self._trainings) >= self._places:
             return HostReply(ok=True)  # others were faster meanwhile
-        training = Training(self, record, self.metrics, command.attempt)
+        training = Training(self, record, self.metrics, command.attempt, job.hosts.index(self.instance))
         self._trainings[key] = training
         try:
             await self._promise_early(training, job)

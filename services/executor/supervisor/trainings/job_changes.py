@@ -33,17 +33,19 @@ _replace = msgspec.structs.replace
 
 
 def is_mine(job: TrainingJob | None, host: str, attempt: int) -> bool:
-    """Whether the host is to train the job in that attempt."""
+    """Whether the host is to train the job in that attempt, or a part of it."""
     return (
         job is not None
-        and (job.host, job.attempt) == (host, attempt)
+        and host in job.hosts
+        and job.attempt == attempt
         and job.status in ("queued", "running")
         and job.result is None
     )
 
 
-def begun(job: TrainingJob, threads: int, now: float) -> TrainingJob:
-    """Its trainer is being started. `threads`: what its first host chooses."""
+def begun(job: TrainingJob, threads: int, now: float, secret: str = "") -> TrainingJob:
+    """Its trainer is being started. `threads`: what its first host chooses; `secret`: of its replicas, if there are
+    several."""
     examples = job.data.examples if job.data is not None else 0
     return _replace(
         job,
@@ -52,6 +54,8 @@ def begun(job: TrainingJob, threads: int, now: float) -> TrainingJob:
         started_at=job.started_at or now,
         steps=job.steps or _steps(job.hyperparameters, examples),
         threads=job.threads or threads,
+        meeting="",
+        secret=secret,
     )
 
 
@@ -137,7 +141,8 @@ def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
 class End(NamedTuple):
     """How a training has ended on this host before it was done."""
 
-    kind: Literal["failed", "given_back", "crashed"]
+    kind: Literal["failed", "given_back", "crashed", "left"]
+    """`left`: by a further replica, when the first one ended: what comes of the job is the first one's to say."""
     reason: str = ""
     """One sentence."""
     code: str = ""
@@ -148,6 +153,8 @@ class End(NamedTuple):
 
 def ended(job: TrainingJob, end: End, now: float) -> TrainingJob:
     """What its tenant wants goes first; but what would fail anywhere is not paused."""
+    if end.kind == "left":
+        return job
     if job.wanted == "cancel":
         return cancelled(job, now)
     if end.kind == "failed":

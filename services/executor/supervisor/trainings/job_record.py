@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class NotMine(Exception):
-    """The job is another host's, or nobody's any more, or gone."""
+    """The job is other hosts', or nobody's any more, or gone."""
 
 
 class JobRecord:

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from services.executor.supervisor.metrics import metric
 
-Result = Literal["finished", "paused", "cancelled", "failed", "crashed", "given_back", "not_mine"]
+Result = Literal["finished", "paused", "cancelled", "failed", "crashed", "given_back", "left", "not_mine"]
 
 
 class TrainingCounts(Collector):

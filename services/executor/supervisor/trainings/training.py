@@ -4,15 +4,20 @@
                                                     └─▶ states, adapters ──▶ object stores ──▶ record
     halted ─▶ paused or killed ──▶ what comes of it ──▶ record
 
+Of a job that several hosts train the first one does all that; the others wait until the record says where its trainer
+is, have theirs compute their parts, and write only why they cannot go on.
+
 What is written at the end is decided by `job_changes`. Training goes on while the broker is away: what is to be told
 waits, of several states the newest.
 """
 
 import asyncio
 import contextlib
+import secrets
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -25,6 +30,7 @@ from services.executor.ipc.trainer_pipe import (
     AdapterWritten,
     Finished,
     Loaded,
+    Met,
     StateWritten,
     Stepped,
     TrainerFailed,
@@ -34,11 +40,11 @@ from services.executor.ipc.trainer_pipe import (
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_changes import End
 from services.executor.supervisor.trainings.job_files import JobFiles
-from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
+from services.executor.supervisor.trainings.job_record import RETRY, JobRecord, NotMine, patiently
 from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage
 from services.executor.supervisor.trainings.metrics import TrainingCounts
 from services.executor.supervisor.trainings.trainer_process import TrainerProcess
-from shared.errors import RyzansteinError, StorageFull, Unavailable, error_from_code
+from shared.errors import InternalError, RyzansteinError, StorageFull, Unavailable, error_from_code
 from shared.limits import TRAINING_EVENTS
 from shared.messages.registry import HostTraining
 from shared.messages.training import TrainingEvent, TrainingJob, TrainingMetrics
@@ -50,6 +56,8 @@ TELL_EVERY = 2.0
 """Seconds between two writings of the record, and between two looks at what its tenant wants."""
 PAUSE_WITHIN = 60.0
 """Seconds that a trainer has to end in good order; then it is killed, and goes on from its last state."""
+WORD_WITHIN = 5.0
+"""Seconds in which the host of a replica that was lost may say why."""
 
 log = structlog.get_logger(__name__)
 
@@ -94,13 +102,16 @@ class TrainingHost(Protocol):
 class Training:
     """One attempt at one job. `run` once."""
 
-    def __init__(self, host: TrainingHost, record: JobRecord, counts: TrainingCounts, attempt: int) -> None:
-        """`record` has been read."""
+    def __init__(
+        self, host: TrainingHost, record: JobRecord, counts: TrainingCounts, attempt: int, replica: int = 0
+    ) -> None:
+        """`record` has been read; `replica`: which part of the job is this host's."""
         self._host = host
         self._record = record
         self._counts = counts
         self._events = TrainingEvents(host.bus)
         self.attempt = attempt
+        self._replica = replica
         self.job = record.job.id
         self.tenant = record.job.tenant
         self.memory = 0
@@ -111,6 +122,8 @@ class Training:
         self._state: Literal["loading", "training", "yielding", "ending"] = "loading"
         self._step = 0
         self._halt: Halt | None = None
+        self._giving_back = asyncio.Event()
+        """Set when a further replica is to say that its host gives the job back, before the first one misses it."""
         self._process: TrainerProcess | None = None
         self._loading: asyncio.Task[None] | None = None
         self._untold: deque[tuple[TrainingEvent, int]] = deque(maxlen=TRAINING_EVENTS.value)
@@ -122,10 +135,13 @@ class Training:
         self._storage: JobStorage | None = None
         self._failure: TrainerFailed | None = None
         self._yields_since = 0.0
+        self._secret = ""
 
     def told(self) -> HostTraining:
         """What heartbeats say of it."""
-        return HostTraining(self.job, self.tenant, self.attempt, self._state, self._step, self.memory)
+        return HostTraining(
+            self.job, self.tenant, self.attempt, self._state, self._step, self.memory, self._replica
+        )
 
     # --- its end ---------------------------------------------------------------------------------
 
@@ -141,6 +157,9 @@ class Training:
             self._loading.cancel()
         if self._process is None:
             return
+        if self._replica and halt.kind == "given_back":
+            self._giving_back.set()
+            return
         orderly = halt.kind == "given_back" or (halt.kind == "wanted" and self._record.job.wanted == "pause")
         if orderly:
             self._process.tell(PAUSE)
@@ -155,7 +174,7 @@ class Training:
         except NotMine:
             self.halt(Halt("not_mine"))
         else:
-            if job.wanted != "run":
+            if job.wanted != "run" and not self._replica:
                 self.halt(Halt("wanted"))
 
     # --- its life --------------------------------------------------------------------------------
@@ -195,7 +214,7 @@ class Training:
     async def _run_trainer(self, directory: Path) -> str:
         """Starts the trainer, hears it, stores what it writes; how it has ended. Raises `NotMine`, `RyzansteinError`,
         `OSError`, `msgspec.MsgspecError`."""
-        if self._record.job.wanted != "run":
+        if self._record.job.wanted != "run" and not self._replica:
             self._halt = Halt("wanted")
         files = JobFiles(self._host.bus, self.job, self.attempt, directory)
         process = await self._loaded(files, directory) if self._halt is None else None
@@ -205,8 +224,11 @@ class Training:
         storing = asyncio.create_task(storage.run())
         telling = asyncio.create_task(self._tell_always())
         hearing = asyncio.create_task(self._hear(process, storage))
+        giving = asyncio.create_task(self._giving_back.wait())
         try:
-            await asyncio.wait({storing, telling, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({storing, telling, hearing, giving}, return_when=asyncio.FIRST_COMPLETED)
+            if self._giving_back.is_set():
+                await self._give_back()
             if not hearing.done():  # the others end with an error alone
                 process.kill()
             how = await hearing
@@ -218,7 +240,7 @@ class Training:
             return how
         finally:
             process.kill()
-            await cancel_all({storing, telling, hearing})
+            await cancel_all({storing, telling, hearing, giving})
             await process.end()
 
     async def _loaded(self, files: JobFiles, directory: Path) -> TrainerProcess | None:
@@ -245,6 +267,27 @@ class Training:
         base = await self._host.ready_base(self, self._record.job)
         await patiently(files.open)
         await patiently(self._events.ensure)
+        job = await (self._joined(files) if self._replica else self._begun(files))
+        self._secret = job.secret
+        spec = TrainerSpec(
+            job,
+            str(directory),
+            base.directory,
+            base.settings.model_dump(mode="json"),
+            job.threads,
+            activity=self._host.activity,
+            replica=self._replica,
+            secret=job.secret,
+            store=job.meeting,
+            state_interval=base.settings.training_state_interval,
+        )
+        self._process = await TrainerProcess.start(spec, base.settings, base.variables)
+        log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
+        await self._host.beat_now()
+
+    async def _begun(self, files: JobFiles) -> TrainingJob:
+        """As the first replica, or the only one: what it goes on from is there, and the record says that it runs.
+        Raises as `_start`."""
         job = await patiently(self._record.read)
         await files.fetch_examples(job)
         if job.state is not None and not await files.fetch_state(job):
@@ -253,22 +296,21 @@ class Training:
             )
         await patiently(lambda: files.clear_earlier(job))
         now, threads = time.time(), self._host.threads
+        secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
         job = await patiently(
-            lambda: self._record.write(lambda known: job_changes.begun(known, threads, now))
+            lambda: self._record.write(lambda known: job_changes.begun(known, threads, now, secret))
         )
         self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
-        spec = TrainerSpec(
-            job,
-            str(directory),
-            base.directory,
-            base.settings.model_dump(mode="json"),
-            job.threads,
-            activity=self._host.activity,
-            state_interval=base.settings.training_state_interval,
-        )
-        self._process = await TrainerProcess.start(spec, base.settings, base.variables)
-        log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
-        await self._host.beat_now()
+        return job
+
+    async def _joined(self, files: JobFiles) -> TrainingJob:
+        """As a further replica: once the first one waits for it, what that goes on from is decided. Raises as
+        `_start`."""
+        job = await self._record_until(lambda job: job.meeting != "")
+        await files.fetch_examples(job)
+        if job.state is not None and not await files.fetch_state(job):
+            raise InternalError("A host that trains a part of the job could not read the job's state.")
+        return job
 
     # --- what the trainer says -------------------------------------------------------------------
 
@@ -276,15 +318,20 @@ class Training:
         """Until its end; how that was."""
         async for event in process.events():
             match event:
+                case Met(address):
+                    await patiently(lambda: self._record.write(lambda job: _meeting_at(job, address)))
                 case Loaded(step, _):
                     self._step = step
                     log.info("trainer_loaded", job=self.job, step=step)
+                case Stepped(metrics) if self._replica:
+                    self._step = metrics.step
                 case Stepped(metrics):
                     self._on_step(metrics)
                 case Yielding(waits):
                     self._on_yield(waits=waits)
                 case StateWritten() | AdapterWritten() | Finished():
-                    storage.add(event)
+                    if not self._replica:
+                        storage.add(event)
                 case TrainerFailed():
                     self._failure = event
         how = await process.end()
@@ -354,6 +401,9 @@ class Training:
     def _end_of(self, how: str) -> End:
         """Unless it is done. `how` the trainer has ended; empty: it was not started."""
         failure = self._failure
+        lost = failure is not None and failure.code == Unavailable.code
+        if self._replica and (how == DONE or lost or self._giving_back.is_set()):
+            return End("left", self._halt.reason if self._halt is not None else "")
         if failure is not None and not error_from_code(failure.code, "").retryable:
             return End("failed", failure.message, failure.code)
         if self._halt is not None:
@@ -366,6 +416,8 @@ class Training:
     async def _settle(self, end: End) -> None:
         """Writes it. Raises `NotMine`."""
         await patiently(self._tell)
+        if self._failure is not None and self._failure.code == Unavailable.code and not self._replica:
+            await self._hear_others()
         job = await patiently(lambda: self._record.write(lambda known: self._settled(known, end)))
         result = "finished" if job.result is not None else _RESULTS.get(job.status, end.kind)
         self._counts.ended(result)
@@ -376,6 +428,37 @@ class Training:
             self._say(f"job_{job.status}", text, attempt=self.attempt)
             with contextlib.suppress(Unavailable):  # the record says it too
                 await self._tell_events()
+        if end.kind == "left":
+            await self._stay()
+
+    async def _give_back(self) -> None:
+        """As a further replica, while its trainer still runs: else the first one would find a fault. Raises
+        `NotMine`."""
+        assert self._halt is not None, "that is why"
+        end = End("given_back", self._halt.reason, retry_after=self._halt.retry_after)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORD_WITHIN):
+                await patiently(
+                    lambda: self._record.write(lambda job: job_changes.ended(job, end, time.time()))
+                )
+
+    async def _hear_others(self) -> None:
+        """Another replica was lost: its host knows better why, if it is there. Raises `NotMine` once it has said so."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORD_WITHIN):
+                await self._record_until(lambda job: False)
+
+    async def _stay(self) -> None:
+        """As a further replica, until the first one's host has written what comes of the job, or begins anew: a host
+        that shows the job no more is told to train it again."""
+        with contextlib.suppress(NotMine):
+            await self._record_until(lambda job: job.secret != self._secret or self._halt is not None)
+
+    async def _record_until(self, holds: Callable[[TrainingJob], bool]) -> TrainingJob:
+        """Asks again and again for the record. Raises `NotMine`."""
+        while not holds(job := await patiently(self._record.read)):  # noqa: ASYNC110  the broker tells nobody here
+            await asyncio.sleep(RETRY)
+        return job
 
     def _settled(self, job: TrainingJob, end: End) -> TrainingJob:
         storage = self._storage
@@ -385,5 +468,11 @@ class Training:
         return job_changes.ended(job, end, time.time())
 
 
+def _meeting_at(job: TrainingJob, address: str) -> TrainingJob:
+    return msgspec.structs.replace(job, meeting=address)
+
+
+DONE = "code 0"
+"""How a trainer ends that has done all, or was paused."""
 _RESULTS = {"failed": "failed", "cancelled": "cancelled", "paused": "paused"}
 """What comes of a job, by its state."""

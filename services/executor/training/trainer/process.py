@@ -23,6 +23,7 @@ from services.executor.ipc.trainer_pipe import (
     AdapterWritten,
     Finished,
     Loaded,
+    Met,
     Paused,
     StateWritten,
     Stepped,
@@ -41,11 +42,12 @@ from services.executor.training.trainer.adapter_files import (
 from services.executor.training.trainer.examples import read_examples
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
+from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.steps import Model, SingleReplica, Steps, named_factors
+from services.executor.training.trainer.steps import Model, Replicas, SingleReplica, Steps, named_factors
 from services.executor.training.trainer.yielding import Gate, PauseWanted
-from shared.errors import ConfigurationError, InternalError, RyzansteinError, TrainingDiverged
+from shared.errors import InternalError, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
 
@@ -82,11 +84,13 @@ class Trainer:
         course = course_of(self._job.hyperparameters, examples.units)
         activity = HostActivity(Path(spec.activity)) if spec.activity else None
         self._gate = Gate(activity, device, lambda waits: tell(Yielding(waits)), pause, clock)
+        self._replicas = _replicas_of(spec, self._gate, tell)
         model = load(spec, device, self._gate)
         self._factors = named_factors(model)
         check_size(self._factors)
         self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device)
-        self._steps = Steps(self._job, model, self._optimizer, examples, course, device, SingleReplica())
+        self._writes = spec.replica == 0
+        self._steps = Steps(self._job, model, self._optimizer, examples, course, device, self._replicas)
         self._metrics: list[TrainingMetrics] = self._resumed(device)
         self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
 
@@ -97,6 +101,15 @@ class Trainer:
 
     def run(self) -> None:
         """Until the job is trained, or a pause is wanted. Raises `RyzansteinError`."""
+        try:
+            self._replicas.meet(self.done, self._fingerprint)
+            self._run()
+        except PauseWanted:  # while others were awaited
+            self._tell(Paused(self.done))
+        finally:
+            self._replicas.close()
+
+    def _run(self) -> None:
         self._tell(Loaded(self.done, self._loop.course.steps))
         while True:
             match self._loop.next(self._clock(), pause=self._pause.is_set()):
@@ -107,7 +120,8 @@ class Trainer:
                 case "close_epoch":
                     self._close_epoch()
                 case "finish":
-                    write_metrics(self._directory / METRICS, self._metrics)
+                    if self._writes:
+                        write_metrics(self._directory / METRICS, self._metrics)
                     return self._tell(Finished(METRICS, self._tokens))
                 case "rest":
                     return self._tell(Paused(self.done))
@@ -146,6 +160,9 @@ class Trainer:
 
     def _save(self) -> None:
         began = self._clock()
+        if not self._writes:
+            self._loop.saved(began, 0.0, 0)
+            return
         name = f"state-{self.done}.safetensors"
         state = SavedState(self.done, self._factors, self._optimizer.moments(), self._metrics)
         size, digest = write_state(self._directory / name, self._job.id, self._fingerprint, state)
@@ -166,10 +183,12 @@ class Trainer:
                 valid_margin=means.margin,
             )
             self._tell(Stepped(self._metrics[-1]))
+        self._loop.closed()
+        if not self._writes:
+            return
         name = f"adapter-{self.done}"
         hyperparameters = self._job.hyperparameters
         written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
-        self._loop.closed()
         self._tell(
             AdapterWritten(
                 self.done,
@@ -181,6 +200,22 @@ class Trainer:
                 is_result=self._loop.is_whole,
             )
         )
+
+
+def _replicas_of(
+    spec: TrainerSpec, between: Callable[[], None], tell: Callable[[TrainerEvent], None]
+) -> Replicas:
+    """Raises `ConfigurationError`, `InternalError`."""
+    count = spec.job.hyperparameters.replicas
+    if count == 1:
+        return SingleReplica()
+    if spec.replica:
+        return FurtherReplica(spec.replica, count, spec.store, spec.secret, between)
+    first = FirstReplica(
+        count, ExecutorSettings.model_validate(spec.settings).ring_host, spec.secret, between
+    )
+    tell(Met(first.address))
+    return first
 
 
 def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None]) -> Model:
@@ -225,11 +260,6 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
     _be_deterministic(device)
     trainer: Trainer | None = None
     try:
-        if spec.job.hyperparameters.replicas > 1:
-            raise ConfigurationError(
-                f"The job {spec.job.id} asks for {spec.job.hyperparameters.replicas} replicas, and one trains here; "
-                "create it with one."
-            )
         trainer = Trainer(spec, load, pipe.send, pipe.pause, device)
         trainer.run()
     except Exception as error:

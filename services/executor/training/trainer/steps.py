@@ -63,18 +63,38 @@ class Model(Protocol):
 class Replicas(Protocol):
     """The processes that compute a job side by side, each a part of every step's micro batches."""
 
+    @property
+    def count(self) -> int: ...
+
+    def meet(self, step: int, fingerprint: str) -> None:
+        """Waits for all others, which are to go on after the same step of the same job. Raises `RyzansteinError`, and
+        what is raised between two layers."""
+        ...
+
     def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
         """Those that this process computes, each with its place among all."""
         ...
 
+    def close(self) -> None:
+        """The others find that it has ended."""
+        ...
+
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Makes each the sum over all processes, added in the order of the replicas: the same on all of them, bit for
-        bit, in every run."""
+        bit, in every run. Raises as `meet`."""
         ...
 
 
 class SingleReplica:
     """It has all micro batches to itself."""
+
+    count = 1
+
+    def meet(self, step: int, fingerprint: str) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
     def mine(self, batches: list[list[int]]) -> list[tuple[int, list[int]]]:
         return list(enumerate(batches))
@@ -134,8 +154,7 @@ class Steps:
         lengths = self._examples.lengths(units)
         sums = Sums.zero(self._device)
         weight = self._weight(self._examples, units)
-        batches = micro_batches(units, lengths, MICRO_BATCH_TOKENS)
-        for place, batch in self._mine(self._examples, batches):
+        for place, batch in self._mine(self._examples, units):
             key = DropoutKey(self._job.seed, step, place)
             dropout = key if self._job.hyperparameters.dropout > 0 else None
             loss, part = self._loss(self._examples, batch, weight, dropout)
@@ -165,14 +184,18 @@ class Steps:
         with torch.no_grad():
             for first in range(0, examples.units, _VALIDATED_TOGETHER):
                 units = range(first, min(first + _VALIDATED_TOGETHER, examples.units))
-                batches = micro_batches(units, examples.lengths(units), MICRO_BATCH_TOKENS)
-                for _, batch in self._mine(examples, batches):
+                for _, batch in self._mine(examples, units):
                     sums.add(self._loss(examples, batch, weight, None)[1])
         return self._means(sums, weight, [])
 
-    def _mine(self, examples: ExampleSet, batches: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
-        """Those of `batches` that this process computes, each with its place; without those that have nothing to learn
-        from."""
+    def _mine(self, examples: ExampleSet, units: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """The micro batches of `units` that this process computes, each with its place; without those that have nothing
+        to learn from. Where there are few tokens, each replica still has a part of them."""
+        lengths = examples.lengths(units)
+        most = MICRO_BATCH_TOKENS
+        if self._replicas.count > 1:
+            most = min(most, -(-sum(lengths) // self._replicas.count))
+        batches = micro_batches(units, lengths, most)
         return ((place, batch) for place, batch in self._replicas.mine(batches) if examples.trained(batch))
 
     def _units_of(self, step: int) -> list[int]:

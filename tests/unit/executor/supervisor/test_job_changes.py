@@ -56,6 +56,9 @@ def adapter(step: int, name: str = "") -> TrainedAdapter:
 def test_a_job_is_a_hosts_in_one_attempt_and_until_it_is_done() -> None:
     assert is_mine(JOB, "h", 2)
     assert not is_mine(None, "h", 2)
+    parted = msgspec.structs.replace(JOB, helpers=["i"])
+    assert is_mine(parted, "i", 2), "a part of it"
+    assert not is_mine(msgspec.structs.replace(parted, host=""), "i", 2)
     for host, attempt in (("i", 2), ("h", 1), ("h", 3)):
         assert not is_mine(JOB, host, attempt)
     assert not is_mine(finished(JOB, adapter(8), "csv", 90), "h", 2)
