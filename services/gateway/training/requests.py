@@ -88,7 +88,7 @@ class FineTuningCreate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     max_grad_norm: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     optimizer: Optimizer = "adamw"
     replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = 1
-    """Hosts that train it side by side. Messages and trainers know of several; so far each job has one."""
+    """Hosts that train it side by side."""
 
 
 def method_of(wanted: FineTuningCreate) -> TrainingMethod:
@@ -137,15 +137,16 @@ def hyperparameters_of(wanted: FineTuningCreate) -> Hyperparameters:
             reason="invalid_value",
         )
     beta = given.beta if method == "dpo" and isinstance(given, DpoHyperparameters) else None
-    if wanted.replicas > 1:
+    batch = int(_number(given.batch_size))
+    if 0 < batch < wanted.replicas:
         raise InvalidParameter(
-            f"One host trains a job, and {wanted.replicas} are asked for; leave 'replicas' out.",
+            f"{wanted.replicas} replicas cannot share a batch of {batch}; raise 'batch_size', or lower 'replicas'.",
             param="replicas",
             reason="invalid_value",
         )
     return Hyperparameters(
         epochs=int(_number(given.n_epochs)),
-        batch_size=int(_number(given.batch_size)),
+        batch_size=batch,
         learning_rate_multiplier=_number(given.learning_rate_multiplier),
         beta=_number(beta),
         rank=lora.rank,

@@ -146,6 +146,10 @@ async def _create(
             help="Cut longer examples at their end; else they are a fault of the file.",
         ),
     ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="Hosts that train it together.", show_default="1"),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Show how it goes until it is over.")] = False,
     json: AsJson = False,
 ) -> None:
@@ -175,6 +179,7 @@ async def _create(
         "optimizer": optimizer,
         "max_tokens": max_tokens,
         "truncate": truncate or None,
+        "replicas": replicas,
     }
     screen = None if json else console()
     given["training_file"] = await jobs.file(file, screen)

@@ -215,7 +215,7 @@ DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
         ({"suffix": "a" * 65}, 400, "limit training_suffix: 64 characters"),
         ({"hyperparameters": {"n_epochs": 51}, "method": None}, 400, "n_epochs"),
         ({"extra_body": {"lora": {"target_modules": ["q_proj", "q_proj"]}}}, 400, "stands twice"),
-        ({"extra_body": {"replicas": 8}}, 400, "One host trains a job, and 8 are asked for"),
+        ({"extra_body": {"replicas": 8}}, 400, "8 replicas cannot share a batch of 4"),
         ({"extra_body": {"rank": 8}}, 400, "rank"),
     ],
 )

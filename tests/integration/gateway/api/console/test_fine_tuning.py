@@ -203,7 +203,7 @@ async def test_all_parameters_go_along_and_older_jobs_are_shown(
         page, tune_batch_size="4", tune_rate="0.5", tune_beta="0.2", tune_alpha="24", tune_dropout="0.1"
     )
     await write(page, tune_schedule="linear", tune_warmup="0.1", tune_decay="0.01", tune_norm="2")
-    await write(page, tune_longest="512", tune_targets="q_proj, v_proj")
+    await write(page, tune_longest="512", tune_replicas="2", tune_targets="q_proj, v_proj")
     await page.click("#tune-create")
     await page.until("location.hash.startsWith('#fine-tuning/ftjob-')")
     job = (await http.get(f"/v1/fine_tuning/jobs/{await page.run(text('tuning-name'))}")).json()
@@ -212,7 +212,7 @@ async def test_all_parameters_go_along_and_older_jobs_are_shown(
     assert job["lora"] == {"rank": 16, "alpha": 24, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
     assert job["settings"] == {
         "max_tokens": 512, "truncate": False, "schedule": "linear", "warmup_ratio": 0.1, "weight_decay": 0.01,
-        "max_grad_norm": 2, "optimizer": "adamw", "replicas": 1,
+        "max_grad_norm": 2, "optimizer": "adamw", "replicas": 2,
     }  # fmt: skip
 
 

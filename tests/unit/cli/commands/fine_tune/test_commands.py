@@ -71,7 +71,7 @@ def test_all_settings_reach_the_gateway(gateway: FakeGateway, tmp_path: Path) ->
     options = (
         "--method dpo --suffix mine --seed 3 --metadata a=b --epochs 2 --batch-size 4 --learning-rate-multiplier 0.5 "
         "--beta 0.2 --rank 8 --alpha 4 --dropout 0.1 --target q_proj --target v_proj --schedule linear "
-        "--warmup-ratio 0.1 --optimizer adamw_8bit --max-tokens 512 --truncate"
+        "--warmup-ratio 0.1 --optimizer adamw_8bit --max-tokens 512 --truncate --replicas 2"
     )
     files = ["file-9", "--validation", examples(tmp_path)]
     shown = run(gateway, "create", *files, "--model", "base", *options.split(), "--json")
@@ -100,6 +100,7 @@ def test_all_settings_reach_the_gateway(gateway: FakeGateway, tmp_path: Path) ->
         "optimizer": "adamw_8bit",
         "max_tokens": 512,
         "truncate": True,
+        "replicas": 2,
     }
 
 

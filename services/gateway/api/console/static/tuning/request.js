@@ -2,7 +2,7 @@
 
 const COMMON = ["n_epochs", "batch_size", "learning_rate_multiplier"]; // of the method's hyperparameters
 const LORA = ["rank", "alpha", "dropout"];
-const OWN = ["max_tokens", "warmup_ratio", "weight_decay", "max_grad_norm"];
+const OWN = ["max_tokens", "warmup_ratio", "weight_decay", "max_grad_norm", "replicas"];
 export const FIELDS = {
   n_epochs: "Epochs",
   batch_size: "Batch size",
@@ -15,6 +15,7 @@ export const FIELDS = {
   warmup_ratio: "Warm-up",
   weight_decay: "Weight decay",
   max_grad_norm: "Longest gradient",
+  replicas: "Hosts",
   seed: "Seed",
 };
 
