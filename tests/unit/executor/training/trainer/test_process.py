@@ -237,8 +237,7 @@ def test_it_is_paused_while_it_waits(tmp_path: Path, model: Path) -> None:
     ("changes", "code", "told"),
     [
         ({"optimizer": "adamw_8bit"}, "configuration_error", "needs a CUDA GPU"),
-        ({"replicas": 2}, "configuration_error", "asks for 2 replicas"),
-        ({"targets": ["nothing"]}, "model_load_error", "nothing"),
+        ({"targets": ["nothing"]}, "invalid_request", "nothing"),
     ],
 )
 def test_what_cannot_be_trained_is_told_in_one_sentence(
