@@ -286,7 +286,7 @@ class Training:
                 case StateWritten() | AdapterWritten() | Finished():
                     storage.add(event)
                 case TrainerFailed():
-                    self._failure = event
+                    self._failure = self._failure or event  # what comes later is because of it
         how = await process.end()
         self.gone.set()
         self._on_yield(waits=False)

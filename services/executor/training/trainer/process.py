@@ -7,6 +7,7 @@ specification ─▶ base, examples, state ─▶ Loaded ─▶ Stepped, StateWr
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ import msgspec
 import structlog
 import torch
 
+from services.executor.collectives.base import Collectives
 from services.executor.core import gpu_errors
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import HostActivity
@@ -32,6 +34,7 @@ from services.executor.ipc.trainer_pipe import (
     TrainerSpec,
     Yielding,
 )
+from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import (
     base_name,
     check_size,
@@ -45,7 +48,7 @@ from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
 from services.executor.training.trainer.steps import Model, SingleReplica, Steps, named_factors
 from services.executor.training.trainer.yielding import Gate, PauseWanted
-from shared.errors import ConfigurationError, InternalError, RyzansteinError, TrainingDiverged
+from shared.errors import ConfigurationError, InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
 
@@ -68,9 +71,10 @@ class Trainer:
         pause: threading.Event,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Collectives | None = None,
     ) -> None:
-        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted. Raises
-        `RyzansteinError`."""
+        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted; `ranks`: those
+        that compute with it, of which the first writes. Raises `RyzansteinError`."""
         self._spec, self._tell, self._pause, self._clock = spec, tell, pause, clock
         self._job, self._directory = spec.job, Path(spec.directory)
         encoded = (self._directory / EXAMPLES).read_bytes()
@@ -85,7 +89,8 @@ class Trainer:
         model = load(spec, device, self._gate)
         self._factors = named_factors(model)
         check_size(self._factors)
-        self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device)
+        self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device, ranks)
+        self._writes = ranks is None or ranks.rank == 0
         self._steps = Steps(self._job, model, self._optimizer, examples, course, device, SingleReplica())
         self._metrics: list[TrainingMetrics] = self._resumed(device)
         self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
@@ -106,6 +111,8 @@ class Trainer:
                     self._save()
                 case "close_epoch":
                     self._close_epoch()
+                case "finish" if not self._writes:
+                    return None
                 case "finish":
                     write_metrics(self._directory / METRICS, self._metrics)
                     return self._tell(Finished(METRICS, self._tokens))
@@ -146,6 +153,9 @@ class Trainer:
 
     def _save(self) -> None:
         began = self._clock()
+        if not self._writes:
+            self._loop.saved(began, 0.0, 0)
+            return
         name = f"state-{self.done}.safetensors"
         state = SavedState(self.done, self._factors, self._optimizer.moments(), self._metrics)
         size, digest = write_state(self._directory / name, self._job.id, self._fingerprint, state)
@@ -166,6 +176,9 @@ class Trainer:
                 valid_margin=means.margin,
             )
             self._tell(Stepped(self._metrics[-1]))
+        if not self._writes:
+            self._loop.closed()
+            return
         name = f"adapter-{self.done}"
         hyperparameters = self._job.hyperparameters
         written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
@@ -183,7 +196,12 @@ class Trainer:
         )
 
 
-def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None]) -> Model:
+def load_base(
+    spec: TrainerSpec,
+    device: torch.device,
+    between_layers: Callable[[], None],
+    ranks: Collectives | None = None,
+) -> Model:
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
 
@@ -194,10 +212,16 @@ def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[
         settings,
         job.hyperparameters,
         job.seed,
-        spec.threads,
+        _threads_of(spec, ranks),
         device,
         between_layers,
+        collectives=ranks,
     )
+
+
+def _threads_of(spec: TrainerSpec, ranks: Collectives | None) -> int:
+    """Of each rank: they share those of the job."""
+    return spec.threads if ranks is None else max(1, spec.threads // ranks.world_size)
 
 
 def device_of(settings: ExecutorSettings) -> torch.device:
@@ -207,7 +231,7 @@ def device_of(settings: ExecutorSettings) -> torch.device:
     return torch.device(settings.device)
 
 
-def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
+def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     """The process, whose standard input is `commands`. Returns its exit code."""
     pipe = TrainerPipe(commands, events_fd)
     spec = pipe.read_spec()
@@ -220,7 +244,6 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
         about={"job": spec.job.id, "attempt": spec.job.attempt},
     )
     pipe.listen()
-    torch.set_num_threads(spec.threads)
     device = device_of(settings)
     _be_deterministic(device)
     trainer: Trainer | None = None
@@ -230,9 +253,15 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
                 f"The job {spec.job.id} asks for {spec.job.hyperparameters.replicas} replicas, and one trains here; "
                 "create it with one."
             )
-        trainer = Trainer(spec, load, pipe.send, pipe.pause, device)
+        ranks = join_ranks(spec, settings, device, events_fd)
+        torch.set_num_threads(_threads_of(spec, ranks))
+        tell = pipe.send if ranks.rank == 0 else _say_nothing
+        made = load or partial(load_base, ranks=ranks)
+        trainer = Trainer(spec, made, tell, pipe.pause, device, ranks=ranks)
         trainer.run()
     except Exception as error:
+        if spec.rank and isinstance(error, RingLost):
+            return 1  # it ends because another has, which is told elsewhere
         failed = _told(error, spec.job.id)
         if failed.code == InternalError.code:
             log.exception("trainer_failed")
@@ -240,7 +269,13 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
         step = done + isinstance(error, TrainingDiverged)
         pipe.send(TrainerFailed(failed.code, str(failed), step))
         return 1
+    if spec.rank:  # its end, before the first one's, would be a failure
+        threading.Event().wait()
     return 0
+
+
+def _say_nothing(event: TrainerEvent) -> None:
+    """The first rank tells for all."""
 
 
 def _be_deterministic(device: torch.device) -> None:
