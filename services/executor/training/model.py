@@ -57,7 +57,7 @@ class TrainableModel:
         hyperparameters: Hyperparameters,
         seed: int,
         between_layers: Callable[[], None],
-        collectives: Collectives,
+        collectives: Collectives | None = None,
     ) -> None:
         """Raises `InvalidRequest` where the base has none of the linears that are to be trained."""
         self._model = base.model
@@ -65,7 +65,7 @@ class TrainableModel:
         self._scratch = Scratch(base.dtype, _device_of(base))
         self._current = [Pass()]
         self.linears = _freeze_linears(base, self._scratch, self._current)
-        self._head = _head_of(base, self._scratch, collectives)
+        self._head = _head_of(base, self._scratch, collectives or SingleRank())
         _look_up(base, self._scratch)
         self._attend()
         self.factors: dict[str, Factors] = {}

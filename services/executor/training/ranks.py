@@ -4,7 +4,8 @@
                     └────────── sums in shared memory ──────────┘
 
 Each has its share of the base, as a rank that serves it. All compute the same steps over the same batches, with all of
-the factors, of which a linear uses what its share needs; rank 0 alone hears the executor, and writes.
+the factors, of which a linear uses what its share needs. Rank 0 alone hears the executor, writes, and stands still for
+interactive requests: the others wait for it in their next sum.
 
 What ranks have of a gradient are parts, whose sum it is: the output layer begins with those of its tokens, every linear
 hands back those of its share, and a sum over the ranks hands the sum of the parts back. So Megatron's two operators are
@@ -55,7 +56,7 @@ def join_ranks(
     area = make_area(ranks, lanes=1)
     ring = SharedMemory(area, 0, ranks)
     for rank in range(1, ranks):
-        other = msgspec.structs.replace(spec, rank=rank, ranks=ranks, ring=area.path)
+        other = msgspec.structs.replace(spec, rank=rank, ranks=ranks, ring=area.path, activity="")
         process = subprocess.Popen(  # noqa: S603  # our own module
             [*COMMAND, str(events_fd)], stdin=subprocess.PIPE, pass_fds=(events_fd,), bufsize=0
         )

@@ -241,7 +241,7 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
         f"trainer-{spec.job.id}",
         level=settings.log_level,
         fmt=settings.log_format,
-        about={"job": spec.job.id, "attempt": spec.job.attempt},
+        about={"job": spec.job.id, "attempt": spec.job.attempt, **({"rank": spec.rank} if spec.rank else {})},
     )
     pipe.listen()
     device = device_of(settings)

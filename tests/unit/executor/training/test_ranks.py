@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from services.executor.collectives.shared_memory import SharedMemory, can_share_memory, make_area
@@ -14,9 +15,11 @@ from services.executor.training import model as training_model
 from services.executor.training.batch import DropoutKey
 from services.executor.training.ranks import WithGradients
 from shared.messages.training import Hyperparameters
+from tests.unit.executor.model.loading.quantized_weights import FORMS
+from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.models import backward, batch_of, trainable, worst
-from tests.unit.executor.training.test_bases import CACHED, in_bf16
+from tests.unit.executor.training.test_bases import CACHED, said_to_be_bf16
 
 pytestmark = pytest.mark.skipif(
     not can_share_memory(), reason="there are no collectives in shared memory here"
@@ -82,10 +85,13 @@ def test_so_they_do_where_layers_are_computed_again(tmp_path: Path, monkeypatch:
 
 
 @natively
-def test_each_maps_its_share_of_packed_weights(tmp_path: Path) -> None:
-    directory = in_bf16(tmp_path / "model", "llama", num_attention_heads=4, num_key_value_heads=2)
-    named = {"serving_dtype": "bf16", "weight_dtype": "q4_k", **CACHED}
-    between_ranks(directory, 2, **named)
-    assert len([*(tmp_path / "cache" / ".packed").glob("*.packed")]) == 2
-    first, second = between_ranks(directory, 2, **named)
-    assert torch.equal(first[0], second[0])
+@pytest.mark.parametrize("form", ["awq", "nf4"])
+def test_each_maps_its_share_of_packed_weights(tmp_path: Path, form: str) -> None:
+    directory = said_to_be_bf16(make_checkpoint(tmp_path, "llama", FORMS[form]).quantized)
+    check(directory, 2, 1e-4, **CACHED)
+    assert len([*(tmp_path / "cache" / ".packed").glob("*.packed")]) == 3, (
+        "the whole one's, and one of each rank"
+    )
+    with capture_logs() as log:
+        between_ranks(directory, 2, **CACHED)
+    assert {entry.get("base") for entry in log} == {"packed weights"}
