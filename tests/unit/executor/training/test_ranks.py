@@ -12,6 +12,7 @@ from torch import Tensor
 from services.executor.collectives.shared_memory import SharedMemory, can_share_memory, make_area
 from services.executor.native.library import why_not
 from services.executor.training import model as training_model
+from services.executor.training.base.loading import TRAINED
 from services.executor.training.batch import DropoutKey
 from services.executor.training.ranks import WithGradients
 from shared.messages.training import Hyperparameters
@@ -60,16 +61,20 @@ def check(directory: Path, ranks: int, within: float = 1e-5, **named: Any) -> No
         assert all(torch.equal(summed[name], first[1][name]) for name in summed)
 
 
+FAMILIES: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 2, {}),  # three KV heads: the ranks share one
+    ("llama", 3, {"num_key_value_heads": 1}),
+    ("qwen2", 3, {"tie_word_embeddings": False}),
+    ("gemma2", 2, {"num_key_value_heads": 1}),
+    ("olmo2", 2, {}),  # norms over all heads
+    ("phi3", 2, {}),  # fused projections
+]
+OTHERS = sorted(TRAINED - {model_type for model_type, _, _ in FAMILIES})
+
+
 @pytest.mark.parametrize(
     ("model_type", "ranks", "changes"),
-    [
-        ("llama", 2, {}),  # three KV heads: the ranks share one
-        ("llama", 3, {"num_key_value_heads": 1}),
-        ("qwen2", 3, {"tie_word_embeddings": False}),
-        ("gemma2", 2, {"num_key_value_heads": 1}),
-        ("olmo2", 2, {}),  # norms over all heads
-        ("phi3", 2, {}),  # fused projections
-    ],
+    [*FAMILIES, *(pytest.param(name, 2, {}, marks=pytest.mark.slow) for name in OTHERS)],
 )
 def test_their_gradients_add_up(tmp_path: Path, model_type: str, ranks: int, changes: dict[str, Any]) -> None:
     check(make_model(tmp_path / "model", model_type, **changes), ranks)
