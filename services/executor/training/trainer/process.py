@@ -90,7 +90,7 @@ class Trainer:
         self._factors = named_factors(model)
         check_size(self._factors)
         self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device, ranks)
-        self._writes = ranks is None or ranks.rank == 0
+        self._writes = spec.rank == 0
         self._steps = Steps(self._job, model, self._optimizer, examples, course, device, SingleReplica())
         self._metrics: list[TrainingMetrics] = self._resumed(device)
         self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
@@ -111,10 +111,9 @@ class Trainer:
                     self._save()
                 case "close_epoch":
                     self._close_epoch()
-                case "finish" if not self._writes:
-                    return None
                 case "finish":
-                    write_metrics(self._directory / METRICS, self._metrics)
+                    if self._writes:
+                        write_metrics(self._directory / METRICS, self._metrics)
                     return self._tell(Finished(METRICS, self._tokens))
                 case "rest":
                     return self._tell(Paused(self.done))
@@ -176,13 +175,12 @@ class Trainer:
                 valid_margin=means.margin,
             )
             self._tell(Stepped(self._metrics[-1]))
+        self._loop.closed()
         if not self._writes:
-            self._loop.closed()
             return
         name = f"adapter-{self.done}"
         hyperparameters = self._job.hyperparameters
         written = write_adapter(self._directory / name, self._factors, hyperparameters, base_name(self._job))
-        self._loop.closed()
         self._tell(
             AdapterWritten(
                 self.done,
