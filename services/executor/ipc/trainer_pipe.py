@@ -47,6 +47,12 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     """`host:port` where the first replica waits for this one."""
     state_interval: float = 60.0
     """Seconds between two states, at least; larger states are written less often. 0: one after every step."""
+    rank: int = 0
+    """Which share of the base the process has. Rank 0 is the one that the executor starts, and starts the others."""
+    ranks: int = 1
+    """Of those that rank 0 has started: how many there are with it,"""
+    ring: str = ""
+    """and the memory where they meet."""
 
 
 class Met(msgspec.Struct, frozen=True, tag="met"):

@@ -18,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.trainer_pipe import KEPT_ACTIVATIONS
-from services.executor.model.parallel.layers import LinearShard, VocabParallelEmbedding, VocabParallelHead
+from services.executor.model.adapters.targets import AdapterTarget
+from services.executor.model.parallel.layers import (
+    LinearShard,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    piece_of,
+)
 from services.executor.training.base.attention import (
     ATTENTION_NAME,
     CURRENT_ATTRIBUTE,
@@ -45,7 +52,12 @@ class TrainableModel:
     """One thread at a time. `factors` are the parameters that an optimizer changes."""
 
     def __init__(
-        self, base: Base, hyperparameters: Hyperparameters, seed: int, between_layers: Callable[[], None]
+        self,
+        base: Base,
+        hyperparameters: Hyperparameters,
+        seed: int,
+        between_layers: Callable[[], None],
+        collectives: Collectives | None = None,
     ) -> None:
         """Raises `InvalidRequest` where the base has none of the linears that are to be trained."""
         self._model = base.model
@@ -53,7 +65,7 @@ class TrainableModel:
         self._scratch = Scratch(base.dtype, _device_of(base))
         self._current = [Pass()]
         self.linears = _freeze_linears(base, self._scratch, self._current)
-        self._head = _head_of(base, self._scratch)
+        self._head = _head_of(base, self._scratch, collectives or SingleRank())
         _look_up(base, self._scratch)
         self._attend()
         self.factors: dict[str, Factors] = {}
@@ -62,7 +74,7 @@ class TrainableModel:
         self._layers = _layers_of(self._model)
         self._kept_layers = 0
         self._keeps = base.kind == "checkpoint"
-        self._widths = [self._width_of(layer) for layer in self._layers]
+        self._widths = [self._width_of(layer, base.targets) for layer in self._layers]
         for index, layer in enumerate(self._layers):
             layer.forward = self._through(index, layer.forward)
         self.trained_bytes = sum(part.nbytes for some in self.factors.values() for part in (some.a, some.b))
@@ -145,14 +157,11 @@ class TrainableModel:
 
         return through
 
-    def _width_of(self, layer: nn.Module) -> int:
-        """Values that the linears of a layer read and write of a token."""
+    def _width_of(self, layer: nn.Module, targets: list[AdapterTarget]) -> int:
+        """Values that the linears of a layer read and write of a token, on all ranks: which must agree on it."""
         own = set(layer.modules())
-        named = self._model.named_modules()
-        weights = [
-            self.linears[name].weight for name, module in named if module in own and name in self.linears
-        ]
-        return sum(weight.inputs + weight.outputs for weight in weights)
+        names = {name for name, module in self._model.named_modules() if module in own}
+        return sum(target.inputs + target.outputs for target in targets if target.name in names)
 
     def _before_backward(self, gradient: Tensor) -> None:
         self._between_layers()
@@ -166,12 +175,11 @@ class TrainableModel:
 
     def _add_factors(self, base: Base, hyperparameters: Hyperparameters, seed: int) -> None:
         device = self._scratch.device
-        for name in _chosen(base.targets, self.linears, hyperparameters.targets):
-            linear = self.linears[name]
-            shape = (linear.weight.outputs, linear.weight.inputs)
-            factors = Factors.drawn(seed, name, hyperparameters.rank, shape, device)
-            linear.train(factors, hyperparameters.scale, hyperparameters.dropout)
-            self.factors[name] = factors
+        for target in _chosen(base.targets, self.linears, hyperparameters.targets):
+            shape = (target.outputs, target.inputs)
+            factors = Factors.drawn(seed, target.name, hyperparameters.rank, shape, device)
+            self.linears[target.name].train(target, factors, hyperparameters.scale, hyperparameters.dropout)
+            self.factors[target.name] = factors
 
 
 def load_trainable(
@@ -183,15 +191,18 @@ def load_trainable(
     device: torch.device,
     between_layers: Callable[[], None],
     compute_dtype: torch.dtype | None = None,
+    collectives: Collectives | None = None,
 ) -> TrainableModel:
     """The model in `model_directory` with factors of `hyperparameters`, drawn from `seed`. `settings`: of the executor
-    that serves it; `compute_dtype`: other than these say.
+    that serves it; `compute_dtype`: other than these say; `collectives`: of the ranks that train it together, each with
+    its share and its part of the gradients.
 
     Raises `ModelLoadError`: one sentence that says why this base cannot be trained here; `InvalidRequest` for targets
     that it has not.
     """
-    base = load_base(model_directory, settings, device, threads, compute_dtype)
-    made = TrainableModel(base, hyperparameters, seed, between_layers)
+    ranks = collectives or SingleRank()
+    base = load_base(model_directory, settings, device, threads, compute_dtype, ranks)
+    made = TrainableModel(base, hyperparameters, seed, between_layers, ranks)
     log.info("training_model_loaded", **made.description)
     return made
 
@@ -218,7 +229,7 @@ def _look_up(base: Base, scratch: Scratch) -> None:
             module.look_up_by(lambda tokens, weight=weight: weight.picked(tokens, scratch))  # type: ignore[misc]
 
 
-def _head_of(base: Base, scratch: Scratch) -> Head:
+def _head_of(base: Base, scratch: Scratch, collectives: Collectives) -> Head:
     config, module = base.model.config, base.model.get_output_embeddings()
     name = next(name for name, one in base.model.named_modules() if one is module)
     scale = 1.0
@@ -228,7 +239,9 @@ def _head_of(base: Base, scratch: Scratch) -> Head:
         scale *= float(factor)
     bias = None if module.bias is None else module.bias.detach().float()
     cap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-    return Head(base.weights[name], bias, scale, cap, scratch)
+    piece = piece_of(module, "weight")
+    first = 0 if piece is None else piece.spans[0].start
+    return Head(base.weights[name], bias, scale, cap, scratch, first, collectives)
 
 
 def _layers_of(model: Any) -> list[Any]:
@@ -243,13 +256,15 @@ def _layers_of(model: Any) -> list[Any]:
     )
 
 
-def _chosen(targets: list[str], linears: dict[str, FrozenLinear], wanted: list[str]) -> list[str]:
-    """Names of the linears that are trained, sorted. Raises `InvalidRequest` where one of `wanted` is none."""
-    known = sorted(name for name in targets if name in linears)
-    leaves = {name.rpartition(".")[2] for name in known}
+def _chosen(
+    targets: list[AdapterTarget], linears: dict[str, FrozenLinear], wanted: list[str]
+) -> list[AdapterTarget]:
+    """The linears that are trained, sorted by their names. Raises `InvalidRequest` where one of `wanted` is none."""
+    known = sorted((target for target in targets if target.name in linears), key=lambda target: target.name)
+    leaves = {target.name.rpartition(".")[2] for target in known}
     if missing := sorted(set(wanted) - leaves):
         raise InvalidRequest(
             f"The model has no linear layers named {', '.join(missing)} that adapters can change; choose targets among "
             f"{', '.join(sorted(leaves))}."
         )
-    return [name for name in known if not wanted or name.rpartition(".")[2] in wanted]
+    return [target for target in known if not wanted or target.name.rpartition(".")[2] in wanted]

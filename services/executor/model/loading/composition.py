@@ -85,14 +85,6 @@ class Composition:
         zeros = (0,) * len(shape)
         return cls(shape, (Part(source, tuple(range(len(shape))), zeros, zeros, shape),))
 
-    @property
-    def whole_source(self) -> str | None:
-        """The checkpoint's tensor that it is the beginning of, or all; None: it is composed or turned."""
-        part = self.parts[0] if len(self.parts) == 1 else None
-        if part is None or part.matrix is not None or any(part.origin) or part.size != self.shape:
-            return None
-        return part.source if part.axes == tuple(range(len(self.shape))) else None
-
     def transposed(self, a: int, b: int) -> "Composition":
         """Dimensions `a` and `b` exchanged."""
 

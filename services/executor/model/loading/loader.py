@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from services.executor.collectives.base import Collectives, SingleRank
+from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
@@ -219,8 +219,8 @@ def load_model(
     return served
 
 
-def load_frozen(directory: Path, dtype: torch.dtype, *, mapped: bool) -> nn.Module:
-    """The whole model in `directory` on the host, for whoever computes with its weights where they lie.
+def load_frozen(directory: Path, dtype: torch.dtype, collectives: Collectives, *, mapped: bool) -> nn.Module:
+    """This rank's share of the model in `directory`, on the host, for whoever computes with its weights where they lie.
 
     What linears and embeddings multiply by is, where it is `mapped`, a tensor over the checkpoint's mapped file, of the
     file's dtype; else it has no memory (`meta`). All else is copied, as `dtype`. Raises `ModelLoadError`.
@@ -228,8 +228,8 @@ def load_frozen(directory: Path, dtype: torch.dtype, *, mapped: bool) -> nn.Modu
     config = load_config(directory)
     check_supported(config)
     with LOADING, _open(directory, scheme_of(config)) as files:
-        layout = ShardLayout.from_config(config, 1, 0)
-        model, plan = _planned(directory, config, dtype, layout, SingleRank(), files)
+        layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
+        model, plan = _planned(directory, config, dtype, layout, collectives, files)
         rest = []
         for parameter, read in plan:
             if not parameter.may_be_quantized:
@@ -252,12 +252,13 @@ def load_frozen(directory: Path, dtype: torch.dtype, *, mapped: bool) -> nn.Modu
 
 
 def _stored(read: Read, files: WeightFiles) -> Tensor | None:
-    """The tensor of the files that `read` would copy as it is; None: there is none."""
-    source = read.content.whole_source
-    if source is None or source in files.coded:
+    """What of a tensor of the files `read` would copy as it is; None: it is composed of several, or made of codes."""
+    part, *others = read.content.parts
+    plain = part.axes == tuple(range(len(part.size))) and part.matrix is None
+    if others or not plain or part.size != read.content.shape or part.source in files.coded:
         return None
-    stored = files.tensor(source)
-    return stored if stored.is_floating_point() and stored.shape == read.content.shape else None
+    stored = files.tensor(part.source)
+    return part.view(stored) if stored.is_floating_point() else None
 
 
 def is_quantized(directory: Path, config: Any) -> bool:

@@ -183,7 +183,8 @@ class HostTrainings:
         longest = job.data.longest if job.data is not None else 0
         process = PROCESS + (GPU_OVERHEAD if self._memory.devices else 0)
         config = read_config(stored.directory())
-        return training_bytes(config, job.hyperparameters, longest, base, process)
+        ranks = 1 if self._memory.devices else settings.tp
+        return training_bytes(config, job.hyperparameters, longest, base, process, ranks)
 
     # --- life ------------------------------------------------------------------------------------
 

@@ -33,8 +33,10 @@ def training_bytes(
     longest: int,
     base: int,
     process: int = PROCESS,
+    ranks: int = 1,
 ) -> int:
-    """`config`: the base's; `longest`: tokens of the longest example; `base`: bytes of weights that it holds alone."""
+    """`config`: the base's; `longest`: tokens of the longest example; `base`: bytes of weights that it holds alone;
+    `ranks`: processes that share them, each with all factors."""
     text = config.get("text_config")
     facts: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
     hidden = _number(facts, "hidden_size", "n_embd") or UNKNOWN
@@ -45,7 +47,7 @@ def training_bytes(
     activations = 4 * tokens * layers * hidden + of_layer + min(KEPT_ACTIVATIONS, layers * of_layer)
     wide = 4 * 2 * hidden + 3 * (hidden + inner)
     factors = hyperparameters.rank * wide * layers * FACTOR_BYTES
-    return base + activations + factors + process
+    return base + ranks * (activations + factors + process)
 
 
 def _number(facts: Mapping[str, Any], *names: str) -> int:

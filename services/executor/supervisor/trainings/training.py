@@ -333,7 +333,7 @@ class Training:
                     if not self._replica:
                         storage.add(event)
                 case TrainerFailed():
-                    self._failure = event
+                    self._failure = self._failure or event  # what comes later is because of it
         how = await process.end()
         self.gone.set()
         self._on_yield(waits=False)

@@ -4,6 +4,9 @@
 
     dx = dy W + drop'(dh A)      dh = scale * dy B      dA = dh' drop(x)      dB = scale * dy' (drop(x) A')
 
+Where a rank has a share of the outputs, it takes those rows of B, and of the inputs those columns of A. The factors'
+gradients are then those of its share, and zero elsewhere.
+
 Of the weight nothing is kept from forward to backward, of the factors' side x and x A', which has the rank's width.
 Dropout is drawn again where it is needed, from what it was drawn from. What the factors add is computed first: where a
 layer is recomputed for its gradients, it ends before its last product.
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from services.executor.model.adapters.targets import AdapterTarget, Spans
 from services.executor.training.base.weights import FrozenWeight, Scratch
 from services.executor.training.batch import DropoutKey
 
@@ -75,35 +79,49 @@ class FrozenLinear:
         self.factors: Factors | None = None
         self.scale = 0.0
         self.dropout = 0.0
+        self._target: AdapterTarget | None = None
         self._current = current
 
-    def train(self, factors: Factors, scale: float, dropout: float) -> None:
-        """From now on `factors` count, in passes with the adapter."""
-        self.factors, self.scale, self.dropout = factors, scale, dropout
+    def train(self, target: AdapterTarget, factors: Factors, scale: float, dropout: float) -> None:
+        """From now on `factors` count, in passes with the adapter. `target`: the linear whole, and this share of it."""
+        self._target, self.factors, self.scale, self.dropout = target, factors, scale, dropout
 
     def __call__(self, x: Tensor) -> Tensor:
         now = self._current[0]
         added: Tensor | None = None
-        if self.factors is not None and now.adapter:
-            drop = Dropout(self.name, now.dropout, self.dropout) if now.dropout and self.dropout else None
-            added = _LowRank.apply(x, self.factors.a, self.factors.b, self.scale, drop)  # type: ignore[no-untyped-call]
+        if self.factors is not None and self._target is not None and now.adapter:
+            target, drop = self._target, None
+            if now.dropout and self.dropout:
+                drop = Dropout(self.name, now.dropout, self.dropout, target.inputs, target.columns)
+            a, b = _cut(self.factors.a, target.columns, 1), _cut(self.factors.b, target.rows, 0)
+            added = _LowRank.apply(x, a, b, self.scale, drop)  # type: ignore[no-untyped-call]
         product: Tensor = _Product.apply(x, added, self)  # type: ignore[no-untyped-call]
         return product
 
 
+def _cut(whole: Tensor, spans: Spans | None, dim: int) -> Tensor:
+    """`spans` of a dimension, end to end; None: all."""
+    if spans is None:
+        return whole
+    return torch.cat([whole.narrow(dim, first, end - first) for first, end in spans], dim)
+
+
 @dataclass(frozen=True)
 class Dropout:
-    """Of the inputs of one linear's factors in one pass."""
+    """Of the inputs of one linear's factors in one pass: drawn of all inputs, whoever has a share of them."""
 
     name: str
     key: DropoutKey
     share: float
     """Of the values that are dropped; the others grow so that their mean stays."""
+    inputs: int
+    columns: Spans | None = None
 
     def of(self, x: Tensor) -> Tensor:
         """`x` with values dropped; also the derivative, of what comes back to it."""
         generator = generator_of(x.device, self.key.seed, self.key.step, self.key.micro_step, self.name)
-        kept = torch.empty(x.shape, dtype=torch.float32, device=x.device).uniform_(generator=generator)
+        drawn = torch.empty(len(x), self.inputs, dtype=torch.float32, device=x.device)
+        kept = _cut(drawn.uniform_(generator=generator), self.columns, 1)
         return x * (kept >= self.share).to(x.dtype).mul_(1 / (1 - self.share))
 
 

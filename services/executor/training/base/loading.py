@@ -16,11 +16,11 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from services.executor.collectives.base import SingleRank
+from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.packed_model import PackedModel
-from services.executor.model.adapters.targets import targets_of
+from services.executor.model.adapters.targets import AdapterTarget, targets_of
 from services.executor.model.attention import ATTENTION_NAME as PAGED
 from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.catalogue import check_supported, is_encoder
@@ -43,12 +43,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Base:
+    """What one of the processes has that train together (`training/ranks.py`), which may be all."""
+
     model: Any
     """transformers', in evaluation mode; norms and biases in the type of the computation, on its device."""
     weights: Mapping[str, FrozenWeight]
     """Of linears and embeddings, by the module's name; tied ones are the same object."""
-    targets: list[str]
-    """Names of the linears that adapters may change."""
+    targets: list[AdapterTarget]
+    """The linears that adapters may change."""
     dtype: torch.dtype
     """Of the computation."""
     kind: str
@@ -60,29 +62,33 @@ def load_base(
     settings: ExecutorSettings,
     device: torch.device,
     threads: int,
-    compute_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None,
+    collectives: Collectives,
 ) -> Base:
-    """Raises `ModelLoadError`: one sentence that says why the model in `directory` cannot be trained here."""
+    """The share of this rank of `collectives`. Raises `ModelLoadError`: one sentence that says why the model in
+    `directory` cannot be trained here."""
     config = load_config(directory)
     check_supported(config)
     check_trainable(config)
     dtype = compute_dtype or _dtype_of(settings, config, device)
     if not is_quantized(directory, config) and settings.weight_dtype in ("auto", "bf16"):
-        return _base(load_frozen(directory, dtype, mapped=True), "checkpoint", device, dtype)
+        return _base(load_frozen(directory, dtype, collectives, mapped=True), "checkpoint", device, dtype)
     if device.type == "cpu" and choose_dtype(settings, device, config) is torch.bfloat16:
         try:
-            packed = packed_model(directory, settings, config, threads)
+            packed = packed_model(directory, settings, config, threads, collectives)
         except CannotLower as reason:
             log.info("weights_in_memory", reason=str(reason))
         else:
-            return _packed_base(load_frozen(directory, dtype, mapped=False), packed, dtype, threads)
-    return _base(_load_codes(directory, settings, config, device, dtype), "codes in memory", device, dtype)
+            unfilled = load_frozen(directory, dtype, collectives, mapped=False)
+            return _packed_base(unfilled, packed, dtype, threads)
+    coded = _load_codes(directory, settings, config, device, dtype, collectives)
+    return _base(coded, "codes in memory", device, dtype)
 
 
 def _base(model: Any, kind: str, device: torch.device, dtype: torch.dtype) -> Base:
     """Of what the modules of `model` hold."""
     _check_modules(model)
-    targets = [target.name for target in targets_of(model)]
+    targets = targets_of(model)
     weights = _held_weights(model, device, dtype)
     return Base(model.to(device), weights, targets, dtype, kind)
 
@@ -90,7 +96,7 @@ def _base(model: Any, kind: str, device: torch.device, dtype: torch.dtype) -> Ba
 def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: int) -> Base:
     """`model`: without its weights."""
     _check_modules(model)
-    targets = [target.name for target in targets_of(model)]
+    targets = targets_of(model)
     head, embedding = (_name_of(model, one) for one in (model.get_output_embeddings(), _embedding_of(model)))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="unpack")
     weights = packed_weights(packed, head, embedding, pool, threads)
@@ -100,19 +106,24 @@ def _packed_base(model: Any, packed: PackedModel, dtype: torch.dtype, threads: i
 
 
 def _load_codes(
-    directory: Path, settings: ExecutorSettings, config: Any, device: torch.device, dtype: torch.dtype
+    directory: Path,
+    settings: ExecutorSettings,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    collectives: Collectives,
 ) -> Any:
     """The model with its codes in memory, as they are stored or as `weight_dtype` asks: of values as serving rounds
     them, whatever `dtype` is computed in."""
     keeps = settings.weight_dtype == "auto"
     codec = None if settings.weight_dtype in ("auto", "bf16") else CODECS[settings.weight_dtype]
-    layout, host = ShardLayout.from_config(config, 1, 0), torch.device("cpu")
+    layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(
         directory,
         choose_dtype(settings, device, config),
         layout,
-        SingleRank(),
-        host,
+        collectives,
+        torch.device("cpu"),
         lambda done, total: None,
         codec,
         keep_codes=keeps,

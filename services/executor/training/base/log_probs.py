@@ -5,18 +5,20 @@ attention has them; its weight is unpacked once a pass. The gradient of a row's 
 
     d log p(target) / dx = c'(l_target) W_target - sum over v of p_v c'(l_v) W_v        l: logits, c: soft cap
 
-so that nothing is computed again, and all that is kept for backward is one vector a row, which that multiplies.
+so that nothing is computed again, and all that is kept for backward is one vector a row, which that multiplies. Where
+each rank has a part of the vocabulary, they add up their sums; the vector is made of each rank's own tokens.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", https://arxiv.org/abs/1805.02867;
 Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.training.base.weights import FrozenWeight, Scratch
 
 _BLOCK = 8192
@@ -37,10 +39,13 @@ class Head:
     cap: float
     """and then capped: cap * tanh(logit / cap). 0: not."""
     scratch: Scratch
+    first: int = 0
+    """The token whose output is the first here: of the vocabulary each rank has a part."""
+    collectives: Collectives = field(default_factory=SingleRank)
 
     def log_probs(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """float32 [N] log p(target), and bool [N] whether no token is likelier, of `states` [N, hidden] and int64 [N]
-        `targets`."""
+        `targets`. The gradient of `states` is this rank's part of it."""
         found: tuple[Tensor, Tensor] = _LogProbs.apply(states, targets, self)  # type: ignore[no-untyped-call]
         return found
 
@@ -86,6 +91,17 @@ class _Sums:
         self._own[here] = own
         self._mean.mul_(shrink.unsqueeze(1)).add_(shares.to(weight.dtype) @ weight)
 
+    def meet(self, collectives: Collectives) -> None:
+        """From now on largest logit, sum and the target's logit are those of all ranks' tokens."""
+        all_largest = self._largest.new_zeros(collectives.world_size, len(self._largest))
+        all_largest[collectives.rank] = self._largest
+        largest = collectives.all_reduce(all_largest).amax(dim=0)
+        shrink = torch.exp(self._largest - largest)
+        sums = torch.stack([self._sum * shrink, self._target])
+        self._largest, (self._sum, self._target) = largest, collectives.all_reduce(sums)
+        if self._mean is not None:
+            self._mean.mul_(shrink.unsqueeze(1))
+
     def finish(self, scale: float, log_probs: Tensor, likeliest: Tensor, direction: Tensor | None) -> None:
         log_probs.copy_(self._target - self._largest - self._sum.log())
         likeliest.copy_(self._target >= self._largest)
@@ -102,12 +118,15 @@ class _LogProbs(torch.autograd.Function):
         direction = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         step = max(1, _TILE // min(_BLOCK, vocabulary))
         parts = [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-        sums = [_Sums(states[part], targets[part], direction is not None) for part in parts]
+        here = targets - head.first
+        sums = [_Sums(states[part], here[part], direction is not None) for part in parts]
         for first in range(0, vocabulary, _BLOCK):
             weight = head.weight.rows(first, min(first + _BLOCK, vocabulary), head.scratch)
             for some in sums:
                 some.add(head, weight, first)
         for part, some in zip(parts, sums, strict=True):
+            if head.collectives.world_size > 1:
+                some.meet(head.collectives)
             some.finish(
                 head.scale, log_probs[part], likeliest[part], None if direction is None else direction[part]
             )

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import torch
 
-from services.executor.collectives.base import SingleRank
+from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings, packed_directory, packed_share
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.cpu.packed_file import ModelFacts
@@ -34,18 +34,20 @@ log = structlog.get_logger(__name__)
 _CPU = torch.device("cpu")
 
 
-def packed_model(directory: Path, settings: ExecutorSettings, config: Any, threads: int) -> PackedModel:
-    """Of the whole model, on one rank. Raises `CannotLower` with the reason where the native kernels compute no such
+def packed_model(
+    directory: Path, settings: ExecutorSettings, config: Any, threads: int, collectives: Collectives
+) -> PackedModel:
+    """The share of this rank. Raises `CannotLower` with the reason where the native kernels compute no such
     model, and `ModelLoadError`."""
     choose_level(settings.cpu_level)
     library = load_library()
     if library is None:
         raise CannotLower("there are no native kernels here")
-    share = packed_share(settings, 0, 1)
+    share = packed_share(settings, collectives.rank, collectives.world_size)
     cache = WeightCache(packed_directory(settings), settings.weight_cache_bytes, directory, share)
     if found := _mapped(cache, threads):
         return found
-    facts, model = _packed(library, directory, settings, config, threads)
+    facts, model = _packed(library, directory, settings, config, threads, collectives)
     cache.keep(facts, model)
     if found := _mapped(cache, threads):
         del model
@@ -92,23 +94,29 @@ def _mapped(cache: WeightCache, threads: int) -> PackedModel | None:
 
 
 def _packed(
-    library: Any, directory: Path, settings: ExecutorSettings, config: Any, threads: int
+    library: Any,
+    directory: Path,
+    settings: ExecutorSettings,
+    config: Any,
+    threads: int,
+    collectives: Collectives,
 ) -> tuple[ModelFacts, PackedModel]:
-    """As a rank that serves it alone packs it."""
+    """As a rank that serves it packs it."""
     log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")
-    layout, keeps = ShardLayout.from_config(config, 1, 0), settings.weight_dtype == "auto"
+    layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
+    keeps = settings.weight_dtype == "auto"
     model: Any = load_model(
         directory,
         torch.bfloat16,
         layout,
-        SingleRank(),
+        collectives,
         _CPU,
         lambda done, total: None,
         weight_codec(settings.weight_dtype, _CPU, torch.bfloat16),
         keep_codes=keeps,
         defer_codes=keeps,
     )
-    lowered = lower(model, torch.bfloat16, 1)
+    lowered = lower(model, torch.bfloat16, collectives.world_size)
     facts = ModelFacts(
         states=layer_states(config, layout),
         hidden_size=config.hidden_size,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from services.executor.collectives.base import Collectives, SingleRank
 from shared.errors import ConfigurationError, InternalError
 from shared.messages.training import Hyperparameters, Optimizer
 
@@ -26,13 +27,19 @@ class FactorOptimizer:
     """Of named factors, in the order of their names."""
 
     def __init__(
-        self, factors: Mapping[str, nn.Parameter], hyperparameters: Hyperparameters, device: torch.device
+        self,
+        factors: Mapping[str, nn.Parameter],
+        hyperparameters: Hyperparameters,
+        device: torch.device,
+        ranks: Collectives | None = None,
     ) -> None:
-        """Raises `ConfigurationError` where there is no such optimizer on this host."""
+        """`ranks`: each has a part of the gradients. Raises `ConfigurationError` where there is no such optimizer on
+        this host."""
         self._names = sorted(factors)
         self._factors = [factors[name] for name in self._names]
         self._most = hyperparameters.max_grad_norm
         self._optimizer = _made(self._factors, hyperparameters, device)
+        self._ranks = ranks or SingleRank()
 
     def clip(self) -> Tensor:
         """Scales the gradients; returns their norm before that, float32 []."""
@@ -48,10 +55,10 @@ class FactorOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Of all factors; zeros of one that the step did not reach."""
+        """Of all factors, of all ranks; zeros of one that the step did not reach. Once a step."""
         for factor in self._factors:
-            if factor.grad is None:
-                factor.grad = torch.zeros_like(factor)
+            part = torch.zeros_like(factor) if factor.grad is None else factor.grad
+            factor.grad = self._ranks.all_reduce(part.contiguous())
         return [factor.grad for factor in self._factors if factor.grad is not None]
 
     def moments(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ specification ─▶ base, examples, state ─▶ Loaded ─▶ Stepped, StateWr
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ import msgspec
 import structlog
 import torch
 
+from services.executor.collectives.base import Collectives
 from services.executor.core import gpu_errors
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import HostActivity
@@ -33,6 +35,7 @@ from services.executor.ipc.trainer_pipe import (
     TrainerSpec,
     Yielding,
 )
+from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import (
     base_name,
     check_size,
@@ -47,7 +50,7 @@ from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
 from services.executor.training.trainer.steps import Model, Replicas, SingleReplica, Steps, named_factors
 from services.executor.training.trainer.yielding import Gate, PauseWanted
-from shared.errors import InternalError, RyzansteinError, TrainingDiverged
+from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
 
@@ -70,9 +73,10 @@ class Trainer:
         pause: threading.Event,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Collectives | None = None,
     ) -> None:
-        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted. Raises
-        `RyzansteinError`."""
+        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted; `ranks`: those
+        that compute with it, of which the first writes. Raises `RyzansteinError`."""
         self._spec, self._tell, self._pause, self._clock = spec, tell, pause, clock
         self._job, self._directory = spec.job, Path(spec.directory)
         encoded = (self._directory / EXAMPLES).read_bytes()
@@ -88,8 +92,8 @@ class Trainer:
         model = load(spec, device, self._gate)
         self._factors = named_factors(model)
         check_size(self._factors)
-        self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device)
-        self._writes = spec.replica == 0
+        self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device, ranks)
+        self._writes = spec.rank == 0 and spec.replica == 0
         self._steps = Steps(self._job, model, self._optimizer, examples, course, device, self._replicas)
         self._metrics: list[TrainingMetrics] = self._resumed(device)
         self._loop = Loop(course, len(self._metrics), clock(), spec.state_interval)
@@ -218,7 +222,12 @@ def _replicas_of(
     return first
 
 
-def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[[], None]) -> Model:
+def load_base(
+    spec: TrainerSpec,
+    device: torch.device,
+    between_layers: Callable[[], None],
+    ranks: Collectives | None = None,
+) -> Model:
     """Raises `ModelLoadError`."""
     from services.executor.training.model import load_trainable
 
@@ -229,10 +238,16 @@ def load_base(spec: TrainerSpec, device: torch.device, between_layers: Callable[
         settings,
         job.hyperparameters,
         job.seed,
-        spec.threads,
+        _threads_of(spec, ranks),
         device,
         between_layers,
+        collectives=ranks,
     )
+
+
+def _threads_of(spec: TrainerSpec, ranks: Collectives | None) -> int:
+    """Of each rank: they share those of the job."""
+    return spec.threads if ranks is None else max(1, spec.threads // ranks.world_size)
 
 
 def device_of(settings: ExecutorSettings) -> torch.device:
@@ -242,7 +257,7 @@ def device_of(settings: ExecutorSettings) -> torch.device:
     return torch.device(settings.device)
 
 
-def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
+def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
     """The process, whose standard input is `commands`. Returns its exit code."""
     pipe = TrainerPipe(commands, events_fd)
     spec = pipe.read_spec()
@@ -252,17 +267,22 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
         f"trainer-{spec.job.id}",
         level=settings.log_level,
         fmt=settings.log_format,
-        about={"job": spec.job.id, "attempt": spec.job.attempt},
+        about={"job": spec.job.id, "attempt": spec.job.attempt, **({"rank": spec.rank} if spec.rank else {})},
     )
     pipe.listen()
-    torch.set_num_threads(spec.threads)
     device = device_of(settings)
     _be_deterministic(device)
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(spec, load, pipe.send, pipe.pause, device)
+        ranks = join_ranks(spec, settings, device, events_fd)
+        torch.set_num_threads(_threads_of(spec, ranks))
+        tell = pipe.send if ranks.rank == 0 else _say_nothing
+        made = load or partial(load_base, ranks=ranks)
+        trainer = Trainer(spec, made, tell, pipe.pause, device, ranks=ranks)
         trainer.run()
     except Exception as error:
+        if spec.rank and isinstance(error, RingLost):
+            return 1  # it ends because another has, which is told elsewhere
         failed = _told(error, spec.job.id)
         if failed.code == InternalError.code:
             log.exception("trainer_failed")
@@ -270,7 +290,13 @@ def run(commands: BinaryIO, events_fd: int, load: Load = load_base) -> int:
         step = done + isinstance(error, TrainingDiverged)
         pipe.send(TrainerFailed(failed.code, str(failed), step))
         return 1
+    if spec.rank:  # its end, before the first one's, would be a failure
+        threading.Event().wait()
     return 0
+
+
+def _say_nothing(event: TrainerEvent) -> None:
+    """The first rank tells for all."""
 
 
 def _be_deterministic(device: torch.device) -> None:

@@ -147,6 +147,8 @@ def test_memory_grows_with_what_is_trained_and_never_counts_a_base_twice(nested:
     assert training_bytes(facts, Hyperparameters(rank=8), 10, 1000) == small + 1000
     assert training_bytes(facts, Hyperparameters(rank=8), MICRO_BATCH, 0) == small, "short ones are packed"
     assert training_bytes(facts, Hyperparameters(rank=8), 2 * MICRO_BATCH, 0) > small
+    shared = training_bytes(facts, Hyperparameters(rank=8), 10, 1000, ranks=2)
+    assert shared == 2 * small + 1000, "processes share the base alone"
     wide = 4 * 2 * 64 + 3 * (64 + 128)
     more = training_bytes(facts, Hyperparameters(rank=16), 10, 0)
     assert more - small == 8 * wide * 2 * FACTOR_BYTES

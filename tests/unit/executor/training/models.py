@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from services.executor.collectives.base import Collectives
 from services.executor.core.settings import ExecutorSettings
 from services.executor.training.batch import PackedBatch
 from services.executor.training.model import TrainableModel, load_trainable
@@ -34,6 +35,7 @@ def trainable(
     seed: int = 7,
     drawn: bool = True,
     serving_dtype: str = "auto",
+    collectives: Collectives | None = None,
     **changes: Any,
 ) -> TrainableModel:
     """`drawn`: with factors that add something."""
@@ -46,6 +48,7 @@ def trainable(
         CPU,
         lambda: None if calls is None else calls.append(None),
         dtype,
+        collectives,
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

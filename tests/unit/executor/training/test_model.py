@@ -151,12 +151,12 @@ def test_it_may_yield_before_each_layer(
 
 def test_dropout_takes_its_share_and_keeps_the_mean() -> None:
     x = torch.ones(200, 300)
-    dropped = Dropout("q_proj", DropoutKey(1, 2, 3), 0.25).of(x)
+    dropped = Dropout("q_proj", DropoutKey(1, 2, 3), 0.25, x.shape[1]).of(x)
     assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01
-    assert torch.equal(dropped, Dropout("q_proj", DropoutKey(1, 2, 3), 0.25).of(x))
+    assert torch.equal(dropped, Dropout("q_proj", DropoutKey(1, 2, 3), 0.25, x.shape[1]).of(x))
     for name, key in (("k_proj", DropoutKey(1, 2, 3)), ("q_proj", DropoutKey(1, 2, 4))):
-        assert not torch.equal(dropped, Dropout(name, key, 0.25).of(x))
+        assert not torch.equal(dropped, Dropout(name, key, 0.25, x.shape[1]).of(x))
 
 
 def test_factors_follow_from_the_seed_and_are_nothing_at_first(tmp_path: Path) -> None:

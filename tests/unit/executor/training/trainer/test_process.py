@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,17 +16,22 @@ import msgspec
 import pytest
 import torch
 from peft import PeftModel
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
+from services.executor.collectives.shared_memory import can_share_memory
 from services.executor.core.settings import ExecutorSettings
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
+    EXAMPLES,
     PAUSE,
     STATE,
     AdapterWritten,
+    Finished,
     Loaded,
     Paused,
     StateWritten,
+    Stepped,
     TrainerEvent,
     TrainerFailed,
     TrainerPipe,
@@ -35,7 +41,9 @@ from services.executor.ipc.trainer_pipe import (
 from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
 from services.executor.supervisor.rank_process import environment
+from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.process import run
+from shared.errors import RingLost
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.training.trainer.jobs import examples_of, job_of, make_spec, random_texts
 
@@ -45,9 +53,11 @@ VOCABULARY = 131
 
 AT_ONCE = (
     "import os, sys; from services.executor.training import __main__ as trainer; trainer.give_way = lambda: None; "
+    "from services.executor.training import ranks; ranks.COMMAND = sys.orig_argv[:-1]; "
     "os._exit(trainer.main(int(sys.argv[1])))"
 )
-"""A trainer that gives way to nobody: beside other tests it would hardly be scheduled."""
+"""A trainer that gives way to nobody, nor do the ranks that it starts: beside other tests it would hardly be
+scheduled."""
 
 
 class Process:
@@ -77,6 +87,11 @@ class Process:
             self.told.append(_events.decode(line))
             yield self.told[-1]
 
+    def other_ranks(self) -> list[int]:
+        """Their process ids."""
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.told if isinstance(event, kind)]
 
@@ -103,6 +118,7 @@ def spec_of(directory: Path, model: Path, **changes: Any) -> TrainerSpec:
     training = examples_of(random_texts(12, vocabulary=VOCABULARY))
     validation = examples_of(random_texts(4, seed=1, vocabulary=VOCABULARY))
     settings = {"model": str(model), "device": "cpu", "model_cache": str(model.parent / "cache")}
+    settings |= {"tp": changes.pop("tp", 1)}
     return make_spec(
         directory, job, training, validation, str(model), **{"settings": settings, "threads": 2, **changes}
     )
@@ -159,6 +175,90 @@ def test_killed_time_and_again_it_makes_the_same_adapter(tmp_path: Path, model: 
     }
     tables = [(where / "steps.csv").read_bytes() for where in (tmp_path / "whole", directory)]
     assert tables[0] == tables[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
+def test_ranks_make_what_one_process_makes(tmp_path: Path, model: Path) -> None:
+    """Whichever of them dies, or is paused: the same bits as without that."""
+    alone, whole = (trained(spec_of(tmp_path / str(tp), model, tp=tp)) for tp in (1, 2))
+    for one, two in zip(alone.of(Stepped), whole.of(Stepped), strict=True):
+        for name in ("train_loss", "grad_norm", "valid_loss"):
+            first, second = (getattr(told.metrics, name) for told in (one, two))
+            assert second == (first and pytest.approx(first, rel=1e-5)), name
+    (result,) = [event for event in whole.of(AdapterWritten) if event.is_result]
+    directory = tmp_path / "disturbed"
+    for disturbed in ("killed", "paused", ""):
+        process = Process(spec_of(directory, model, tp=2))
+        others: list[int] = []
+        for event in process.events():
+            if isinstance(event, Loaded):
+                others = process.other_ranks()
+            if isinstance(event, StateWritten):
+                shutil.copyfile(directory / event.file, directory / STATE)
+                if disturbed == "killed":
+                    os.kill(others.pop(), signal.SIGKILL)
+                elif disturbed == "paused":
+                    process.write(PAUSE)
+                disturbed = ""
+        process.end()
+        told = process.told[-1]
+        # It may be done before it is disturbed, where this test waits for a core.
+        assert isinstance(told, Finished | Paused) or told.code == RingLost.code
+    (again,) = [event for event in process.of(AdapterWritten) if event.is_result]
+    assert again.digest == result.digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
+def test_a_rank_that_dies_ends_the_training(tmp_path: Path, model: Path) -> None:
+    """At once where the first one waits for it; that one stands still, and goes on when it has died."""
+    activity = HostActivity(tmp_path / "activity", create=True)
+    activity.set(1, 1)
+    process = Process(spec_of(tmp_path / "job", model, tp=2, activity=str(tmp_path / "activity")))
+    for event in process.events():
+        if event == Yielding(True):
+            os.kill(*process.other_ranks(), signal.SIGKILL)
+            activity.set(1, 0)
+    assert process.end() == 1
+    assert process.told[:3] == [Loaded(0, 6), Yielding(True), Yielding(False)]
+    (failed,) = process.told[3:]
+    assert isinstance(failed, TrainerFailed)
+    assert (failed.code, failed.step) == (RingLost.code, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
+def test_a_rank_that_fails_says_why_itself(tmp_path: Path, model: Path) -> None:
+    """First of all: what its end has come to is told afterwards."""
+    spec = spec_of(tmp_path, model, tp=2)
+    (tmp_path / EXAMPLES).write_bytes(b"")
+    process = Process(spec)
+    assert process.end() == 1
+    assert (process.told[0].code, process.told[0].step) == ("internal_error", 0)
+    assert "DecodeError" in process.told[0].message
+
+
+@pytest.mark.parametrize(
+    ("tp", "device", "changes", "why"),
+    [
+        (16, "cpu", {}, "9 attention heads and cannot be split over 16 ranks"),
+        (2, "cuda", {}, "one GPU"),
+        (2, "cpu", {"replicas": 2}, "each replica"),
+        (1, "cpu", {}, ""),
+    ],
+)
+def test_one_process_trains_where_several_cannot(
+    tmp_path: Path, model: Path, tp: int, device: str, changes: dict[str, Any], why: str
+) -> None:
+    spec = spec_of(tmp_path, model, tp=tp, hyperparameters=changes)
+    with capture_logs() as logged:
+        ranks = join_ranks(spec, ExecutorSettings.model_validate(spec.settings), torch.device(device), -1)
+    assert ranks.world_size == 1
+    assert [why in entry["reason"] for entry in logged] == [True] * (tp > 1)
 
 
 def test_peft_loads_what_it_makes(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
