@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -40,8 +41,15 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def usual_logging() -> Iterator[None]:
-    """What a command's `main` sets up for its process is not there for the next test."""
+def usual_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a command's `main` sets up for its process is not there for the next test. Loggers that are used meanwhile
+    would keep it if they were cached."""
+    configure = structlog.configure
+
+    def uncached(**settings: Any) -> None:
+        configure(**{**settings, "cache_logger_on_first_use": False})
+
+    monkeypatch.setattr(structlog, "configure", uncached)
     yield
     if structlog.is_configured():
         structlog.reset_defaults()
