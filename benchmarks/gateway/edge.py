@@ -112,7 +112,7 @@ def edge_parts() -> EdgeParts:
 
     named = Resolved(card.model)
     known = {"card": lambda _: card, "listed": lambda: [card], "is_model": lambda _: True}
-    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda _: named))
+    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named))
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     parts = Parts(settings, cast(Any, answers), metrics)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))

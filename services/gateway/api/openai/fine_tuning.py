@@ -222,7 +222,7 @@ REFUSED = tuple(
         name,
         "Not supported: a checkpoint is its tenant's alone.",
         TAG,
-        errors=(404, 501),
+        errors=(404,),
     )
     for path, name in (
         (f"GET {PERMISSIONS}", "listFineTuningCheckpointPermissions"),
@@ -349,7 +349,7 @@ async def refused(ask: Ask) -> None:
     raise RouteError(
         "Permissions of checkpoints are not supported here: a checkpoint is its tenant's alone, and every key of the "
         "tenant may use it.",
-        status=501,
+        status=404,
         reason="unsupported_endpoint",
     )
 

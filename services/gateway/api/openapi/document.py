@@ -29,7 +29,6 @@ STATUSES = {
     422: "The Idempotency-Key came with another body before.",
     429: "Too much at once; try again after `Retry-After` seconds.",
     500: "A fault of ours; report it with the request id.",
-    501: "Part of the API that is not supported here; the message says what to use instead.",
     503: "Not possible now; try again after `Retry-After` seconds.",
     504: "No token came in time.",
     507: "The store of files is full; delete some, or make it larger.",

@@ -124,6 +124,9 @@ def _fit_endpoint(path: str, body: dict[str, Any], number: int) -> None:
         _fit_pairs(body)
     if path.startswith("/v1/messages"):
         _fit_messages(body, number)
+    if path == "/v1/fine_tuning/jobs":
+        body |= {"integrations": None, "method": None, "replicas": 1}  # what fits what is said in words
+        body.pop("lora", None)
     if path == "/v1/batches":
         if number % 4:
             body["input_file_id"] = FILE

@@ -264,7 +264,7 @@ async def test_files_have_their_purpose_and_tenants_their_limit(
                 ("/v1/fine_tuning/jobs/ftjob-none/events", 404),
                 ("/v1/fine_tuning/jobs/ftjob-none/checkpoints", 404),
                 (f"/v1/fine_tuning/jobs/{first.id}/adapter/adapter_config.json", 404),
-                ("/v1/fine_tuning/checkpoints/ftckpt_1/permissions", 501),
+                ("/v1/fine_tuning/checkpoints/ftckpt_1/permissions", 404),
             ):
                 assert (await http.get(path)).status_code == status, path
 
