@@ -67,8 +67,7 @@ async def test_what_its_tenant_wants_is_done_between_two_steps(cluster: Cluster)
     assert paused.state is not None
     assert (paused.host, paused.state.step < paused.steps) == ("", True)
     await cluster.change("job", lambda job: msgspec.structs.replace(job, wanted="run", status="queued"))
-    training = await cluster.trains("one", "job")
-    assert training.attempt == 2
+    assert (await cluster.trains("one", "job", attempt=2)).attempt == 2
     await cluster.change("job", lambda job: msgspec.structs.replace(job, wanted="cancel"))
     cancelled = await cluster.until("job", lambda job: job.status == "cancelled")
     assert (cancelled.host, cancelled.result, cancelled.finished_at > 0) == ("", None, True)

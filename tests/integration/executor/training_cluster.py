@@ -141,12 +141,13 @@ class Cluster:
         [trainer] = [child for child in children if any("training" in word for word in child.cmdline())]
         return trainer
 
-    async def trains(self, executor: str, job: str) -> HostTraining:
-        """Waits until the executor says that its trainer computes the job."""
+    async def trains(self, executor: str, job: str, attempt: int = 1) -> HostTraining:
+        """Waits until the executor says that its trainer computes the job: this attempt, or a later one."""
 
         def found(beat: Heartbeat) -> HostTraining | None:
             trainings = beat.host.trainings if beat.host is not None else []
-            return next((one for one in trainings if one.job == job and one.state == "training"), None)
+            of_job = (one for one in trainings if one.job == job and one.attempt >= attempt)
+            return next((one for one in of_job if one.state == "training"), None)
 
         training = found(await self.processes[executor].wait_for(lambda beat: found(beat) is not None))
         assert training is not None
