@@ -50,21 +50,24 @@ def make_engine(
     from services.executor.worker.stub import StubRing
 
     directory = Path(settings.model).expanduser() if settings.model else None
-    stub = StubEngine(
-        StubSettings(
-            vocab_size=STUB_VOCABULARY if directory is None else vocabulary_of(directory),
-            first_token=0 if directory is None else FIRST_WORD,
-            step_ms=settings.stub_step_ms,
-            us_per_token=settings.stub_us_per_token,
-            block_size=settings.block_size,
-            num_blocks=settings.stub_blocks,
-            context_length=settings.stub_context_length,
-            fault=settings.stub_fault,
-            max_adapters=settings.max_adapters,
-            max_adapter_rank=settings.max_adapter_rank,
-        )
-    )
+    stub = StubEngine(stub_settings(settings, directory))
     return StubRing(stub, spec, board, PlanListener(settings.meeting_host), announce, directory)
+
+
+def stub_settings(settings: ExecutorSettings, directory: Path | None) -> StubSettings:
+    """`directory`: of the model whose tokenizer clients' text goes through. Raises `ModelLoadError`."""
+    return StubSettings(
+        vocab_size=STUB_VOCABULARY if directory is None else vocabulary_of(directory),
+        first_token=0 if directory is None else FIRST_WORD,
+        step_ms=settings.stub_step_ms,
+        us_per_token=settings.stub_us_per_token,
+        block_size=settings.block_size,
+        num_blocks=settings.stub_blocks,
+        context_length=settings.stub_context_length,
+        fault=settings.stub_fault,
+        max_adapters=settings.max_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+    )
 
 
 def vocabulary_of(directory: Path) -> int:
@@ -117,21 +120,20 @@ def main(events_fd: int) -> int:
             _lead(settings, spec, board, supervisor)
         else:
             _follow(settings, spec, board, supervisor)
-    except RyzansteinError as error:
-        cause = gpu_errors.CRASHED if isinstance(error, InternalError) else gpu_errors.EXTERNAL
-        supervisor.send(Failed(error.code, str(error), isinstance(error, RingLost), cause))
-        return 1
     except Exception as error:
-        log.exception("rank_failed")
-        supervisor.send(_failed(error, f"Rank {spec.rank} of group {spec.group}"))
+        supervisor.send(failed(error, f"Rank {spec.rank} of group {spec.group}"))
         return 1
     finally:
         tracing.close()  # last: a collector that is away must not keep anybody waiting for what was said before
     return 0
 
 
-def _failed(error: Exception, who: str) -> Failed:
-    """What the rank `who` says of an error that is not one of ours."""
+def failed(error: Exception, who: str) -> Failed:
+    """What the rank `who` says of what it ends with."""
+    if isinstance(error, RyzansteinError):
+        cause = gpu_errors.CRASHED if isinstance(error, InternalError) else gpu_errors.EXTERNAL
+        return Failed(error.code, str(error), isinstance(error, RingLost), cause)
+    log.exception("rank_failed", exc_info=error)
     fault = gpu_errors.told(error, who)
     if fault is not None:
         return Failed(fault.code, str(fault), cause=gpu_errors.cause(error))

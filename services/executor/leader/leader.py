@@ -132,9 +132,6 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
         )
 
 
-LOOP_BEAT_INTERVAL = 0.5
-
-
 class Leader:
     def __init__(
         self,
@@ -486,10 +483,11 @@ class Leader:
     async def _beat(self) -> None:
         """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
         with contextlib.suppress(asyncio.CancelledError):
+            interval = min(self._settings.beat_interval / 2, self._settings.hung_after / 6)
             while True:
                 self._board.loop_beat()
                 self._debug.beat(self._thread)
                 if self._batcher.expire(time.time()):
                     self._wake.set()
                 self._tell_adapters()
-                await asyncio.sleep(LOOP_BEAT_INTERVAL)
+                await asyncio.sleep(interval)

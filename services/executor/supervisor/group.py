@@ -23,7 +23,7 @@ from services.executor.supervisor.diagnostics.service import DebugService
 from services.executor.supervisor.failure_detection import LoadWatch, RingWatch
 from services.executor.supervisor.metrics import HandoverCollector, Labels, RingCollector
 from services.executor.supervisor.multinode.head import HeadNode
-from services.executor.supervisor.rank_process import ForkClient
+from services.executor.supervisor.rank_process import ForkClient, StartRank
 from services.executor.supervisor.ring import Ring, RingEnd
 from shared.errors import BrokerUnavailable, ConfigurationError, RingLost, RyzansteinError, error_from_code
 from shared.messages import GroupBeat, GroupLoad, GroupRecord, GroupWork, RankBeat, RingDeath
@@ -51,6 +51,7 @@ class GroupHost(Protocol):
     instance: str
     activity: ActivityPage | None
     """Where leaders say that somebody waits for their rings; None: no trainer looks."""
+    start_rank: StartRank
 
     @property
     def bus(self) -> Bus: ...
@@ -206,6 +207,7 @@ class GroupSupervisor:
             host.forks,
             variables,
             activity,
+            host.start_rank,
         )
 
     async def _last_epoch(self) -> int:
@@ -298,7 +300,7 @@ class GroupSupervisor:
         """Gives the ring up when a rank, or the leader's event loop, has stood still for too long."""
         watch, loading = RingWatch(self.settings.hung_after), LoadWatch()
         while True:
-            await asyncio.sleep(min(0.5, self.settings.hung_after / 4))
+            await asyncio.sleep(min(self.settings.beat_interval / 2, self.settings.hung_after / 4))
             ring = self._ring
             if ring is None:
                 continue

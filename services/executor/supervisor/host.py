@@ -30,6 +30,7 @@ from services.executor.supervisor.model_files import (
     host_bytes,
 )
 from services.executor.supervisor.trainings.host_trainings import HostTrainings
+from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import (
     ConfigurationError,
     InternalError,
@@ -66,8 +67,8 @@ MOST_GROUPS = 64
 """That a host has, is loading, or ends at a time."""
 MOST_TOLD = 256
 """Models that a host speaks of in its heartbeats; of those that have failed, the last."""
-IDLE_LOOK = 0.1
-"""Seconds between two looks whether a group has ended its work: so long a model waits beyond need for its memory."""
+IDLE_LOOKS = 10
+"""Between two heartbeats, whether a group has ended its work: so long a model waits beyond need for its memory."""
 
 
 def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
@@ -132,7 +133,12 @@ class _Load:
 class ModelHost:
     """All groups of an executor, and its models."""
 
-    def __init__(self, settings: ExecutorSettings, service: GroupHost) -> None:
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        service: GroupHost,
+        start_trainer: StartTrainer = TrainerProcess.start,
+    ) -> None:
         self._settings = settings
         self._service = service
         gpus = gpus_of(settings)
@@ -152,7 +158,7 @@ class ModelHost:
         self._log_level = Change()
         self._tasks = TaskSet(failed="host_task_failed")
         self._adapters = HostAdapters()
-        self.trainings = HostTrainings(settings, service, self.memory, self)
+        self.trainings = HostTrainings(settings, service, self.memory, self, start_trainer)
         self._stopping = False
 
     # --- its own group ---------------------------------------------------------------------------
@@ -512,7 +518,7 @@ class ModelHost:
         """That a group has no work any more is told at once: another model may wait for its memory."""
         busy: set[str] = set()
         while True:
-            await asyncio.sleep(IDLE_LOOK)
+            await asyncio.sleep(self._settings.beat_interval / IDLE_LOOKS)
             before, busy = busy, {group.group for group in self.groups.values() if group.works}
             if self._loads and not before <= busy:
                 await self._beat()

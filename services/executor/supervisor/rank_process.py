@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -306,6 +306,10 @@ class LocalRank:
         self._pipe.close()
         if not self._commands.is_closing():
             self._commands.abort()
+
+
+StartRank = Callable[[int, ExecutorSettings, ForkClient | None, Mapping[str, str]], Awaitable[LocalRank]]
+"""`LocalRank.start`, or what takes its place where there are no processes, as in a simulation."""
 
 
 async def _executed(commands: int, events: int, environment: dict[str, str]) -> asyncio.subprocess.Process:

@@ -36,7 +36,7 @@ from services.executor.ipc.rank_pipe import (
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
-from services.executor.supervisor.rank_process import ForkClient, LocalRank
+from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank
 from shared.messages import RingDeath
 
 log = structlog.get_logger(__name__)
@@ -72,13 +72,15 @@ class Ring:
         forks: ForkClient | None = None,
         variables: Mapping[str, str] | None = None,
         activity: ActivityPage | None = None,
+        start_rank: StartRank = LocalRank.start,
     ) -> None:
         """`epoch`: larger than that of any earlier ring of the group. `nodes`: the other hosts, all of them there.
         `forks`: where ranks of this host are forked. `variables`: of their environment, whatever ours has.
-        `activity`: where its leader says that somebody waits for it."""
+        `activity`: where its leader says that somebody waits for it. `start_rank`: of this host."""
         self._settings = settings
         self._variables = dict(variables or {})
         self._forks = forks
+        self._start_rank = start_rank
         self._nodes = nodes
         self._group = group
         self._instance = instance
@@ -187,7 +189,7 @@ class Ring:
     async def _spawn(self, rank: int) -> None:
         if rank < self._settings.ranks_here:
             threads = thread_count(self._settings)
-            local = await LocalRank.start(threads, self._settings, self._forks, self._variables)
+            local = await self._start_rank(threads, self._settings, self._forks, self._variables)
             forked = local.is_forked
             log.info(
                 "rank_started",

@@ -18,7 +18,8 @@ from services.executor.supervisor.group import GroupSupervisor
 from services.executor.supervisor.host import ModelHost
 from services.executor.supervisor.metrics import MergedCollector, vllm_aliases
 from services.executor.supervisor.multinode.head import HeadNode
-from services.executor.supervisor.rank_process import ForkClient, fork_client
+from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank, fork_client
+from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import ConfigurationError, InvalidRequest
 from shared.messages import GroupBeat, HostBeat, HostCommand, HostReply, ServiceName
 from shared.nats import subjects
@@ -39,8 +40,16 @@ _commands: msgspec.msgpack.Decoder[HostCommand] = msgspec.msgpack.Decoder(HostCo
 class ExecutorService(Service):
     name: ClassVar[ServiceName] = "executor"
 
-    def __init__(self, settings: ExecutorSettings) -> None:
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        *,
+        start_rank: StartRank = LocalRank.start,
+        start_trainer: StartTrainer = TrainerProcess.start,
+    ) -> None:
+        """`start_rank`, `start_trainer`: its processes."""
         super().__init__(settings)
+        self.start_rank = start_rank
         if not settings.model and not settings.is_host and settings.engine == "torch":
             raise ConfigurationError(
                 "No model is named; give --model or set RYZANSTEIN_MODEL to a directory, a GGUF file "
@@ -51,7 +60,7 @@ class ExecutorService(Service):
         self.activity: ActivityPage | None = None
         """From `run` on, where the executor takes fine-tuning jobs."""
         self._nodes = HeadNode(settings) if settings.nnodes > 1 else None
-        self._host = ModelHost(settings, self)
+        self._host = ModelHost(settings, self, start_trainer)
         self._own: GroupSupervisor | None = None
         if (
             settings.model

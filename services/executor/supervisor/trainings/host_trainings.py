@@ -21,6 +21,7 @@ from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
 from services.executor.supervisor.trainings.metrics import TrainingCounts
+from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from services.executor.supervisor.trainings.training import Base, Halt, Training
 from shared.errors import (
     BrokerUnavailable,
@@ -87,9 +88,15 @@ class BaseModels(Protocol):
 
 class HostTrainings:
     def __init__(
-        self, settings: ExecutorSettings, service: TrainingService, memory: HostMemory, models: BaseModels
+        self,
+        settings: ExecutorSettings,
+        service: TrainingService,
+        memory: HostMemory,
+        models: BaseModels,
+        start_trainer: StartTrainer = TrainerProcess.start,
     ) -> None:
         self._settings = settings
+        self.start_trainer = start_trainer
         self._service = service
         self._memory = memory
         self._models = models

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import msgspec
 import structlog
@@ -125,3 +125,7 @@ class TrainerProcess:
             )
         if rest.strip():
             self._last.append(rest.decode(errors="replace").strip()[:LONGEST_LINE])
+
+
+StartTrainer = Callable[[TrainerSpec, ExecutorSettings, Mapping[str, str]], Awaitable[TrainerProcess]]
+"""`TrainerProcess.start`, or what takes its place where there are no processes, as in a simulation."""

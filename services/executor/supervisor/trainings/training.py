@@ -43,7 +43,7 @@ from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import RETRY, JobRecord, NotMine, patiently
 from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage
 from services.executor.supervisor.trainings.metrics import TrainingCounts
-from services.executor.supervisor.trainings.trainer_process import TrainerProcess
+from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import InternalError, RyzansteinError, StorageFull, Unavailable, error_from_code
 from shared.limits import TRAINING_EVENTS
 from shared.messages.registry import HostTraining
@@ -85,6 +85,7 @@ class TrainingHost(Protocol):
 
     threads: int
     """That a job is computed with which begins here."""
+    start_trainer: StartTrainer
 
     @property
     def activity(self) -> str: ...
@@ -281,7 +282,7 @@ class Training:
             store=job.meeting,
             state_interval=base.settings.training_state_interval,
         )
-        self._process = await TrainerProcess.start(spec, base.settings, base.variables)
+        self._process = await self._host.start_trainer(spec, base.settings, base.variables)
         log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
         await self._host.beat_now()
 

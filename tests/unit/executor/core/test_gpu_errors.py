@@ -3,7 +3,7 @@
 import pytest
 
 from services.executor.core.gpu_errors import is_gpu_error, told
-from services.executor.rank import _failed
+from services.executor.rank import failed
 from shared.errors import InternalError, RingLost
 
 
@@ -82,6 +82,6 @@ def test_libraries_that_find_no_memory_are_told_apart_from_a_lost_gpu(text: str)
 def test_other_errors_are_not_the_gpus() -> None:
     assert not is_gpu_error(RuntimeError("Connection closed by peer"))
     assert told(ValueError("CUDA is fine"), "Rank 0") is None
-    failed = _failed(ValueError("no"), "Rank 0 of group g")
-    assert (failed.code, failed.message) == ("internal_error", "Rank 0 of group g failed: ValueError: no.")
-    assert _failed(AcceleratorError("CUDA error: x", 700), "Rank 0").code == "ring_lost"
+    fault = failed(ValueError("no"), "Rank 0 of group g")
+    assert (fault.code, fault.message) == ("internal_error", "Rank 0 of group g failed: ValueError: no.")
+    assert failed(AcceleratorError("CUDA error: x", 700), "Rank 0").code == "ring_lost"
