@@ -135,6 +135,11 @@ class Service(abc.ABC):
     def server_options(self) -> dict[str, Any]:
         return {}
 
+    def make_server(self) -> HttpServer:
+        """What will serve the HTTP port. Its socket listens from now on. Raises `PortInUse`, `ConfigurationError`."""
+        sock = bind(self.settings.host, self.listen_port())
+        return HttpServer(self.make_app(), sock, **self.server_options())
+
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` in the background; should it raise, the service ends with that error."""
         return self._tasks.spawn(work, name)
@@ -157,8 +162,7 @@ class Service(abc.ABC):
 
     async def run(self) -> None:
         """Start, wait for the end, stop. Raises what made the service fail."""
-        sock = bind(self.settings.host, self.listen_port())
-        self._http = HttpServer(self.make_app(), sock, **self.server_options())
+        self._http = self.make_server()
         try:
             await self._http.start()
             if await self._until_ended(asyncio.create_task(self._start_up(), name="start")):

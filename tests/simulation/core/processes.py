@@ -9,6 +9,7 @@ loop of its own, and everything that it has ever started ends with it.
 import asyncio
 import contextvars
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -31,6 +32,9 @@ class Process:
     """What it is to run next, in this order: as in an event loop of its own."""
     held: list[asyncio.Task[object]] = field(default_factory=list)
     """Its root tasks. A dead process's are kept to the end: no destructor runs code of it."""
+
+    on_end: Callable[[], object] | None = None
+    """Called, outside of all processes, when it has died: as a parent hears of its child."""
 
     def context(self) -> contextvars.Context:
         """A context in which everything is this process's."""

@@ -8,7 +8,7 @@ from typing import Any
 from tests.simulation.core import machine
 from tests.simulation.core.loop import SimulatedLoop
 from tests.simulation.core.network import Network
-from tests.simulation.core.processes import Host, Process
+from tests.simulation.core.processes import OUTSIDE, Host, Process
 
 
 class World:
@@ -46,6 +46,8 @@ class World:
             self.loop.left(process)
             process.ready.clear()
             self.network.died(process)
+            if process.on_end is not None:
+                self.loop.call_soon(process.on_end, context=OUTSIDE.context())
 
     def pause(self, process: Process) -> None:
         """SIGSTOP: its connections stand, and nobody answers."""

@@ -1,0 +1,92 @@
+"""Settings of simulated services, and the pace of what ticks in them.
+
+A simulated hour has to cost seconds, and an idle deployment is beats, leases and looks at the clock. They come `SLOWER`
+times as rarely here, and what waits for them waits as much longer, so that each ratio is production's (`RATIOS`, held
+by a test). What a client waits for (dispatch, acknowledgement, suspicion) keeps production's seconds.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+SLOWER = 5.0
+"""Times as long as in production."""
+
+COMMON: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "ops_port": 9000,  # each is on a host of its own
+    "metrics_aliases": False,  # nobody scrapes them
+    "log_level": "warning",
+    "beat_interval": 1.0 * SLOWER,
+    "nats_replicas": 0,
+}
+BY_ROLE: dict[str, dict[str, Any]] = {
+    "gateway": {
+        "port": 8000,
+        "grpc_port": None,  # its server is C threads; its session is WebSocket's
+        "drain_timeout": 20.0,
+        "stall_timeout": 10.0,
+    },
+    "scheduler": {"model_lease": 4.0 * SLOWER},
+    "health-monitor": {
+        "hung_after": 2.5 * SLOWER,
+        "gone_after": 4.0 * SLOWER,
+        "forget_after": 60.0 * SLOWER,
+        "load_interval": 1.0 * SLOWER,
+    },
+    "executor": {},
+}
+
+
+def of(role: str, **changes: Any) -> dict[str, Any]:
+    """What a simulated service of that kind is given, with `changes`."""
+    return COMMON | BY_ROLE.get(role, {}) | changes
+
+
+RATIOS = (
+    ("health-monitor", "gone_after", "beat_interval"),
+    ("health-monitor", "hung_after", "beat_interval"),
+    ("health-monitor", "forget_after", "beat_interval"),
+    ("health-monitor", "load_interval", "beat_interval"),
+    ("scheduler", "model_lease", "beat_interval"),
+)
+"""Role, setting, and the setting of which it stays as many times as in production."""
+
+
+class Pace(NamedTuple):
+    """A constant of a module: how often it looks."""
+
+    module: str
+    name: str
+    seconds: float
+    """In simulations."""
+    why: str
+
+
+PACES = (
+    Pace("services.health_monitor.service", "TICK", 0.1 * SLOWER, "looks for silence, which takes 4 beats"),
+    Pace("services.health_monitor.service", "GATHER", 0.05 * SLOWER, "gathers beats"),
+    Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 2.0 * SLOWER, "confirms what beats confirm"),
+    Pace("services.health_monitor.metrics", "INTERVAL", 3600.0, "figures of streams that nobody scrapes"),
+    Pace(
+        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 1.0, "looks for time-outs of 10 s or more"
+    ),
+    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 1.0, "looks for streams left for 5 s"),
+    Pace("services.gateway.core.job_runners", "TICK", 2.0, "is woken by new jobs; looks for lost ones"),
+    Pace("services.gateway.ratelimit.limiter", "TELL", 1.0, "says what is in use, where it has changed"),
+    Pace("services.scheduler.models.controller", "TICK", 1.0 * SLOWER, "is woken by changes"),
+)
+
+
+def constants() -> Iterator[tuple[Pace, Any]]:
+    """Each with its module."""
+    for pace in PACES:
+        yield pace, importlib.import_module(pace.module)
+
+
+def apply_paces() -> None:
+    """In a process that does nothing but simulate. Idempotent."""
+    for pace, module in constants():
+        if not hasattr(module, pace.name):
+            raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")
+        setattr(module, pace.name, pace.seconds)

@@ -1,0 +1,57 @@
+"""What a simulated deployment says of the product holds: settings, constants, fields of messages."""
+
+import msgspec
+import pytest
+
+from shared.messages import GenerationRequest, HostBeat, HostModel, LoadModel, ModelSpec
+from tests.simulation.core.processes import Host, Process
+from tests.simulation.deployment import settings, versions
+from tests.simulation.deployment.services import ROLES
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_settings_are_known_to_their_service(role: str) -> None:
+    unknown = set(settings.of(role)) - set(ROLES[role].settings.model_fields)
+    assert not unknown
+    ROLES[role].settings(**settings.of(role))
+
+
+@pytest.mark.parametrize(("role", "name", "of"), settings.RATIOS)
+def test_times_that_belong_together_stay_in_proportion(role: str, name: str, of: str) -> None:
+    fields, given = ROLES[role].settings.model_fields, settings.of(role)
+    usual = fields[name].default / fields[of].default
+    assert given[name] / given[of] == pytest.approx(usual)
+
+
+def test_what_ticks_is_there_and_ticks_less_often() -> None:
+    for pace, module in settings.constants():
+        assert getattr(module, pace.name) <= pace.seconds, pace
+
+
+def test_the_previous_release_lacks_the_newest_fields() -> None:
+    versions.check()
+    process = Process("old", Host("there"))
+    spec = ModelSpec("m", "built-in", pinned_by_request=True)
+    request = GenerationRequest("g", "r", "m", "c", [1], 4, cache_ttl=5.0)
+    beat = HostBeat(trains=2, models=[HostModel("m", "cold", failed_at=3.0)])
+    try:
+        versions.speak(process, versions.PREVIOUS_RELEASE)
+        assert versions.without_news(LoadModel("g", spec)) == LoadModel("g", ModelSpec("m", "built-in"))
+        assert versions.without_news([request]) == [msgspec.structs.replace(request, cache_ttl=0.0)]
+        assert versions.without_news(beat) == HostBeat(models=[HostModel("m", "cold")])
+        same = {"a": (1, "b"), "c": None}
+        assert versions.without_news(same) == same
+        with pytest.raises(ValueError, match="no release 'next'"):
+            versions.speak(process, "next")
+    finally:
+        versions.forget(process)
+
+
+def test_a_list_of_new_fields_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(versions.NEW_FIELDS, "shared.messages.registry.HostBeat", ("models",))
+    with pytest.raises(ValueError, match="HostBeat"):
+        versions.check()
+    monkeypatch.setitem(versions.NEW_FIELDS, "shared.messages.registry.Nothing", ("models",))
+    monkeypatch.delitem(versions.NEW_FIELDS, "shared.messages.registry.HostBeat")
+    with pytest.raises(ValueError, match="Nothing"):
+        versions.check()
