@@ -1,0 +1,141 @@
+"""A server that is restarted or killed, connections that are lost, no room, and rights that are missing."""
+
+from tests.simulation.conformance.operations import Script, Step, do, script
+
+
+def _restarted(how: str, *, kill: bool) -> Script:
+    restart = do("restart", kill=kill)
+    return script(
+        f"what was acknowledged is there after the server was {how}",
+        "shared.nats, docs/reliability.md",
+        do("ensure_streams"),
+        do("publish_durable", subject="intake.batch.m", group="one"),
+        do("publish_durable", subject="intake.batch.m", group="two"),
+        do(
+            "pull_subscribe",
+            name="w",
+            subject="intake.batch.>",
+            stream="INTAKE",
+            durable="worker",
+            ack_wait=1.0,
+        ),
+        do("fetch", name="w"),
+        do("ack", place=0),
+        do("bucket", name="sessions", ttl=60),
+        do("bucket", "b", name="sessions", ttl=60),
+        do("put", bucket="sessions", key="x", value="1"),
+        do("put", bucket="sessions", key="y", value="1"),
+        do("remove", bucket="sessions", key="y"),
+        do("store", name="files"),
+        do("write_object", store="files", name="one", nuid="n1", count=1000),
+        do("subscribe", "b", name="s", subject="plain.*"),
+        do("watch", "b", name="w", bucket="sessions"),
+        do("changes", "b", name="w", count=3),
+        restart,
+        do("publish", subject="plain.x", data="after"),
+        do("received", "b", name="s", count=1),
+        do("changes", "b", name="w", count=2),
+        do("read", bucket="sessions", key="x"),
+        do("update", bucket="sessions", key="x", value="2", revision=1),
+        do("changes", "b", name="w", count=1),
+        do("read_object", store="files", name="one"),
+        do("stream_info", name="INTAKE", subjects=">"),
+        do("consumer_info", stream="INTAKE", consumer="worker"),
+        do("fetch", name="w"),
+        do("ack", place=1),
+        do("stream_info", name="INTAKE", subjects=">"),
+        do("publish_durable", subject="intake.batch.m", group="three"),
+        timed=True,
+    )
+
+
+def _full(name: str, *steps: Step) -> Script:
+    return script(name, "shared.nats.errors, shared.nats.kv", *steps, room=4 << 20)
+
+
+SCRIPTS = (
+    _restarted("restarted", kill=False),
+    _restarted("killed", kill=True),
+    script(
+        "what was given out and not acknowledged comes again after a restart",
+        "services.scheduler.intake",
+        do("add_stream", name="Q", subjects=["q"], retention="workqueue"),
+        do("stored", subject="q", data="1"),
+        do("stored", subject="q", data="2"),
+        do("pull_subscribe", name="w", subject="q", stream="Q", durable="worker", ack_wait=1.5),
+        do("fetch", name="w"),
+        do("restart"),
+        do("fetch", name="w"),
+        do("fetch", name="w"),
+        do("ack", place=1),
+        do("ack", place=2),
+        do("stream_info", name="Q"),
+        timed=True,
+    ),
+    script(
+        "readings and watchers that are not durable are gone after a restart",
+        "shared.nats.kv, shared.nats.streams",
+        do("add_stream", name="L", subjects=["l"]),
+        do("stored", subject="l", data="1"),
+        do("pull_subscribe", name="w", subject="l", stream="L", ack_policy="none", mem_storage=True),
+        do("fetch", name="w"),
+        do("restart"),
+        do("pull_info", name="w"),
+        do("stream_info", name="L"),
+    ),
+    script(
+        "a consumer outlives its connection, and its pulls do not",
+        "services.scheduler.intake",
+        do("add_stream", name="Q", subjects=["q"], retention="workqueue"),
+        do("add_consumer", stream="Q", durable_name="worker", ack_policy="explicit", filter_subject="q"),
+        do("subscribe", "b", name="pulled", subject="pulls.me"),
+        do(
+            "pull_request", "b", stream="Q", consumer="worker", reply_to="me", batch=5, expires=60_000_000_000
+        ),
+        do("close", "b"),
+        do("until_nobody", subject="pulls.me"),
+        do("stored", subject="q", data="1"),
+        do("pull_subscribe", "c", name="w", subject="q", stream="Q", durable="worker"),
+        do("fetch", "c", name="w"),
+        do("ack", "c", place=0),
+        do("stream_info", name="Q"),
+    ),
+    script(
+        "a message with an id is stored once, over a restart too",
+        "shared.nats.objects",
+        do("add_stream", name="S", subjects=["s"]),
+        do("stored", subject="s", data="x", headers={"Nats-Msg-Id": "1"}),
+        do("restart"),
+        do("stored", subject="s", data="x", headers={"Nats-Msg-Id": "1"}),
+    ),
+    _full(
+        "streams set aside what they may come to, and not more than there is",
+        do("add_stream", name="A", subjects=["a"], max_bytes=3 << 20),
+        do("add_stream", name="B", subjects=["b"], max_bytes=2 << 20),
+        do("add_stream", name="B", subjects=["b"], max_bytes=1 << 20),
+        do("add_stream", name="A", subjects=["a"], max_bytes=3 << 20),
+        do("update_stream", name="A", subjects=["a"], max_bytes=4 << 20),
+        do("add_stream", name="C", subjects=["c"]),
+        do("stored", subject="c", data="x"),
+        do("bucket", name="sessions", max_bytes=8 << 20),
+        do("stream_info", name="KV_sessions"),
+        do("store", name="files", max_bytes=8 << 20),
+        do("ensure_streams"),
+    ),
+    _full(
+        "when all of it is full nothing more is stored, until something goes",
+        do("bucket", name="sessions"),
+        do("add_stream", name="A", subjects=["a.*"]),
+        do("stored_bytes", subject="a.1", count=2 << 20),
+        do("stored_bytes", subject="a.2", count=(2 << 20) - 65536),
+        do("stored_bytes", subject="a.3", count=1 << 20),
+        do("put", bucket="sessions", key="x", value="v" * (1 << 20)),
+        do("stream_info", name="A", subjects=">"),
+        do("get_last", stream="A", subject="a.3"),
+        do("purge_stream", stream="A", subject="a.1"),
+        do("put", bucket="sessions", key="x", value="small"),
+        do("stored_bytes", subject="a.3", count=1000),
+        do("read", bucket="sessions", key="x"),
+    ),
+)
+"""Users and their rights are held by tests/integration/test_permissions.py."""
