@@ -8,39 +8,83 @@ loop of its own, and everything that it has ever started ends with it.
 
 import asyncio
 import contextvars
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+NEVER = sys.maxsize
 
 
 @dataclass(eq=False)
 class Host:
-    """A machine: a clock and an address."""
+    """A machine: a clock, an address and a disk."""
 
     name: str
     skew: float = 0.0
     """Seconds that its clock of the day is ahead."""
+    drift: float = 0.0
+    """Seconds that it gains in each second."""
+    powered: bool = True
+    power_losses: int = 0
+    """How often it lost its power: what was written and not synced before may be gone."""
+    disk: dict[Any, Any] = field(default_factory=dict)
+    """What survives its processes, by whatever name they give to it."""
+
+    def ahead(self, now: float) -> float:
+        """Seconds that its clock of the day is ahead at virtual time `now`."""
+        return self.skew + self.drift * now
 
 
 @dataclass(eq=False)
 class Process:
     name: str
     host: Host
+    pid: int = 1
     alive: bool = True
     paused: bool = False
+    """Nothing of it runs for now: it is stopped, or halted."""
+    stopped: bool = False
+    """By SIGSTOP."""
+    halted: bool = False
+    """Between two steps, for somebody who waits for just this moment."""
+    exit_code: int | None = None
+    """As `subprocess` has it: negative for the signal that ended it. None while it lives."""
     ready: deque[asyncio.Handle] = field(default_factory=deque)
     """What it is to run next, in this order: as in an event loop of its own."""
-    held: list[asyncio.Task[object]] = field(default_factory=list)
-    """Its root tasks. A dead process's are kept to the end: no destructor runs code of it."""
-
+    busy: bool = False
+    """It is among those that the loop draws from."""
+    steps: int = 0
+    """Callbacks of it that have run."""
+    halt_at: int = NEVER
+    """After so many steps, and before the next one, the loop calls `on_halt`."""
+    on_halt: Callable[[], object] | None = None
+    signals: dict[int, tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=dict)
+    """Its handlers of signals: what to call with which arguments."""
+    exception_handler: Callable[..., Any] | None = None
+    """What it has set as its loop's."""
+    held: list[asyncio.Task[Any]] = field(default_factory=list)
+    """Its tasks when it died. They are kept to the end: no destructor runs code of it."""
     on_end: Callable[[], object] | None = None
     """Called, outside of all processes, when it has died: as a parent hears of its child."""
 
     def context(self) -> contextvars.Context:
-        """A context in which everything is this process's."""
-        context = contextvars.copy_context()
+        """A fresh context in which everything is this process's."""
+        context = contextvars.Context()
         context.run(CURRENT.set, self)
         return context
+
+    def forget(self) -> None:
+        """What it was to do, and whom it was to tell."""
+        self.ready.clear()
+        self.held.clear()
+        self.signals.clear()
+        self.busy, self.steps, self.halt_at = False, 0, NEVER
+        self.on_halt = self.on_end = self.exception_handler = None
+
+    def __repr__(self) -> str:
+        return f"<process {self.name} on {self.host.name}>"
 
 
 OUTSIDE = Process("simulator", Host("simulator"))
@@ -48,3 +92,10 @@ OUTSIDE = Process("simulator", Host("simulator"))
 
 CURRENT: contextvars.ContextVar[Process] = contextvars.ContextVar("process", default=OUTSIDE)
 """Whose code runs."""
+
+
+class NotSimulated(RuntimeError):
+    """Something that a simulation cannot give; says who asked for what, and what to use instead."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"{CURRENT.get().name} asked for {what}, which no simulation has: {instead}")
