@@ -21,6 +21,8 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 Event = dict[str, Any]
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
+MORE: dict[str, Callable[[App, Any, Any, Any], Awaitable[None]]] = {}
+"""Who serves scopes of further types than HTTP and WebSocket, in the terms of a WebSocket, beside an application."""
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.decode
 
@@ -99,12 +101,16 @@ class _Served(_Frames):
         if self.task is not None:
             super().take(event)
             return
-        self.websocket = event["type"] == "websocket"
+        self.websocket = event["type"] != "http"
         self.task = asyncio.get_running_loop().create_task(self._answer(_scope(event)))
 
     async def _answer(self, scope: Event) -> None:
+        app = self._server.app
         try:
-            await self._server.app(scope, self._receive, self._send)
+            if scope["type"] in MORE:
+                await MORE[scope["type"]](app, scope, self._receive, self._send)
+            else:
+                await app(scope, self._receive, self._send)
         finally:
             self._server.connections.pop(self, None)
             self.transport.close()

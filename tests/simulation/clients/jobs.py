@@ -1,0 +1,206 @@
+"""Clients of what takes long: batches of requests, and fine-tuning jobs.
+
+file ──▶ job ──▶ looks at it now and then, cancels or pauses it sometimes ──▶ over ──▶ reads all that came of it
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from services.executor.worker.stub import adapted
+from tests.chaos.expected import stub_text
+from tests.simulation.clients.ask import Refused
+from tests.simulation.clients.client import Client, take_whole
+from tests.simulation.clients.history import Acknowledged, BatchSeen, JobSeen, Wanted
+
+FILES, BATCHES, JOBS = "/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"
+OVER = ("completed", "failed", "expired", "cancelled", "succeeded")
+_BOUNDARY = "simulated-form"
+
+
+def form(purpose: str, name: str, data: bytes) -> tuple[bytes, dict[str, str]]:
+    """The body of an upload, and its headers."""
+    parts = (
+        f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
+        f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="file"; filename="{name}"\r\n'
+        "content-type: application/jsonl\r\n\r\n"
+    )
+    body = parts.encode() + data + f"\r\n--{_BOUNDARY}--\r\n".encode()
+    return body, {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+
+
+class Long(Client):
+    """What batches and jobs have in common."""
+
+    async def upload(self, purpose: str, lines: Sequence[Any]) -> str:
+        """The file's id."""
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        body, headers = form(purpose, f"{self.name}-{self._number}.jsonl", data)
+        reply, gateway = await self.around.insist("POST", FILES, body, headers)
+        return self.acknowledged("file", str(reply.json()["id"]), gateway).identity
+
+    def acknowledged(self, what: Any, identity: str, gateway: str) -> Acknowledged:
+        around = self.around
+        made = Acknowledged(what, identity, around.now, around.tenant, around.token, gateway)
+        self.history.acknowledged.append(made)
+        return made
+
+    async def create(self, path: str, body: Any) -> tuple[dict[str, Any], str]:
+        """What was made, under a key; and by which gateway."""
+        key = f"{self.name}-{self._number}-{self.draw.getrandbits(48):x}"
+        reply, gateway = await self.around.insist("POST", path, body, {"Idempotency-Key": key})
+        return reply.json(), gateway
+
+    async def look(self, path: str) -> dict[str, Any]:
+        found: dict[str, Any] = (await self.around.insist("GET", path))[0].json()
+        return found
+
+    async def content(self, file: str) -> bytes:
+        return (await self.around.insist("GET", f"{FILES}/{file}/content"))[0].body
+
+    async def change(self, path: str) -> bool:
+        """Cancels, pauses, resumes. Whether it was taken; what is over, or in another state, refuses it."""
+        try:
+            await self.around.insist("POST", path, {})
+        except Refused as error:
+            if error.status != 409:
+                self.wrong(f"{path} was refused: {error}")
+            return False
+        return True
+
+
+class Batches(Long):
+    kind: ClassVar[str] = "batches"
+
+    async def once(self) -> None:
+        wanted, lines = self._lines()
+        file = await self.upload("batch", lines)
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        made, gateway = await self.create(BATCHES, body)
+        batch = BatchSeen(self.name, made["id"], self.around.tenant, wanted, started=self.around.now)
+        self.acknowledged("batch", batch.identity, gateway)
+        self.history.batches.append(batch)
+        cancel_at = self.around.now + self.draw.uniform(0, 60.0) if self.draw.random() < 0.15 else None
+        shown = made
+        while True:
+            if batch.statuses[-1:] != [shown["status"]]:
+                batch.statuses.append(shown["status"])
+            batch.status, batch.counts = shown["status"], shown["request_counts"]
+            if batch.status in OVER:
+                break
+            await asyncio.sleep(self.draw.uniform(*self.plan.wait))
+            if cancel_at is not None and self.around.now >= cancel_at and not batch.cancel_asked:
+                batch.cancel_asked = await self.change(f"{BATCHES}/{batch.identity}/cancel")
+            shown = await self.look(f"{BATCHES}/{batch.identity}")
+        batch.output = await self._results(shown["output_file_id"])
+        batch.errors = await self._results(shown["error_file_id"])
+        batch.ended = self.around.now
+
+    def _lines(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
+        wanted, lines = {}, []
+        for number in range(self.draw.randint(*self.plan.size)):
+            seed, name = self.seed(), f"line-{number}"
+            tokens = self.draw.randint(*self.plan.tokens)
+            body = {"model": self.around.model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}
+            wanted[name] = stub_text(seed, tokens)
+            lines.append({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body})
+        return wanted, lines
+
+    async def _results(self, file: str | None) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (await self.content(file)).splitlines()] if file else []
+
+
+class Training(Long):
+    """The adapter's content follows from seed and examples alone, so whoever is given both knows its digest."""
+
+    kind: ClassVar[str] = "training"
+
+    async def once(self) -> None:
+        seed, examples = self.draw.getrandbits(31), self.draw.getrandbits(31)
+        file = await self.upload("fine-tune", _examples(examples, max(2, self.draw.randint(*self.plan.size))))
+        method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 2}}}
+        body = {"model": self.around.model, "training_file": file, "method": method, "seed": seed}
+        made, gateway = await self.create(JOBS, body)
+        job = JobSeen(self.name, made["id"], self.around.tenant, seed, examples, started=self.around.now)
+        self.acknowledged("job", job.identity, gateway)
+        self.history.jobs.append(job)
+        await self._follow(job, made)
+        job.events, job.steps = await self._events(job)
+        if job.status == "succeeded":
+            await self._use(job)
+        job.ended = self.around.now
+
+    async def _follow(self, job: JobSeen, shown: dict[str, Any]) -> None:
+        """Until it is over; pauses it, goes on with it, cancels it now and then."""
+        path = f"{JOBS}/{job.identity}"
+        while True:
+            if job.statuses[-1:] != [shown["status"]]:
+                job.statuses.append(shown["status"])
+            job.status = shown["status"]
+            if job.status in OVER:
+                break
+            await asyncio.sleep(self.draw.uniform(*self.plan.wait))
+            chance = self.draw.random()
+            if job.status == "paused":
+                await self.change(f"{path}/resume")
+            elif chance < 0.05:
+                await self.change(f"{path}/pause")
+            elif chance < 0.07:
+                job.cancel_asked = await self.change(f"{path}/cancel") or job.cancel_asked
+            shown = await self.look(path)
+        job.model, job.results = shown.get("fine_tuned_model") or "", shown.get("result_files") or []
+
+    async def _events(self, job: JobSeen) -> tuple[list[str], list[int]]:
+        """Messages, and the steps told of, in the order in which they came."""
+        found: list[dict[str, Any]] = []
+        while True:
+            after = f"&after={found[-1]['id']}" if found else ""
+            page = await self.look(f"{JOBS}/{job.identity}/events?limit=100{after}")
+            found += page["data"]
+            if not page["has_more"]:
+                break
+        found.reverse()
+        steps = [int(one["data"]["step"]) for one in found if (one.get("data") or {}).get("step")]
+        return [str(one["message"]) for one in found], steps
+
+    async def _use(self, job: JobSeen) -> None:
+        """The adapter is there, once, and answers."""
+        for file in job.results:
+            await self.content(file)
+        shown = await self.look("/v1/loras")
+        ours = [one for one in shown["data"] if one["id"] == job.model]
+        job.names_of_adapters = [one["id"] for one in ours]
+        if not ours:
+            return
+        job.digest = ours[0]["digest"]
+        await self._ask(job)
+
+    async def _ask(self, job: JobSeen) -> None:
+        seed = self.seed()
+        tokens = self.draw.randint(*self.plan.tokens)
+        body = {"model": job.model, "prompt": self.words(), "seed": seed, "max_tokens": tokens}
+        wanted = Wanted(stub_text(adapted(seed, job.digest), tokens), tokens)
+        request = self.request(body, wanted, f"{self.name}-{self._number}-adapter")
+
+        async def send(gateway: str, tried: Any) -> None:
+            headers = {"Idempotency-Key": request.key}
+            take_whole(
+                request, (await self.around.ask(gateway, "POST", "/v1/completions", body, headers)).json()
+            )
+
+        await self.until_answered(request, send)
+
+
+def _examples(seed: int, count: int) -> list[dict[str, Any]]:
+    """Conversations of two messages."""
+    draw = random.Random(seed)
+
+    def text() -> str:
+        return "".join(draw.choices("abcdefgh ijklm nopq", k=draw.randint(5, 40))) + "."
+
+    return [
+        {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]}
+        for _ in range(count)
+    ]
