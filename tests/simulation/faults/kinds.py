@@ -1,0 +1,206 @@
+"""Every kind of fault: whom it may befall, how long, how it is done to a world and how it is undone.
+
+    process, host   kill, pause, power_loss, skew, clock_jump
+    network         cut, cut_one_way, isolate, slow, lossy, reset
+    ring            rank_crash, rank_hang
+    broker          store_full, slow_consumer
+    operator        drain, rolling_restart, upgrade
+
+A process that was killed is started again by the deployment, as its supervisor would.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tests.simulation.core.processes import Process
+from tests.simulation.faults.schedule import Fault, Unusable
+from tests.simulation.faults.system import System
+
+Act = Callable[[System, Fault], Awaitable[None]]
+Range = tuple[float, float]
+SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    story: str
+    """What has happened, of a target."""
+    roles: tuple[str, ...]
+    """Whose instances it may befall; empty: the deployment's as a whole."""
+    act: Act
+    undo: Act | None = None
+    lasts: Range = (0.0, 0.0)
+    """Virtual seconds, from and to, unless the scenario says otherwise; zero: it is not undone."""
+    parameters: dict[str, Range] = field(default_factory=dict)
+    """Numbers that are drawn: names, from and to."""
+    others: tuple[str, ...] = ()
+    """Roles of the instance at the other end of a link: the parameter `other`."""
+    between_awaits: bool = False
+    """Whether it may be timed by the target's own steps."""
+
+
+def _process(system: System, fault: Fault) -> Process | None:
+    return system.process(fault.target)
+
+
+async def _kill(system: System, fault: Fault) -> None:
+    process = _process(system, fault)
+    if process is not None:
+        system.world.kill(process)
+
+
+async def _pause(system: System, fault: Fault) -> None:
+    process = _process(system, fault)
+    if process is not None:
+        system.world.pause(process)
+
+
+async def _resume(system: System, fault: Fault) -> None:
+    process = _process(system, fault)
+    if process is not None:
+        system.world.resume(process)
+
+
+async def _power_loss(system: System, fault: Fault) -> None:
+    system.world.lose_power(system.world.host(_host(system, fault.target)))
+
+
+async def _power_back(system: System, fault: Fault) -> None:
+    system.world.restore_power(system.world.host(_host(system, fault.target)))
+
+
+def _host(system: System, name: str) -> str:
+    """The name of the host that the instance is on, or was on."""
+    process = system.process(name)
+    return process.host.name if process is not None else name
+
+
+def _ends(system: System, fault: Fault) -> tuple[str, str]:
+    return _host(system, fault.target), _host(system, str(fault.parameters["other"]))
+
+
+async def _cut(system: System, fault: Fault) -> None:
+    system.world.network.cut(*_ends(system, fault))
+
+
+async def _cut_one_way(system: System, fault: Fault) -> None:
+    one, other = _ends(system, fault)
+    if float(fault.parameters.get("away", 0.0)) < 0.5:
+        one, other = other, one
+    system.world.network.cut(one, other, both=False)
+
+
+async def _heal(system: System, fault: Fault) -> None:
+    system.world.network.heal(*_ends(system, fault))
+
+
+async def _isolate(system: System, fault: Fault) -> None:
+    system.world.network.isolate(_host(system, fault.target))
+
+
+async def _rejoin(system: System, fault: Fault) -> None:
+    system.world.network.rejoin(_host(system, fault.target))
+
+
+async def _slow(system: System, fault: Fault) -> None:
+    system.world.network.slow(*_ends(system, fault), float(fault.parameters.get("seconds", 0.05)))
+
+
+async def _fast(system: System, fault: Fault) -> None:
+    system.world.network.slow(*_ends(system, fault), 0.0)
+
+
+async def _lossy(system: System, fault: Fault) -> None:
+    system.world.network.lossy(*_ends(system, fault), float(fault.parameters.get("share", 0.1)))
+
+
+async def _lossless(system: System, fault: Fault) -> None:
+    system.world.network.lossy(*_ends(system, fault), 0.0)
+
+
+async def _reset(system: System, fault: Fault) -> None:
+    """One connection of the target's host, by its number among them."""
+    ends = system.world.network.connections(_host(system, fault.target))
+    if ends:
+        number = int(float(fault.parameters.get("number", 0.0)) * len(ends))
+        system.world.network.break_connection(ends[min(number, len(ends) - 1)])
+
+
+async def _skew(system: System, fault: Fault) -> None:
+    seconds = float(fault.parameters.get("seconds", 0.0))
+    system.world.jump(system.world.host(_host(system, fault.target)), seconds)
+
+
+async def _unskew(system: System, fault: Fault) -> None:
+    seconds = float(fault.parameters.get("seconds", 0.0))
+    system.world.jump(system.world.host(_host(system, fault.target)), -seconds)
+
+
+async def _operate(system: System, fault: Fault) -> None:
+    await system.operate(fault.fault, fault.target, fault.parameters)
+
+
+async def _end(system: System, fault: Fault) -> None:
+    await system.operate(f"end_{fault.fault}", fault.target, fault.parameters)
+
+
+BROKER = ("broker",)
+ALL = (*SERVICES, "broker")
+_PROCESSES = (
+    Kind("kill", "is killed (SIGKILL)", ALL, _kill, between_awaits=True),
+    Kind("pause", "is stopped (SIGSTOP)", ALL, _pause, _resume, (0.2, 12.0), between_awaits=True),
+    Kind("power_loss", "loses power with its whole host", ALL, _power_loss, _power_back, (1.0, 20.0)),
+    Kind("skew", "has a clock that is off", ALL, _skew, _unskew, (5.0, 60.0), {"seconds": (-20.0, 20.0)}),
+    Kind("clock_jump", "has its clock of the day set", ALL, _skew, parameters={"seconds": (-5.0, 5.0)}),
+)
+_NETWORK = (
+    Kind("cut", "is cut off", SERVICES, _cut, _heal, (0.2, 15.0), {}, BROKER, between_awaits=True),
+    Kind(
+        "cut_one_way",
+        "is not heard, or hears not",
+        SERVICES,
+        _cut_one_way,
+        _heal,
+        (0.2, 15.0),
+        {"away": (0, 1)},
+        BROKER,
+    ),
+    Kind("isolate", "is cut off from everybody", ALL, _isolate, _rejoin, (0.2, 15.0), between_awaits=True),
+    Kind("slow", "has a slow line", SERVICES, _slow, _fast, (1.0, 20.0), {"seconds": (0.01, 0.5)}, BROKER),
+    Kind(
+        "lossy",
+        "has a line that loses segments",
+        SERVICES,
+        _lossy,
+        _lossless,
+        (1.0, 20.0),
+        {"share": (0.01, 0.4)},
+        BROKER,
+    ),
+    Kind(
+        "reset", "has a connection reset", ALL, _reset, parameters={"number": (0.0, 1.0)}, between_awaits=True
+    ),
+)
+_RINGS = (
+    Kind("rank_crash", "loses a rank", ("executor",), _operate),
+    Kind("rank_hang", "has a rank that hangs", ("executor",), _operate, _end, (1.0, 12.0)),
+)
+_BROKER = (
+    Kind("store_full", "has no room on its disk", BROKER, _operate, _end, (1.0, 15.0)),
+    Kind("slow_consumer", "closes a connection whose client reads too slowly", SERVICES, _operate),
+)
+_OPERATOR = (
+    Kind("drain", "is asked to end (SIGTERM), and is started again", SERVICES, _operate),
+    Kind("rolling_restart", "is restarted one instance after another", (), _operate),
+    Kind("upgrade", "gets the next version one instance after another", (), _operate),
+)
+_ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
+
+
+def kind_of(name: str) -> Kind:
+    """Raises `Unusable`, which names what is known."""
+    if name not in KINDS:
+        raise Unusable(f"There is no fault {name!r}; known are {', '.join(sorted(KINDS))}.")
+    return KINDS[name]

@@ -1,0 +1,1 @@
+"""Runs of many seeds; what fails is made short, told and kept."""
