@@ -7,6 +7,7 @@ alone, whatever it was interrupted by. So what is durable about jobs is tested w
     value 0 = hash(seed, data)      value n + 1 = hash(value n, n + 1)      the adapter's weights: the last value
 """
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
@@ -55,10 +57,20 @@ class StubTrainer:
         self._pipe = pipe
         self.tell = pipe.send
         self._directory = Path(spec.directory)
-        self._seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
+        self.seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
         self._activity = HostActivity(Path(spec.activity)) if spec.activity else None
 
     def run(self) -> None:
+        """To the end of the job, or to a pause."""
+        life = self.life()
+        with contextlib.suppress(StopIteration):
+            next(life)
+            while True:
+                life.send(self._wait())
+
+    def life(self) -> Generator[None, bool, None]:
+        """The same without waiting: comes back before every step, which takes `seconds`, and is sent whether it goes
+        on."""
         job, data = self._spec.job, (self._directory / EXAMPLES).read_bytes()
         examples = len(msgspec.msgpack.decode(data, type=TrainingData).training.lengths) // 4
         examples //= 2 if job.method == "dpo" else 1
@@ -70,7 +82,7 @@ class StubTrainer:
         state = self._read() or _State(0, _hash(str(job.seed), hashlib.sha256(data).hexdigest()), job.id)
         self.tell(Loaded(state.step, steps))
         while state.step < steps:
-            if not self._wait():
+            if not (yield):
                 self._write_state(state)
                 self.tell(Paused(state.step))
                 return
@@ -92,7 +104,7 @@ class StubTrainer:
             while self._is_asked() and not self._pipe.pause.is_set():
                 time.sleep(LOOK)
             self.tell(Yielding(waits=False))
-        return not self._pipe.pause.wait(self._seconds)
+        return not self._pipe.pause.wait(self.seconds)
 
     def _is_asked(self) -> bool:
         """Whether somebody waits for an answer."""
@@ -144,6 +156,9 @@ def _csv(steps: int) -> str:
     return out.getvalue()
 
 
+ALONE = TrainerFailed(InvalidRequest.code, "The stub engine trains alone; create the job with one replica.")
+
+
 def main(events_fd: int) -> int:
     """The process."""
     pipe = TrainerPipe(sys.stdin.buffer, events_fd)
@@ -151,11 +166,7 @@ def main(events_fd: int) -> int:
     trainer = StubTrainer(spec, pipe)
     pipe.listen()
     if spec.job.hyperparameters.replicas > 1:
-        pipe.send(
-            TrainerFailed(
-                InvalidRequest.code, "The stub engine trains alone; create the job with one replica."
-            )
-        )
+        pipe.send(ALONE)
         return 1
     try:
         trainer.run()

@@ -197,13 +197,15 @@ class StubEngine:
         settings: StubSettings,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
+        fail: Callable[[str], None] = _fail,
     ) -> None:
-        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time. Raises
-        `ConfigurationError` for a vocabulary that is too small."""
+        """`sleep` takes seconds; it runs in the thread that calls `execute`. `clock`: of the same time. `fail`: does
+        what the setting `fault` says. Raises `ConfigurationError` for a vocabulary that is too small."""
         stub_token(0, 0, settings.vocab_size - settings.first_token)
         self._settings = settings
         self._sleep = sleep
         self._clock = clock
+        self._fail = fail
         self._busy_until = 0.0
         self._loaded = False
         self._pooled: Floats = np.zeros((0, STUB_EMBEDDING_SIZE), np.float32)
@@ -237,14 +239,14 @@ class StubEngine:
         self._check(plan, samples)
         seeds = self._seeds(plan, samples)
         self._pooled, self._scored = _sums(plan), _scores(plan)
-        self._sleep(self._seconds(plan))
+        self._sleep(self.seconds(plan))
         return self._drawn(samples, seeds)
 
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         """As on a GPU: the step takes its time from now on, or from when the one before it is over. Its text does
         not depend on the tokens that it computes."""
         self._check(plan, samples)
-        self._busy_until = max(self._busy_until, self._clock()) + self._seconds(plan)
+        self._busy_until = max(self._busy_until, self._clock()) + self.seconds(plan)
         return Later(partial(self._finish, plan, samples, self._seeds(plan, samples), self._busy_until))
 
     def _finish(
@@ -263,9 +265,10 @@ class StubEngine:
                 f"Step {plan.step} samples {len(plan.sample_rows) // 4} rows for {len(samples)} sequences."
             )
         if self._settings.fault and FAULT_TOKEN in as_int32(plan.token_ids):
-            _fail(self._settings.fault)
+            self._fail(self._settings.fault)
 
-    def _seconds(self, plan: StepPlan) -> float:
+    def seconds(self, plan: StepPlan) -> float:
+        """That the step takes."""
         tokens = len(plan.token_ids) // 4
         return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6
 

@@ -75,6 +75,7 @@ class Deployment:
         """`nats_url`: of the brokers that the services shall use."""
         settings.apply_paces()
         self.world = world
+        world.loop.world = world  # type: ignore[attr-defined]  # executors start processes in it
         self.nats_url = nats_url
         self.members: dict[str, Member] = {}
         self._draw = random.Random(f"{world.seed} deployment")

@@ -3,9 +3,12 @@
 Nothing else of them is replaced. What differs from production besides stands in `settings`.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.service import ExecutorService
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
@@ -15,6 +18,10 @@ from shared.config import CommonSettings
 from shared.service.lifecycle import Service
 from tests.simulation.core.asgi import AsgiServer
 from tests.simulation.core.processes import CURRENT
+from tests.simulation.core.world import World
+from tests.simulation.deployment.children import Family
+from tests.simulation.deployment.ranks import Ranks, directory_of, stand_in
+from tests.simulation.deployment.trainers import Trainers
 
 
 class Told:
@@ -45,6 +52,28 @@ class Scheduler(Told, SchedulerService): ...
 class HealthMonitor(Told, HealthMonitorService): ...
 
 
+class Executor(Told, ExecutorService):
+    """Its ranks and trainers are processes of the world."""
+
+    def __init__(self, settings: ExecutorSettings) -> None:
+        self._world: World = asyncio.get_running_loop().world  # type: ignore[attr-defined]  # a deployment sets it
+        stand_in()
+        files = directory_of(self._world, CURRENT.get().host)
+        settings = settings.model_copy(update={"model_cache": files})
+        super().__init__(settings, start_rank=self._start_rank, start_trainer=self._start_trainer)
+
+    async def run(self) -> None:
+        family = Family(self._world)
+        self._ranks, self._trainers = Ranks(family), Trainers(family)
+        await super().run()
+
+    async def _start_rank(self, *given: Any) -> Any:
+        return await self._ranks.start(*given)
+
+    async def _start_trainer(self, *given: Any) -> Any:
+        return await self._trainers.start(*given)
+
+
 class Role(NamedTuple):
     """A kind of service."""
 
@@ -56,6 +85,7 @@ class Role(NamedTuple):
 ROLES: dict[str, Role] = {
     "health-monitor": Role(HealthMonitorSettings, HealthMonitor),
     "scheduler": Role(SchedulerSettings, Scheduler),
+    "executor": Role(ExecutorSettings, Executor),
     "gateway": Role(GatewaySettings, Gateway),
 }
 """In the order in which they are started. Who has another kind of service adds it."""

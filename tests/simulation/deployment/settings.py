@@ -34,7 +34,20 @@ BY_ROLE: dict[str, dict[str, Any]] = {
         "forget_after": 60.0 * SLOWER,
         "load_interval": 1.0 * SLOWER,
     },
-    "executor": {},
+    "executor": {
+        "engine": "stub",
+        "stub_step_ms": 20.0,
+        "stub_us_per_token": 50.0,
+        "stub_blocks": 4096,
+        "hung_after": 3.0 * SLOWER,
+        "drain_grace": 10.0,
+        "host_memory": 16 << 30,  # not the machine's own
+        "threads": 1,
+        "max_adapters": 8,
+        "dump_keep": 0,  # nobody reads them
+        "trains": 1,
+        "training_state_interval": 60.0,
+    },
 }
 
 
@@ -49,6 +62,7 @@ RATIOS = (
     ("health-monitor", "forget_after", "beat_interval"),
     ("health-monitor", "load_interval", "beat_interval"),
     ("scheduler", "model_lease", "beat_interval"),
+    ("executor", "hung_after", "beat_interval"),
 )
 """Role, setting, and the setting of which it stays as many times as in production."""
 
