@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,29 @@ def usual_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         structlog.reset_defaults()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The program that is started as nats-server: with RYZANSTEIN_TEST_NATS=model, the simulator's model of it."""
+    if os.environ.get("RYZANSTEIN_TEST_NATS") != "model":
+        yield
+        return
+    program = tmp_path_factory.mktemp("model") / "nats-server"
+    root = Path(__file__).parents[1]
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.simulation.broker "$@"\n'
+    )
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.cli.supervision.nats_server.find_binary", lambda: program)
+        yield
+
+
 @pytest.fixture
 async def nats_settings(tmp_path: Path) -> AsyncIterator[CommonSettings]:
     """Settings for a NATS server of the test's own: the binary, or a container where asked for.
 
-    RYZANSTEIN_TEST_NATS=container runs the same tests against the official image (needs Docker).
+    RYZANSTEIN_TEST_NATS=container runs the same tests against the official image (needs Docker), and =model against
+    the simulator's model of it.
     """
     if os.environ.get("RYZANSTEIN_TEST_NATS") == "container":
         from testcontainers.nats import NatsContainer
