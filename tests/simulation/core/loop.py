@@ -201,8 +201,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             except SystemExit as exit_:
                 self._exited(process, exit_)
             except BaseException as error:
-                handle_ = f"exception in callback {handle!r}"
-                self.call_exception_handler({"message": handle_, "exception": error, "handle": handle})
+                message = f"exception in callback {handle!r}"
+                self.call_exception_handler({"message": message, "exception": error, "handle": handle})
         if not ready:
             self.left(process)
 
@@ -285,13 +285,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """A failure of the run, unless its process is dead. The process's own handler hears of it too."""
-        about = context.get("task") or context.get("handle")
+        about = context.get("task") or context.get("future") or context.get("handle")
         process = getattr(about, "process", None) or CURRENT.get()
         if self.ended or not process.alive:
             return
         self.on_failure(Failure(self._now, process.name, context["message"], context.get("exception")))
         if process.exception_handler is not None:
-            process.exception_handler(self, context)
+            process.context().run(process.exception_handler, self, context)
 
     # --- async generators: a dead process's are not closed, for that would run its code -------------
 

@@ -195,10 +195,9 @@ def _waited(condition: threading.Condition, timeout: float | None = None) -> boo
 
 def _opened(process: "subprocess.Popen[Any]", *args: Any, **named: Any) -> None:
     if not _real_ones():
-        raise NotSimulated(
-            "a process of the machine",
-            f"give the service a starter that makes a process of the world ({args[:1] or named.get('args')})",
-        )
+        command = args[0] if args else named.get("args")
+        instead = "give the service a starter that makes a process of the world"
+        raise NotSimulated(f"the process {command} of the machine", instead)
     _popen(process, *args, **named)
 
 

@@ -90,7 +90,7 @@ class World:
     # --- processes -------------------------------------------------------------------------------------
 
     def start(self, name: str, host: Host, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
-        """A process that runs `main`, whose end is not the process's: kill it."""
+        """A process that runs `main`, whose end is not the process's: kill it. What `main` raises is a failure."""
         if not host.powered:
             raise RuntimeError(f"{host.name} has no power: {name} cannot be started there")
         process = Process(name, host, next(self._pids))
@@ -98,8 +98,14 @@ class World:
         self.note("start", f"{process.pid} on {host.name}", process=name)
         context = process.context()
         task = context.run(self._first_task, main, name, context)
+        task.add_done_callback(self._main_ended, context=context)
         process.held.append(task)
         return process
+
+    def _main_ended(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            told = {"message": "the process's main has failed", "exception": error, "task": task}
+            self.loop.call_exception_handler(told)
 
     def _first_task(self, main: Callable[[], Coroutine[Any, Any, Any]], name: str, context: Any) -> Any:
         return self.loop.create_task(main(), name=name, context=context)
