@@ -137,10 +137,10 @@ def steps_of(work: Work, device: torch.device) -> Any:
     from services.executor.training.base import loading
     from services.executor.training.model import TrainableModel
     from services.executor.training.trainer.examples import read_examples
+    from services.executor.training.trainer.gate import Gate
     from services.executor.training.trainer.optimizer import FactorOptimizer
     from services.executor.training.trainer.schedule import course_of
     from services.executor.training.trainer.steps import SingleReplica, Steps, named_factors
-    from services.executor.training.trainer.yielding import Gate
     from shared.messages.training import Examples, Hyperparameters, TrainingJob
 
     codec = CODECS[work.codec]
@@ -149,7 +149,7 @@ def steps_of(work: Work, device: torch.device) -> Any:
     hyperparameters = Hyperparameters(
         epochs=1, batch_size=work.batch, learning_rate_multiplier=1.0, rank=work.rank
     )
-    gate = Gate(None, device, lambda waits: None, threading.Event())
+    gate = Gate(device, threading.Event())
     model = TrainableModel(base, hyperparameters, 1, gate)
     count = 16 * work.batch
     learnt = work.length // 2

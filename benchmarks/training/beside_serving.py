@@ -2,7 +2,7 @@
 
     beside a job ──▶ alone (the job is paused) ──▶ alone ──▶ beside a job ──▶ ...        each phase: the same load
 
-Interactive streams come at random times (Poisson), so that most of them find the trainer at work: it stands still while
+Interactive streams come at random times (Poisson), so that most of them find the trainer at work: it is suspended while
 they run, and goes on between them. First tokens and gaps of all phases of a kind are taken together. Without `--url` a
 stack of its own is started, on the built-in model or on `--model`.
 """

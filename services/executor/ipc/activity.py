@@ -1,12 +1,16 @@
-"""Whether interactive requests run on a host: one word per ring, in shared memory, that trainers look at.
+"""Whether interactive requests run on a host: one word per ring, in shared memory.
 
     slot 0: interactive sequences of ring a    (its leader)
-    slot 1: ...                                (of ring b)    ──▶ a trainer yields while any is above 0
+    slot 1: ...                                (of ring b)    ──▶ trainers are suspended while any is above 0
+    armed:  trainers run                       (supervisor)   ──▶ a leader tells it of the next request, by its pipe
 
-The supervisor gives a ring its slot, and clears it when the ring has ended: a leader that died keeps nobody waiting.
+The supervisor gives a ring its slot, and clears it when the ring has ended: a leader that died keeps nobody waiting. It
+arms the page while it is idle; the leader that has told it disarms it. So there is one message for each time that
+trainers are suspended, and none where there are no trainers.
 """
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +28,8 @@ class _Slot(ctypes.Structure):
 
 @table
 class _Page(ctypes.Structure):
+    armed: int
+    """Whether the supervisor is to be told of a request."""
     slots: Annotated[Any, _Slot * SLOTS]
 
 
@@ -45,21 +51,45 @@ class HostActivity:
         """Whether nobody waits for an answer."""
         return not any(slot.interactive for slot in self._slots)
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether the supervisor is to be told of a request."""
+        return bool(self._page.armed)
+
+    def arm(self) -> None:
+        """By the supervisor."""
+        self._page.armed = 1
+
+    def disarm(self) -> None:
+        """By a leader, after it has told it: one that dies before leaves the page armed."""
+        self._page.armed = 0
+
 
 class ActivityPage:
     """The page of a host, and who has which slot of it: its supervisor's."""
 
-    def __init__(self, path: Path) -> None:
-        """Made anew, all zeros."""
+    def __init__(self, path: Path, on_request: Callable[[], None] = lambda: None) -> None:
+        """Made anew, all zeros. `on_request`: a leader says that somebody waits for an answer."""
         self.path = path
+        self.on_request = on_request
         self._page = HostActivity(path, create=True)
         self._free = list(range(SLOTS))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits for an answer of any ring."""
+        return self._page.is_idle
+
+    def arm(self) -> None:
+        """From now on the next request is told, once."""
+        self._page.arm()
+
     def take(self) -> int | None:
-        """A slot for a ring; None: all are taken, and trainers do not hear of its requests."""
+        """A slot for a ring; None: all are taken, and trainers run beside its requests."""
         return self._free.pop(0) if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """Its ring has ended, to the last process."""
+        """Its ring has ended, to the last process; what it has told last may have been lost with it."""
         self._page.set(slot, 0)
+        self._page.arm()
         self._free.append(slot)

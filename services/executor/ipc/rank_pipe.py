@@ -82,7 +82,11 @@ class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters"):
     digests: list[str]
 
 
-RankEvent = Rendezvous | Ready | Drained | Failed | AdaptersHeld
+class Requested(msgspec.Struct, frozen=True, tag="requested"):
+    """Rank 0: somebody waits for an answer, and the host's page of activity is armed."""
+
+
+RankEvent = Rendezvous | Ready | Drained | Failed | AdaptersHeld | Requested
 
 
 PREFIX = b"debug "

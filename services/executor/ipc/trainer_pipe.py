@@ -1,6 +1,6 @@
 """The pipe between a trainer and the executor that has started it: what either says, one JSON line each.
 
-supervisor ──standard input──▶ trainer   its specification, then `pause`; the end of the file ends it
+supervisor ──standard input──▶ trainer   its specification, then `suspended 12.3` and `pause`; its end ends it
 trainer ──────events─────────▶ supervisor
 
 A job of several replicas has a trainer on each of its hosts: the first one alone writes states and adapters.
@@ -9,6 +9,7 @@ The trainer knows no broker: files come and go in a directory that the superviso
 
 import os
 import threading
+import time
 from typing import BinaryIO
 
 import msgspec
@@ -23,7 +24,10 @@ KEPT_ACTIVATIONS = 1 << 30
 """Bytes that a trainer keeps at most, of an unquantized base, from a layer's forward to its backward pass, so as not to
 compute them again: its host reckons with them."""
 PAUSE = b"pause\n"
-"""Write a state after the step that is under way, or without it where it takes long, and end."""
+"""Write a state and end; the step that is under way is given up, and made again later."""
+SUSPENDED = b"suspended"
+"""With the seconds, since its start, for which it was suspended (SIGSTOP): told before it goes on. They count neither
+as time of its steps nor as time between its states."""
 
 
 class TrainerSpec(msgspec.Struct, frozen=True):
@@ -38,8 +42,6 @@ class TrainerSpec(msgspec.Struct, frozen=True):
     """Of the executor, for its base (`ExecutorSettings`)."""
     threads: int
     """Of its computing: the same for all attempts, or sums would be others."""
-    activity: str = ""
-    """File of the page that says whether interactive requests run on this host (`HostActivity`); empty: never."""
     replica: int = 0
     secret: str = ""
     """What replicas show to be taken for one."""
@@ -72,12 +74,6 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     metrics: TrainingMetrics
-
-
-class Yielding(msgspec.Struct, frozen=True, tag="yielding"):
-    """Whether it waits for interactive requests to end."""
-
-    waits: bool
 
 
 class StateWritten(msgspec.Struct, frozen=True, tag="state"):
@@ -124,9 +120,7 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag="failed"):
     step: int = 0
 
 
-TrainerEvent = (
-    Met | Loaded | Stepped | Yielding | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed
-)
+TrainerEvent = Met | Loaded | Stepped | StateWritten | AdapterWritten | Finished | Paused | TrainerFailed
 
 
 class TrainerPipe:
@@ -137,6 +131,12 @@ class TrainerPipe:
         self._events_fd = events_fd
         self.pause = threading.Event()
         """Is set when a pause is wanted."""
+        self._suspended = 0.0
+
+    def clock(self) -> float:
+        """Seconds of a clock that stands while the process is suspended; it may jump back by a suspension that it has
+        not heard of at once."""
+        return time.monotonic() - self._suspended
 
     def read_spec(self) -> TrainerSpec:
         """The first line. Raises `msgspec.MsgspecError`."""
@@ -158,4 +158,6 @@ class TrainerPipe:
         for line in self._commands:
             if line == PAUSE:
                 self.pause.set()
+            elif line.startswith(SUSPENDED):
+                self._suspended = float(line[len(SUSPENDED) :])
         os._exit(1)

@@ -23,7 +23,7 @@ from services.executor.core.engine import Engine, EngineSpec
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.board import RingBoard, RingState
-from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, SupervisorPipe
+from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, Requested, SupervisorPipe
 from services.executor.kv_transfer.service import Handover
 from services.executor.leader.adapter_cache import AdapterCache
 from services.executor.leader.adapters import Adapters
@@ -337,10 +337,14 @@ class Leader:
         return load
 
     def _show_activity(self) -> None:
-        """How many requests somebody waits for: trainers on this host stand still meanwhile."""
-        if self._batcher.interactive != self._interactive and self._activity is not None:
-            self._interactive = self._batcher.interactive
-            self._activity.set(self._spec.activity_slot, self._interactive)
+        """How many requests somebody waits for: trainers on this host are suspended meanwhile."""
+        if self._batcher.interactive == self._interactive or self._activity is None:
+            return
+        self._interactive = self._batcher.interactive
+        self._activity.set(self._spec.activity_slot, self._interactive)
+        if self._interactive and self._activity.is_armed:
+            self._supervisor.send(Requested())
+            self._activity.disarm()
 
     def _add(self, request: GenerationRequest) -> Refusal | None:
         if not self._draining:

@@ -50,7 +50,7 @@ class GroupHost(Protocol):
 
     instance: str
     activity: ActivityPage | None
-    """Where leaders say that somebody waits for their rings; None: no trainer looks."""
+    """Where leaders say that somebody waits for their rings; None: there are no trainers."""
     start_rank: StartRank
 
     @property

@@ -32,6 +32,7 @@ from services.executor.ipc.rank_pipe import (
     RankSpec,
     Ready,
     Rendezvous,
+    Requested,
 )
 from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
@@ -248,6 +249,8 @@ class Ring:
                 self.ready.set()
             case AdaptersHeld(digests):
                 self.adapters = digests
+            case Requested() if self._activity is not None:
+                self._activity.on_request()
             case Drained():
                 self._finish(RingEnd("drained", "the group was drained"))
             case Failed(code, message, missed, cause):

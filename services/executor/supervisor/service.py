@@ -89,7 +89,9 @@ class ExecutorService(Service):
         self.forks.start()
         try:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-host-") as directory:
-                self.activity = ActivityPage(Path(directory) / "activity") if self._trains else None
+                if self._trains:
+                    on_request = self._host.trainings.on_request
+                    self.activity = ActivityPage(Path(directory) / "activity", on_request)
                 await super().run()
         finally:
             self.forks.close()

@@ -2,7 +2,8 @@
 
 Standard input brings its specification and later `pause`; its end ends the process (`ipc/trainer_pipe.py`). It gives
 way to everything else on the host: it is scheduled only when a core has nothing else to do, is the first one that the
-kernel ends where memory runs out, and stands still while interactive requests run (`trainer/yielding.py`).
+kernel ends where memory runs out, and is suspended while interactive requests run
+(`supervisor/trainings/suspension.py`).
 """
 
 import contextlib

@@ -4,8 +4,8 @@
                     └────────── sums in shared memory ──────────┘
 
 Each has its share of the base, as a rank that serves it. All compute the same steps over the same batches, with all of
-the factors, of which a linear uses what its share needs. Rank 0 alone hears the executor, writes, and stands still for
-interactive requests: the others wait for it in their next sum.
+the factors, of which a linear uses what its share needs. Rank 0 alone hears the executor and writes. All of them are
+suspended for interactive requests together: they are one process group.
 
 What ranks have of a gradient are parts, whose sum it is: the output layer begins with those of its tokens, every linear
 hands back those of its share, and a sum over the ranks hands the sum of the parts back. So Megatron's two operators are
@@ -33,8 +33,9 @@ from services.executor.ipc.trainer_pipe import TrainerSpec
 from services.executor.model.loading.loader import load_config
 from shared.errors import ConfigurationError
 
-MEET_WITHIN = 600.0
-"""Seconds: a process that gives way to all others may start slowly."""
+WAIT_WITHIN = 30 * 86400.0
+"""Seconds that one may wait for another: they are suspended together, for as long as a host is busy, and their clocks
+go on meanwhile. The end of one is noticed at once."""
 COMMAND = [sys.executable, "-m", "services.executor.training"]
 """With the descriptor of its events."""
 
@@ -49,14 +50,14 @@ def join_ranks(
     Raises `RingLost` where one has gone, which has told the reason itself.
     """
     if spec.rank:
-        return _joined(SharedMemory(SharedArea.open(spec.ring), spec.rank, spec.ranks))
+        return _joined(SharedMemory(SharedArea.open(spec.ring), spec.rank, spec.ranks, timeout=WAIT_WITHIN))
     ranks = _how_many(spec, settings, device)
     if ranks == 1:
         return SingleRank()
     area = make_area(ranks, lanes=1)
-    ring = SharedMemory(area, 0, ranks)
+    ring = SharedMemory(area, 0, ranks, timeout=WAIT_WITHIN)
     for rank in range(1, ranks):
-        other = msgspec.structs.replace(spec, rank=rank, ranks=ranks, ring=area.path, activity="")
+        other = msgspec.structs.replace(spec, rank=rank, ranks=ranks, ring=area.path)
         process = subprocess.Popen(  # noqa: S603  # our own module
             [*COMMAND, str(events_fd)], stdin=subprocess.PIPE, pass_fds=(events_fd,), bufsize=0
         )
@@ -87,7 +88,7 @@ def _how_many(spec: TrainerSpec, settings: ExecutorSettings, device: torch.devic
 
 
 def _joined(ring: SharedMemory) -> Collectives:
-    ring.meet(MEET_WITHIN)
+    ring.meet(WAIT_WITHIN)
     return WithGradients(ring)
 
 

@@ -14,13 +14,11 @@ import io
 import json
 import os
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
 
-from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
     EXAMPLES,
     STATE,
@@ -33,7 +31,6 @@ from services.executor.ipc.trainer_pipe import (
     TrainerFailed,
     TrainerPipe,
     TrainerSpec,
-    Yielding,
 )
 from shared.errors import InternalError, InvalidRequest
 from shared.messages.training import TrainingData, TrainingMetrics, steps_of
@@ -41,8 +38,6 @@ from shared.nats.adapters import CONFIG, WEIGHTS
 
 STATE_EVERY = 5
 """Steps."""
-LOOK = 0.005
-"""Seconds between two looks at the page of the host's activity."""
 
 
 class _State(msgspec.Struct):
@@ -58,7 +53,6 @@ class StubTrainer:
         self.tell = pipe.send
         self._directory = Path(spec.directory)
         self.seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
-        self._activity = HostActivity(Path(spec.activity)) if spec.activity else None
 
     def run(self) -> None:
         """To the end of the job, or to a pause."""
@@ -98,17 +92,8 @@ class StubTrainer:
         self.tell(Finished("metrics.csv", steps))
 
     def _wait(self) -> bool:
-        """As long as a step takes, in which nobody else waits for an answer; False: a pause is wanted."""
-        if self._is_asked():
-            self.tell(Yielding(waits=True))
-            while self._is_asked() and not self._pipe.pause.is_set():
-                time.sleep(LOOK)
-            self.tell(Yielding(waits=False))
+        """As long as a step takes; False: a pause is wanted."""
         return not self._pipe.pause.wait(self.seconds)
-
-    def _is_asked(self) -> bool:
-        """Whether somebody waits for an answer."""
-        return self._activity is not None and not self._activity.is_idle
 
     def _read(self) -> _State | None:
         path = self._directory / STATE

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class Service:
     def __init__(self, bus: Bus, page: Path, instance: str) -> None:
         self.bus = bus
         self.instance = instance
-        self.activity: ActivityPage | None = ActivityPage(page)
+        self.activity: ActivityPage | None = ActivityPage(page, lambda: self.on_request())
+        self.on_request: Callable[[], None] = lambda: None
         self.ready = asyncio.Event()
         self.ready.set()
         self.settings = load_settings(
@@ -74,11 +76,12 @@ class Service:
 
 class Host:
     def __init__(self, bus: Bus, page: Path, memory: int = 2 * STUB_BYTES, name: str = "h") -> None:
-        self.page = page
         self.service = Service(bus, page, name)
         self.memory = HostMemory([memory], gpus=False)
         self.trainings = HostTrainings(self.service.settings, self.service, self.memory, self.service)
+        self.service.on_request = self.trainings.on_request
         self.jobs, self.objects = training_jobs(bus), training_objects(bus)
+        self._page = HostActivity(page)
 
     async def submit(self, name: str, **fields: Any) -> TrainingJob:
         await self.jobs.ensure()
@@ -125,10 +128,49 @@ class Host:
             while [one.state for one in self.trainings.told() if one.job == name] != [state] * bool(state):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    def ask(self, requests: int) -> None:
+        """So many wait for an answer from now on; as a leader tells it."""
+        self._page.set(3, requests)
+        if requests and self._page.is_armed:
+            page = self.service.activity
+            assert page is not None
+            page.on_request()
+            self._page.disarm()
+
+    async def until_step(self, name: str) -> None:
+        """Waits until its trainer has made one."""
+        async with asyncio.timeout(60):
+            while not any(one.job == name and one.step for one in self.trainings.told()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_armed(self) -> None:
+        """Waits until it is to be told of the next request."""
+        async with asyncio.timeout(60):
+            while not self._page.is_armed:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def yielded(self) -> float:
+        """Seconds, by its metrics."""
+        families = {family.name: family for family in self.trainings.metrics.collect()}
+        return float(families["ryzanstein_executor_training_yield_seconds"].samples[0].value)
+
     def trainer(self, name: str) -> int:
         process = self.trainings._trainings[tenant_key("t", name)]._process
         assert process is not None
         return process.pid
+
+
+async def until_status(pid: int, *wanted: str) -> None:
+    """Waits until the process is in one of these states, as psutil says them; none: it has ended."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                found = psutil.Process(pid).status()
+            except psutil.NoSuchProcess:
+                found = psutil.STATUS_ZOMBIE
+            if found in (wanted or (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)):
+                return
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -200,16 +242,15 @@ async def test_after_a_crash_it_goes_on_with_what_is_there_and_removes_what_was_
 
     old = [TrainedAdapter(step, "0" * 64, 4, 1, 1, TrainingMetrics(step)) for step in (1, 2, 3)]
     await host.submit("hit", hyperparameters=Hyperparameters(epochs=2, batch_size=2, rank=4), adapters=old)
-    page = HostActivity(host.page)
-    page.set(0, 1)  # so that it stands still
-    assert (await host.begin("hit")).ok
+    host.ask(1)
+    assert (await host.begin("hit")).ok, "it is suspended as soon as it is started"
     await host.until("hit", "yielding")
     os.kill(host.trainer("hit"), signal.SIGKILL)
     await host.until("hit", "")
     crashed = await host.job("hit")
     assert (crashed.host, crashed.retry_at > time.time() - 60) == ("", True)
     assert "signal SIGKILL" in crashed.waiting_for
-    page.set(0, 0)
+    host.ask(0)
     await host.objects.put("hit/1/state-99", b"left")
     await host.objects.put("hit/7/state-1", b"of a later attempt")
     await host.change("hit", state=TrainingState(5, "hit/1/gone", 1, "d"))
@@ -274,8 +315,10 @@ async def test_a_state_that_is_another_is_not_gone_on_with(host: Host) -> None:
 async def test_a_model_gets_its_memory_and_the_job_keeps_its_state(host: Host) -> None:
     await host.submit("job", hyperparameters=Hyperparameters(epochs=50, batch_size=1, rank=4))
     assert (await host.begin("job")).ok
-    await host.until("job", "training")
+    await host.until_step("job")
     trainer = host.trainer("job")
+    host.ask(1)
+    await host.until("job", "yielding")
     await host.trainings.make_way([tenant_key("t", "job"), "nobody"])
     assert not psutil.pid_exists(trainer)
     await host.until("job", "")
@@ -332,23 +375,27 @@ async def ends_of(host: Host) -> dict[str, float]:
     return {sample.labels["result"]: sample.value for sample in samples if sample.value}
 
 
-async def stand_still(host: Host, helper: Host) -> HostActivity:
-    """Begins a job on both, whose first trainer waits before its first step, and the other one for it."""
-    page = HostActivity(host.page)
-    page.set(0, 1)
+async def stand_still(host: Host, helper: Host) -> None:
+    """Begins a long job on both, whose first trainer is suspended after some steps; the other one waits for it."""
+    long = msgspec.structs.replace(PARTED["hyperparameters"], epochs=500)
+    await host.submit("job", **{**PARTED, "hyperparameters": long})
+    assert (await helper.begin("job")).ok
+    assert (await host.begin("job")).ok
+    await host.until_step("job")
+    await helper.until("job", "training")
+    host.ask(1)
+    await host.until("job", "yielding")
+
+
+async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper: Host) -> None:
+    host.ask(1)
     await host.submit("job", **PARTED)
     assert (await helper.begin("job")).ok, "it waits for the first one"
     await helper.until("job", "loading")
     assert (await host.begin("job")).ok
     await host.until("job", "yielding")
-    await helper.until("job", "training")
-    return page
-
-
-async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper: Host) -> None:
-    page = await stand_still(host, helper)
     assert [one.replica for one in (*host.trainings.told(), *helper.trainings.told())] == [0, 1]
-    page.set(0, 0)
+    host.ask(0)
     await host.until("job", "")
     await helper.until("job", "")
     job = await host.job("job")
@@ -359,9 +406,9 @@ async def test_two_hosts_train_a_job_and_the_first_one_writes(host: Host, helper
 
 @pytest.mark.parametrize("dies", ["first", "further"])
 async def test_where_a_replica_dies_the_attempt_ends_for_both(host: Host, helper: Host, dies: str) -> None:
-    page = await stand_still(host, helper)
+    await stand_still(host, helper)
     os.kill((host if dies == "first" else helper).trainer("job"), signal.SIGKILL)
-    page.set(0, 0)
+    host.ask(0)
     await host.until("job", "")
     await helper.until("job", "")
     job = await host.job("job")
@@ -423,3 +470,101 @@ async def test_ranks_of_a_group_train_no_part_of_a_job(host: Host) -> None:
     await host.submit("job", **{**PARTED, "base": ModelSpec("base", "org/base")})
     with pytest.raises(InvalidRequest, match="has 2 ranks here"):
         await host.begin("job")
+
+
+async def test_all_of_a_host_are_suspended_at_once_and_go_on_when_it_is_idle(host: Host) -> None:
+    long = Hyperparameters(epochs=500, batch_size=1, rank=4)
+    for name in ("a", "b"):
+        await host.submit(name, hyperparameters=long)
+        assert (await host.begin(name)).ok
+        await host.until_step(name)
+    await host.until_armed()
+    host.ask(1)
+    assert [one.state for one in host.trainings.told()] == ["yielding", "yielding"], (
+        "before anything else runs"
+    )
+    pids = [host.trainer(name) for name in ("a", "b")]
+    for pid in pids:
+        await until_status(pid, psutil.STATUS_STOPPED)
+    counted = host.yielded()
+    assert counted > 0, "before they go on"
+    host.ask(0)
+    for name, pid in zip(("a", "b"), pids, strict=True):
+        await host.until(name, "training")
+        await until_status(pid, psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
+    assert host.yielded() > counted
+    await host.until_armed()
+    host.ask(1)
+    assert [one.state for one in host.trainings.told()] == ["yielding", "yielding"], "once more"
+    await host.trainings.stop()
+    for name in ("a", "b"):
+        job = await host.job(name)
+        assert (job.waiting_for, job.crashes) == ("The executor h was stopped.", 0)
+        assert job.state is not None, "it was continued, to write what it had"
+
+
+async def test_what_nobody_needs_any_more_is_killed_while_it_is_suspended(host: Host) -> None:
+    host.ask(1)
+    for name, wanted in (("cancelled", "cancel"), ("paused", "pause")):
+        await host.submit(name)
+        assert (await host.begin(name)).ok
+        await host.until(name, "yielding")
+        pid = host.trainer(name)
+        await host.change(name, wanted=wanted)
+        assert (await host.trainings.end(StopTraining(name, "t", 1))).ok
+        await host.until(name, "")
+        assert not psutil.pid_exists(pid)
+        job = await host.job(name)
+        assert (job.status, job.state, job.crashes) == (name, None, 0), (
+            "it had not begun: there is nothing to write"
+        )
+
+
+SUSPENDED_AND_KILLED = """
+import asyncio, os, sys
+from services.executor.core.settings import ExecutorSettings
+from services.executor.supervisor.trainings import trainer_process
+from services.executor.ipc.trainer_pipe import TrainerSpec
+from shared.messages.training import TrainingJob
+
+if "posix" in sys.argv:
+    trainer_process._die_with_parent = None
+trainer_process.STUB = "tests.integration.executor.idle_trainer"
+
+async def main():
+    settings = ExecutorSettings(engine="stub")
+    job = TrainingJob("job", "t", "base", "supervised", "f", "f", 0.0, 3)
+    spec = TrainerSpec(job, "", "", settings.model_dump(mode="json"), 1)
+    process = await trainer_process.TrainerProcess.start(spec, settings, {})
+    pids = [process.pid] + [event.step async for event in first(process)]
+    process.suspend()
+    print(*pids, flush=True)
+    await asyncio.Event().wait()
+
+async def first(process):
+    async for event in process.events():
+        yield event
+        return
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", ["linux", "posix"])
+async def test_suspended_ones_end_with_their_executor(how: str) -> None:
+    """All processes of it; by the kernel's signal for a parent's death, and without it."""
+    executor = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", SUSPENDED_AND_KILLED, how),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # whoever gets its children is then in another one
+    )
+    assert executor.stdout is not None
+    pids = [int(word) for word in (await executor.stdout.readline()).split()]
+    assert len(pids) == 2
+    for pid in pids:
+        await until_status(pid, psutil.STATUS_STOPPED)
+    executor.kill()
+    await executor.wait()
+    for pid in pids:
+        await until_status(pid)

@@ -34,6 +34,14 @@ class Pipe(asyncio.WriteTransport):
         if not self._closed:
             self._loop.call_soon(self._reader.feed_data, bytes(data), context=self._of)
 
+    @property
+    def transport(self) -> "Pipe":
+        """As a `StreamWriter` has it."""
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self._closed
 

@@ -21,6 +21,7 @@ from services.executor.supervisor.trainings.job_changes import MAX_REASON
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
 from services.executor.supervisor.trainings.memory import PROCESS, training_bytes
 from services.executor.supervisor.trainings.metrics import TrainingCounts
+from services.executor.supervisor.trainings.suspension import Suspension
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from services.executor.supervisor.trainings.training import Base, Halt, Training
 from shared.errors import (
@@ -107,7 +108,8 @@ class HostTrainings:
         """Files that are not removed meanwhile."""
         self._tasks = TaskSet(failed="training_failed")
         self._stopping = False
-        self.metrics = TrainingCounts(lambda: len(self._trainings))
+        self._suspension = Suspension(lambda: service.activity, self._trainings)
+        self.metrics = TrainingCounts(lambda: len(self._trainings), self._suspension.seconds)
         self.threads = len(os.sched_getaffinity(0))
 
     # --- as trainings see it ---------------------------------------------------------------------
@@ -117,17 +119,15 @@ class HostTrainings:
         return self._service.instance
 
     @property
-    def activity(self) -> str:
-        page = self._service.activity
-        return "" if page is None else str(page.path)
-
-    @property
     def bus(self) -> Bus:
         return self._service.bus
 
     async def beat_now(self) -> None:
         with contextlib.suppress(RyzansteinError):  # the next one tells
             await self._service.beat_now()
+
+    def trainer_started(self, training: Training) -> None:
+        self._suspension.started(training)
 
     async def ready_base(self, training: Training, job: TrainingJob) -> Base:
         settings = self._base(job)
@@ -213,6 +213,7 @@ class HostTrainings:
             await asyncio.wait(ends, timeout=LEAVE_WITHIN + SETTLE_WITHIN)
         for end in ends:
             end.cancel()
+        await self._suspension.close()
         await self._tasks.cancel()
 
     async def make_way(self, keys: Iterable[str]) -> None:
@@ -224,6 +225,10 @@ class HostTrainings:
         for training in going:
             log.info("training_makes_way", job=training.job)
             await training.gone.wait()
+
+    def on_request(self) -> None:
+        """A leader says that somebody waits for an answer."""
+        self._suspension.begin()
 
     # --- commands --------------------------------------------------------------------------------
 

@@ -12,8 +12,10 @@ Result = Literal["finished", "paused", "cancelled", "failed", "crashed", "given_
 
 
 class TrainingCounts(Collector):
-    def __init__(self, running: Callable[[], int]) -> None:
+    def __init__(self, running: Callable[[], int], suspended: Callable[[], float] = lambda: 0.0) -> None:
+        """`suspended`: seconds for which those that are suspended have been, together."""
         self._running = running
+        self._suspended = suspended
         self._ends = dict.fromkeys(get_args(Result), 0)
         self._steps = self._tokens = 0
         self._yields = 0.0
@@ -24,7 +26,7 @@ class TrainingCounts(Collector):
         self._tokens += tokens
 
     def yielded(self, seconds: float) -> None:
-        """A trainer has stood still for so long."""
+        """A trainer was suspended for so long."""
         self._yields += seconds
 
     def ended(self, result: str) -> None:
@@ -41,8 +43,8 @@ class TrainingCounts(Collector):
             ("training_tokens", "Tokens that these were computed from.", self._tokens),
             (
                 "training_yield_seconds",
-                "Time that trainers have stood still for interactive requests.",
-                self._yields,
+                "Time that trainers were suspended for interactive requests.",
+                self._yields + self._suspended(),
             ),
         ):
             yield metric(CounterMetricFamily, name, text, (), ((), value))

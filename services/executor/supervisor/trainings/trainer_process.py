@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.trainer_pipe import TrainerEvent, TrainerSpec
+from services.executor.ipc.trainer_pipe import SUSPENDED, TrainerEvent, TrainerSpec
 from services.executor.supervisor.rank_process import environment
 from shared.process import die_with_parent
 
@@ -46,7 +46,7 @@ class TrainerProcess:
     async def start(
         cls, spec: TrainerSpec, settings: ExecutorSettings, variables: Mapping[str, str]
     ) -> "TrainerProcess":
-        """`variables`: of its environment, whatever ours has. It ends with this process."""
+        """`variables`: of its environment, whatever ours has. It ends with this process, suspended or not."""
         read, write = os.pipe()
         loop = asyncio.get_running_loop()
         events = asyncio.StreamReader(limit=LONGEST_EVENT)
@@ -64,8 +64,7 @@ class TrainerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(write,),
-                preexec_fn=die_with_parent(signal.SIGKILL),
-                start_new_session=True,
+                preexec_fn=_in_own_group,
                 env=own,
             )
         except BaseException:
@@ -87,13 +86,30 @@ class TrainerProcess:
         return " / ".join(self._last)
 
     def tell(self, line: bytes) -> None:
-        if self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(line)
+        stdin = self._process.stdin
+        if self._process.returncode is None and stdin is not None and not stdin.is_closing():
+            stdin.write(line)
 
     def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def suspend(self) -> None:
+        """Stops all of its processes, whatever they do."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self, suspended: float) -> None:
+        """They go on. `suspended`: seconds, since its start."""
+        stdin = self._process.stdin
+        reads = stdin is not None and not stdin.transport.get_write_buffer_size()
+        if reads:  # else a later line tells it too
+            self.tell(b"%s %.6f\n" % (SUSPENDED, suspended))
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process group that it is the first of; until we have noted its end, nobody else has that number."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them have ended
+                os.killpg(self.pid, number)
 
     async def events(self) -> AsyncGenerator[TrainerEvent, None]:
         """What it says, until it ends. Raises `msgspec.MsgspecError`."""
@@ -129,3 +145,15 @@ class TrainerProcess:
 
 StartTrainer = Callable[[TrainerSpec, ExecutorSettings, Mapping[str, str]], Awaitable[TrainerProcess]]
 """`TrainerProcess.start`, or what takes its place where there are no processes, as in a simulation."""
+
+
+_die_with_parent = die_with_parent(signal.SIGKILL)
+
+
+def _in_own_group() -> None:
+    """In the new process: a process group for it and the ranks that it starts, in our session, so that Ctrl-C is ours
+    alone. Where the kernel has no signal for a parent's death (macOS), POSIX has SIGHUP and SIGCONT for a group that is
+    stopped and loses its last parent in the session; one in a session of its own would stay stopped for ever."""
+    os.setpgid(0, 0)
+    if _die_with_parent is not None:
+        _die_with_parent()

@@ -35,7 +35,6 @@ from services.executor.ipc.trainer_pipe import (
     Stepped,
     TrainerFailed,
     TrainerSpec,
-    Yielding,
 )
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_changes import End
@@ -88,10 +87,11 @@ class TrainingHost(Protocol):
     start_trainer: StartTrainer
 
     @property
-    def activity(self) -> str: ...
-
-    @property
     def bus(self) -> Bus: ...
+
+    def trainer_started(self, training: "Training") -> None:
+        """Suspends it where somebody waits for an answer."""
+        ...
 
     async def ready_base(self, training: "Training", job: TrainingJob) -> Base:
         """Has its files made ready, and memory promised. Raises `RyzansteinError`."""
@@ -120,7 +120,7 @@ class Training:
         self.ended = asyncio.Event()
         self.gone = asyncio.Event()
         """Set once its trainer has ended, and its memory is free; what it has written may be stored still."""
-        self._state: Literal["loading", "training", "yielding", "ending"] = "loading"
+        self._state: Literal["loading", "training", "ending"] = "loading"
         self._step = 0
         self._halt: Halt | None = None
         self._giving_back = asyncio.Event()
@@ -135,14 +135,42 @@ class Training:
         """The step that was done first here, and when."""
         self._storage: JobStorage | None = None
         self._failure: TrainerFailed | None = None
-        self._yields_since = 0.0
+        self._suspended_at: float | None = None
+        self._suspended = 0.0
+        """Seconds, without those since then."""
         self._secret = ""
 
     def told(self) -> HostTraining:
         """What heartbeats say of it."""
+        state = self._state if self._suspended_at is None else "yielding"
         return HostTraining(
-            self.job, self.tenant, self.attempt, self._state, self._step, self.memory, self._replica
+            self.job, self.tenant, self.attempt, state, self._step, self.memory, self._replica
         )
+
+    # --- beside interactive requests -------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Its trainer stands still until `resume`, whatever it does, loading too: its reading and packing take as much
+        from others as its steps. One that is to end is not suspended any more: it has seconds for that."""
+        if self._process is None or self._halt is not None or self._suspended_at is not None:
+            return
+        self._process.suspend()
+        self._suspended_at = time.monotonic()
+
+    def resume(self) -> None:
+        """It goes on where it was."""
+        if self._suspended_at is None:
+            return
+        seconds = self.suspended_for()
+        self._suspended_at = None
+        self._suspended += seconds
+        self._counts.yielded(seconds)
+        if self._process is not None:
+            self._process.resume(self._suspended)
+
+    def suspended_for(self) -> float:
+        """Seconds since it was suspended; 0 where it is not."""
+        return 0.0 if self._suspended_at is None else time.monotonic() - self._suspended_at
 
     # --- its end ---------------------------------------------------------------------------------
 
@@ -162,8 +190,9 @@ class Training:
             self._giving_back.set()
             return
         orderly = halt.kind == "given_back" or (halt.kind == "wanted" and self._record.job.wanted == "pause")
-        if orderly:
+        if orderly and self._state == "training":  # else it has nothing to write
             self._process.tell(PAUSE)
+            self.resume()
             asyncio.get_running_loop().call_later(within, self._process.kill)
         else:
             self._process.kill()
@@ -260,7 +289,6 @@ class Training:
         loading.result()
         if self._halt is not None and self._process is not None:
             self._process.kill()
-        self._state = "training"
         return self._process
 
     async def _start(self, files: JobFiles, directory: Path) -> None:
@@ -276,13 +304,13 @@ class Training:
             base.directory,
             base.settings.model_dump(mode="json"),
             job.threads,
-            activity=self._host.activity,
             replica=self._replica,
             secret=job.secret,
             store=job.meeting,
             state_interval=base.settings.training_state_interval,
         )
         self._process = await self._host.start_trainer(spec, base.settings, base.variables)
+        self._host.trainer_started(self)
         log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
         await self._host.beat_now()
 
@@ -322,14 +350,12 @@ class Training:
                 case Met(address):
                     await patiently(lambda: self._record.write(lambda job: _meeting_at(job, address)))
                 case Loaded(step, _):
-                    self._step = step
+                    self._step, self._state = step, "training"
                     log.info("trainer_loaded", job=self.job, step=step)
                 case Stepped(metrics) if self._replica:
                     self._step = metrics.step
                 case Stepped(metrics):
                     self._on_step(metrics)
-                case Yielding(waits):
-                    self._on_yield(waits=waits)
                 case StateWritten() | AdapterWritten() | Finished():
                     if not self._replica:
                         storage.add(event)
@@ -337,7 +363,7 @@ class Training:
                     self._failure = self._failure or event  # what comes later is because of it
         how = await process.end()
         self.gone.set()
-        self._on_yield(waits=False)
+        self.resume()
         self._state = "ending"
         return how
 
@@ -356,15 +382,6 @@ class Training:
         if metrics.valid_loss is not None:
             text += f", validation loss={metrics.valid_loss:.4g}"
         self._say("step", text, metrics)
-
-    def _on_yield(self, *, waits: bool) -> None:
-        now = time.monotonic()
-        if waits:
-            self._yields_since = now
-        elif self._yields_since:
-            self._counts.yielded(now - self._yields_since)
-            self._yields_since = 0.0
-        self._state = "yielding" if waits else "training"
 
     # --- what is told ----------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import torch
 from services.executor.collectives.base import Collectives
 from services.executor.core import gpu_errors
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
     EXAMPLES,
     STATE,
@@ -33,7 +32,6 @@ from services.executor.ipc.trainer_pipe import (
     TrainerFailed,
     TrainerPipe,
     TrainerSpec,
-    Yielding,
 )
 from services.executor.training.ranks import join_ranks
 from services.executor.training.trainer.adapter_files import (
@@ -43,13 +41,13 @@ from services.executor.training.trainer.adapter_files import (
     write_metrics,
 )
 from services.executor.training.trainer.examples import read_examples
+from services.executor.training.trainer.gate import Gate, PauseWanted
 from services.executor.training.trainer.loop import Loop
 from services.executor.training.trainer.optimizer import FactorOptimizer
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
 from services.executor.training.trainer.steps import Model, Replicas, SingleReplica, Steps, named_factors
-from services.executor.training.trainer.yielding import Gate, PauseWanted
 from shared.errors import InternalError, RingLost, RyzansteinError, TrainingDiverged
 from shared.messages.training import TrainingData, TrainingMetrics
 from shared.service.logs import configure_logging
@@ -75,8 +73,9 @@ class Trainer:
         clock: Callable[[], float] = time.monotonic,
         ranks: Collectives | None = None,
     ) -> None:
-        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted; `ranks`: those
-        that compute with it, of which the first writes. Raises `RyzansteinError`."""
+        """Reads base, examples and state. `tell`: the supervisor; `pause`: is set when one is wanted; `clock`: seconds,
+        without those in which it is suspended; `ranks`: those that compute with it, of which the first writes. Raises
+        `RyzansteinError`."""
         self._spec, self._tell, self._pause, self._clock = spec, tell, pause, clock
         self._job, self._directory = spec.job, Path(spec.directory)
         encoded = (self._directory / EXAMPLES).read_bytes()
@@ -86,10 +85,9 @@ class Trainer:
         self._validation = read_examples(data.validation, unit, "validation")
         self._fingerprint = fingerprint(self._job, spec.threads, encoded)
         course = course_of(self._job.hyperparameters, examples.units)
-        activity = HostActivity(Path(spec.activity)) if spec.activity else None
-        self._gate = Gate(activity, device, lambda waits: tell(Yielding(waits)), pause, clock)
-        self._replicas = _replicas_of(spec, self._gate, tell)
-        model = load(spec, device, self._gate)
+        gate = Gate(device, pause)
+        self._replicas = _replicas_of(spec, gate, tell)
+        model = load(spec, device, gate)
         self._factors = named_factors(model)
         check_size(self._factors)
         self._optimizer = FactorOptimizer(self._factors, self._job.hyperparameters, device, ranks)
@@ -152,12 +150,12 @@ class Trainer:
         return state.metrics
 
     def _compute(self) -> None:
-        began, waited = self._clock(), self._gate.waited
+        began = self._clock()
         try:
             metrics = self._steps.compute(self.done + 1, self._tokens)
         except PauseWanted:
             return
-        seconds = self._clock() - began - (self._gate.waited - waited)
+        seconds = max(0.0, self._clock() - began)
         self._metrics.append(msgspec.structs.replace(metrics, seconds=seconds))
         self._loop.computed()
         self._tell(Stepped(self._metrics[-1]))
@@ -278,7 +276,7 @@ def run(commands: BinaryIO, events_fd: int, load: Load | None = None) -> int:
         torch.set_num_threads(_threads_of(spec, ranks))
         tell = pipe.send if ranks.rank == 0 else _say_nothing
         made = load or partial(load_base, ranks=ranks)
-        trainer = Trainer(spec, made, tell, pipe.pause, device, ranks=ranks)
+        trainer = Trainer(spec, made, tell, pipe.pause, device, pipe.clock, ranks)
         trainer.run()
     except Exception as error:
         if spec.rank and isinstance(error, RingLost):

@@ -166,12 +166,10 @@ class FurtherReplica:
 
     def meet(self, step: int, fingerprint: str) -> None:
         connection = self._connection = self._connected()
-        with _other_is_there():
-            wait_for(connection, select.POLLIN, self._between)
-            by = time.monotonic() + GREETING_WITHIN
-            nonces = respond(connection, self._secret, FURTHER, FIRST, by)
-        if nonces is None:
-            raise InternalError(f"At {self._address} is another trainer than the job's first replica.")
+        while (nonces := self._greeted(connection)) is None:
+            connection.close()
+            with _other_is_there():
+                connection = self._connection = self._connect()
         mine, theirs = (MessageMac(self._secret, side, nonces) for side in (FURTHER, FIRST))
         self._link = Link(connection, mine, theirs, self._between)
         self._link.send(_HELLO.pack(self._replica, step, fingerprint.encode()))
@@ -188,12 +186,32 @@ class FurtherReplica:
         if self._connection is not None:
             self._connection.close()
 
-    def _connected(self) -> socket.socket:
+    def _greeted(self, connection: socket.socket) -> bytes | None:
+        """The nonces of both; None: it has taken too long, as where one of them was suspended meanwhile. Raises as
+        `meet`."""
+        wait_for(connection, select.POLLIN, self._between)
+        by = time.monotonic() + GREETING_WITHIN
+        with _other_is_there():
+            try:
+                nonces = respond(connection, self._secret, FURTHER, FIRST, by)
+            except OSError:
+                if time.monotonic() < by:
+                    raise
+                return None
+        if nonces is None:
+            raise InternalError(f"At {self._address} is another trainer than the job's first replica.")
+        return nonces
+
+    def _connect(self) -> socket.socket:
+        """Raises OSError."""
         host, _, port = self._address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN)
+        _watch(connection)
+        return connection
+
+    def _connected(self) -> socket.socket:
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_WITHIN)
-            _watch(connection)
-            return connection
+            return self._connect()
         except OSError as error:
             raise InternalError(
                 f"The replica {self._replica} of the job cannot reach the first one at {self._address}: {error}; set "

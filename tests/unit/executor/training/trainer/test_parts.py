@@ -17,10 +17,10 @@ from services.executor.training.trainer.adapter_files import (
     write_adapter,
     write_metrics,
 )
+from services.executor.training.trainer.gate import Gate, PauseWanted
 from services.executor.training.trainer.optimizer import FactorOptimizer
 from services.executor.training.trainer.schedule import course_of
 from services.executor.training.trainer.state import SavedState, fingerprint, read_state, write_state
-from services.executor.training.trainer.yielding import GIVE_UP_AFTER, Gate, PauseWanted
 from shared.errors import ConfigurationError, InternalError, InvalidRequest, StorageFull
 from shared.messages import ModelSpec
 from shared.messages.training import TrainingMetrics
@@ -207,15 +207,11 @@ def test_a_job_with_nothing_to_do_is_refused(changes: dict[str, int]) -> None:
         course_of(hyperparameters(), 0)
 
 
-def test_a_pause_gives_a_long_step_up() -> None:
-    now, pause = [10.0], threading.Event()
-    gate = Gate(None, CPU, lambda waits: None, pause, lambda: now[0])
+def test_a_pause_gives_the_step_up() -> None:
+    pause = threading.Event()
+    gate = Gate(CPU, pause)
     gate()
     pause.set()
-    gate()
-    now[0] += GIVE_UP_AFTER - 0.01
-    gate()
-    now[0] += 0.02
     with pytest.raises(PauseWanted):
         gate()
 
@@ -234,7 +230,7 @@ def test_a_gpu_has_few_layers_in_its_queue(monkeypatch: pytest.MonkeyPatch) -> N
             waited.append(self.number)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    gate = Gate(None, torch.device("cuda"), lambda waits: None, threading.Event())
+    gate = Gate(torch.device("cuda"), threading.Event())
     for _ in range(5):
         gate()
     assert waited == [1, 2, 3]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.shared_memory import can_share_memory
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.trainer_pipe import (
     EXAMPLES,
     PAUSE,
     STATE,
+    SUSPENDED,
     AdapterWritten,
     Finished,
     Loaded,
@@ -36,7 +37,6 @@ from services.executor.ipc.trainer_pipe import (
     TrainerFailed,
     TrainerPipe,
     TrainerSpec,
-    Yielding,
 )
 from services.executor.model.adapters.files import inspect_adapter
 from services.executor.model.loading.loader import load_config
@@ -69,6 +69,7 @@ class Process:
             [sys.executable, "-c", AT_ONCE, str(write)],
             stdin=subprocess.PIPE,
             pass_fds=(write,),
+            process_group=0,
             env=environment(spec.threads, ExecutorSettings.model_validate(spec.settings)),
         )
         os.close(write)
@@ -86,6 +87,10 @@ class Process:
         for line in self._events:
             self.told.append(_events.decode(line))
             yield self.told[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        """To all of its processes."""
+        os.killpg(self._process.pid, number)
 
     def other_ranks(self) -> list[int]:
         """Their process ids."""
@@ -197,6 +202,8 @@ def test_ranks_make_what_one_process_makes(tmp_path: Path, model: Path) -> None:
                 others = process.other_ranks()
             if isinstance(event, StateWritten):
                 shutil.copyfile(directory / event.file, directory / STATE)
+                process.signal(signal.SIGSTOP)  # wherever they are, one in a sum and one on its way there
+                process.signal(signal.SIGCONT)
                 if disturbed == "killed":
                     os.kill(others.pop(), signal.SIGKILL)
                 elif disturbed == "paused":
@@ -214,17 +221,13 @@ def test_ranks_make_what_one_process_makes(tmp_path: Path, model: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_share_memory(), reason="there are no collectives in shared memory here")
 def test_a_rank_that_dies_ends_the_training(tmp_path: Path, model: Path) -> None:
-    """At once where the first one waits for it; that one stands still, and goes on when it has died."""
-    activity = HostActivity(tmp_path / "activity", create=True)
-    activity.set(1, 1)
-    process = Process(spec_of(tmp_path / "job", model, tp=2, activity=str(tmp_path / "activity")))
-    for event in process.events():
-        if event == Yielding(True):
-            os.kill(*process.other_ranks(), signal.SIGKILL)
-            activity.set(1, 0)
+    """Before they have met, too."""
+    process = Process(spec_of(tmp_path / "job", model, tp=2))
+    while not (others := process.other_ranks()):
+        time.sleep(0.01)
+    os.kill(*others, signal.SIGKILL)
     assert process.end() == 1
-    assert process.told[:3] == [Loaded(0, 6), Yielding(True), Yielding(False)]
-    (failed,) = process.told[3:]
+    (failed,) = process.told
     assert isinstance(failed, TrainerFailed)
     assert (failed.code, failed.step) == (RingLost.code, 0)
 
@@ -304,9 +307,9 @@ def test_it_gives_way_to_all_others() -> None:
 @pytest.mark.parametrize("ends", ["commands", "events"])
 def test_it_ends_with_its_supervisor(ends: str) -> None:
     listening = (
-        "import sys, threading; from services.executor.ipc.trainer_pipe import Paused, TrainerPipe; "
+        "import sys, threading, time; from services.executor.ipc.trainer_pipe import Paused, TrainerPipe; "
         "pipe = TrainerPipe(sys.stdin.buffer, int(sys.argv[1])); pipe.listen(); pipe.send(Paused(1)); "
-        "pipe.pause.wait(); pipe.send(Paused(2)); threading.Event().wait()"
+        "pipe.pause.wait(); pipe.send(Paused(int(time.monotonic() - pipe.clock()))); threading.Event().wait()"
     )
     read, write = os.pipe()
     command = [sys.executable, "-c", listening, str(write)]
@@ -314,23 +317,23 @@ def test_it_ends_with_its_supervisor(ends: str) -> None:
     os.close(write)
     assert process.stdin is not None
     assert _events.decode(os.read(read, 100)) == Paused(1)
-    os.close(read)
     if ends == "events":
-        process.stdin.write(PAUSE)
-        process.stdin.flush()
-        assert process.wait() == 1
-    process.stdin.close()
+        os.close(read)
+    process.stdin.write(SUSPENDED + b" 3.5\n" + PAUSE)
+    process.stdin.flush()
+    if ends == "commands":
+        assert _events.decode(os.read(read, 100)) == Paused(3), "its clock stood while it was suspended"
+        os.close(read)
+        process.stdin.close()
     assert process.wait() == 1
+    process.stdin.close()
 
 
-def test_it_is_paused_while_it_waits(tmp_path: Path, model: Path) -> None:
-    HostActivity(tmp_path / "activity", create=True).set(1, 1)
-    process = Process(spec_of(tmp_path / "job", model, activity=str(tmp_path / "activity")))
-    for event in process.events():
-        if event == Yielding(True):
-            process.write(PAUSE)
+def test_a_pause_before_it_is_loaded_is_its_first_step(tmp_path: Path, model: Path) -> None:
+    process = Process(spec_of(tmp_path / "job", model))
+    process.write(PAUSE)
     assert process.end() == 0
-    assert process.told == [Loaded(0, 6), Yielding(True), Yielding(False), Paused(0)]
+    assert process.told == [Loaded(0, 6), Paused(0)]
 
 
 @pytest.mark.parametrize(

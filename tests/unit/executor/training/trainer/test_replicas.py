@@ -1,14 +1,18 @@
 """Several trainers of one job: the same adapter on every run, and that of one trainer but for rounding."""
 
+import contextlib
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from services.executor.ipc.proofs import NONCE_SIZE, challenge
 from services.executor.ipc.trainer_pipe import STATE, AdapterWritten, Finished, Met, Paused, StateWritten
+from services.executor.training.trainer import replicas
 from services.executor.training.trainer.process import Trainer
 from services.executor.training.trainer.replicas import FirstReplica, FurtherReplica
 from shared.errors import ConfigurationError, InternalError, RyzansteinError, Unavailable
@@ -180,6 +184,26 @@ def test_strangers_are_sent_away_and_the_replica_is_taken() -> None:
     other.close()
 
 
+def test_a_greeting_that_one_was_suspended_in_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "GREETING_WITHIN", 0.05)
+    listener = socket.create_server(("127.0.0.1", 0))
+    other = further(f"127.0.0.1:{listener.getsockname()[1]}")
+    thread = threading.Thread(target=other.meet, args=(3, "f" * 64))
+    thread.start()
+    stopped, _ = listener.accept()
+    stopped.sendall(b"\0" * NONCE_SIZE)  # and then nothing: as the first one, in the middle of its greeting
+    nonces = None
+    while nonces is None:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError):  # it has waited for too long again
+            by = time.monotonic() + 60
+            nonces = challenge(connection, SECRET.encode(), replicas.FIRST, replicas.FURTHER, by)
+    thread.join()
+    assert connection.recv(4) == b"\1\0\0\0", "the replica says who it is"
+    for one in (stopped, connection, listener, other):
+        one.close()
+
+
 def test_one_that_goes_on_from_another_state_is_refused() -> None:
     one = first()
     other = further(one.address)
@@ -220,10 +244,7 @@ def test_it_is_paused_while_it_waits_for_others(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, job_of(replicas=2), examples_of(random_texts(8)), secret=SECRET)
     told: list[Any] = []
     pause, model = threading.Event(), StandIn()
-    clock = iter(range(0, 1000, 5))
-    trainer = Trainer(
-        spec, lambda *_: model, told.append, pause, torch.device("cpu"), lambda: float(next(clock))
-    )
+    trainer = Trainer(spec, lambda *_: model, told.append, pause, torch.device("cpu"))
     pause.set()
     trainer.run()
     assert isinstance(told[0], Met)

@@ -1,0 +1,113 @@
+"""Trainers of a host are suspended while somebody waits for an answer of one of its rings.
+
+    a leader: somebody waits ──▶ all trainers stopped (SIGSTOP) ──▶ the host's page is looked at ─┐
+                  ▲                                                  busy: from the beginning ◀───┤
+                  └──── armed ◀── all go on (SIGCONT) ◀── idle for `QUIET` ◀──────────────────────┘
+
+Whatever a trainer does stops at once: a step, its reading and packing while it loads, the writing of a state. A GPU
+computes the layers that it has in its queue to their end; these are few (`training/trainer/gate.py`). A trainer holds
+no lock meanwhile that others wait for: the kernel stops a process where it returns to its own code, with none of the
+kernel's or a driver's, and files of packed weights are written by whoever comes first, while others do without.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from services.executor.ipc.activity import ActivityPage
+
+LOOK = 0.02
+"""Seconds between two looks at the page, while trainers are suspended."""
+QUIET = 0.1
+"""Seconds without interactive requests after which trainers go on: a conversation's next request comes soon."""
+
+
+class Suspendable(Protocol):
+    """What is suspended (`Training`). Either may be said again, and where there is nothing to do."""
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def suspended_for(self) -> float: ...
+
+
+class Quiet:
+    """For how long a host has been idle. Pure: times are seconds of a clock that only goes forwards."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def busy(self) -> None:
+        """It is not, or was not a moment ago."""
+        self._since = None
+
+    def idle(self, now: float) -> bool:
+        """It is; whether it has been for so long that trainers may go on."""
+        if self._since is None:
+            self._since = now
+        return now - self._since >= QUIET
+
+
+class Suspension:
+    """Of all trainers of a host."""
+
+    def __init__(self, page: Callable[[], ActivityPage | None], trainings: Mapping[str, Suspendable]) -> None:
+        """`page`: of the host, where it trains; `trainings`: those that there are."""
+        self._page = page
+        self._trainings = trainings
+        self._quiet = Quiet()
+        self._watching: asyncio.Task[None] | None = None
+        self._is_suspended = False
+
+    def begin(self) -> None:
+        """Somebody waits for an answer."""
+        self._quiet.busy()
+        self._is_suspended = True
+        for training in self._trainings.values():
+            training.suspend()
+        self._watch()
+
+    def started(self, training: Suspendable) -> None:
+        """It has a trainer from now on. A request that came a moment ago may have told nobody: the page is looked at
+        until it has been idle for a while."""
+        page = self._page()
+        if page is not None and not page.is_idle:
+            self._is_suspended = True
+        if self._is_suspended:
+            training.suspend()
+        self._watch()
+
+    def seconds(self) -> float:
+        """For which those that are suspended have been, together."""
+        return sum(training.suspended_for() for training in self._trainings.values())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+
+    def _watch(self) -> None:
+        page = self._page()
+        if page is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self._look(page), name="suspended trainers")
+
+    async def _look(self, page: ActivityPage) -> None:
+        """Until the host was idle for a while, or trains nothing any more."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._trainings:
+                if not page.is_idle:
+                    self.begin()
+                else:
+                    page.arm()
+                    if self._quiet.idle(loop.time()):
+                        return
+                await asyncio.sleep(LOOK)
+        finally:
+            self._quiet.busy()
+            self._is_suspended = False
+            for training in self._trainings.values():
+                training.resume()

@@ -1,0 +1,43 @@
+"""What a trainer looks at between two layers: whether it is to pause, and how far ahead of its GPU it is.
+
+    layer ── pause? ── layers in the GPU's queue ── layer ── ...
+
+It is suspended from outside while interactive requests run (`supervisor/trainings/suspension.py`), wherever it is. A
+GPU then computes what it has in its queue to the end: that is kept short.
+"""
+
+import threading
+from collections import deque
+
+import torch
+
+_LAYERS_AHEAD = 2
+"""Layers that a GPU may have in its queue, which is what a request that comes has to wait for."""
+
+
+class PauseWanted(Exception):
+    """Somebody wants a pause: the step under way is given up, to be made again."""
+
+
+class Gate:
+    """Between two layers."""
+
+    def __init__(self, device: torch.device, pause: threading.Event) -> None:
+        """`pause`: is set when somebody wants one."""
+        self._pause = pause
+        self._launched: deque[torch.cuda.Event] | None = deque() if device.type == "cuda" else None
+
+    def __call__(self) -> None:
+        """Raises `PauseWanted`."""
+        if self._pause.is_set():
+            raise PauseWanted
+        if self._launched is not None:
+            self._wait_for_layers(self._launched)
+
+    def _wait_for_layers(self, launched: deque[torch.cuda.Event]) -> None:
+        """For all but the last ones."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        launched.append(event)
+        if len(launched) > _LAYERS_AHEAD:
+            launched.popleft().synchronize()
