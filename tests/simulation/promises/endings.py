@@ -1,0 +1,89 @@
+"""Ends: everything has one in time, and refuses only where the pages say so."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from tests.simulation.clients.history import Request, Try
+from tests.simulation.promises.evidence import Evidence
+from tests.simulation.promises.promise import Finding, Promise
+
+REQUEST_WITHIN = 180.0
+"""Virtual seconds after the last fault in which a request has an end: recovery, an answer, its client's pauses."""
+BATCH_WITHIN = 1800.0
+JOB_WITHIN = 3600.0
+AFTERMATH = 30.0
+"""Seconds after a fault in which a gateway that has only just started, or has lost its broker, may refuse."""
+NEVER = ("internal_error",)
+"""Codes that no page allows."""
+AT_THEIR_OWN_PACE = ("slow", "limited")
+"""Kinds of clients that make themselves wait."""
+
+
+class EveryEnd(Promise):
+    """No request, batch or job is left without an end once faults are over."""
+
+    name: ClassVar[str] = "every_end"
+
+    def after(self, evidence: Evidence) -> Iterator[Finding]:
+        now, history = evidence.now, evidence.history
+        for request in history.requests:
+            if request.kind not in AT_THEIR_OWN_PACE:
+                since = max(request.started, evidence.quiet_since)
+                yield from self._late(
+                    request.name, request.identity, since, request.ended, now, REQUEST_WITHIN
+                )
+        for batch in history.batches:
+            since, name = max(batch.started, evidence.quiet_since), f"batch {batch.identity} ({batch.status})"
+            yield from self._late(name, batch.identity, since, batch.ended, now, BATCH_WITHIN)
+        for job in history.jobs:
+            since, name = max(job.started, evidence.quiet_since), f"job {job.identity} ({job.status})"
+            yield from self._late(name, job.identity, since, job.ended, now, JOB_WITHIN)
+
+    def _late(
+        self, name: str, identity: str, since: float, ended: float, now: float, within: float
+    ) -> Iterator[Finding]:
+        took = (now if ended < 0 else ended) - since
+        if took > within:
+            state = "has no end" if ended < 0 else "had its end only"
+            yield f"{name} {state} {took:.0f} s after it began and faults were over.", identity or name
+
+
+class AllowedRefusals(Promise):
+    """A refusal says to retry, and happens only while the broker, or the client's own gateway, is in trouble."""
+
+    name: ClassVar[str] = "allowed_refusals"
+
+    def after(self, evidence: Evidence) -> Iterator[Finding]:
+        for request in evidence.history.requests:
+            if request.fault:
+                yield f"{request.name}: {request.fault}.", request.identity or request.name
+            for tried in request.tries:
+                if tried.ending == "refused" and not self._allowed(evidence, request, tried):
+                    told = (
+                        f"{request.name} was refused by {tried.gateway} at {tried.until:.3f} s with "
+                        f"{tried.status} {tried.code}, and nothing was wrong there."
+                    )
+                    yield told, request.identity or request.name
+
+    def _allowed(self, evidence: Evidence, request: Request, tried: Try) -> bool:
+        if tried.code in NEVER:
+            return False
+        if tried.code == request.wanted.refusal or request.cancel_asked:
+            return True
+        if tried.status == 429:
+            return request.kind == "limited"
+        if tried.code.startswith("model_") and request.kind == "models":
+            return True
+        host = tried.gateway.rpartition(":")[0]
+        faults = evidence.during(tried.at, tried.until, AFTERMATH)
+        return any(fault.target in ("", host) or fault.target.startswith("broker") for fault in faults)
+
+
+class NoSurprises(Promise):
+    """Clients of files, batches, jobs and models meet nothing that no page describes."""
+
+    name: ClassVar[str] = "no_surprises"
+
+    def after(self, evidence: Evidence) -> Iterator[Finding]:
+        for at, told in evidence.history.faults:
+            yield f"At {at:.3f} s {told}.", told.partition(":")[0]
