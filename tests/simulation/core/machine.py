@@ -36,7 +36,7 @@ _real = {name: getattr(time, name) for name in ("time", "monotonic", "perf_count
 
 class _Ambient:
     loop: Any = None
-    draw: random.Random | None = None
+    seed = 0
     signal: Callable[[int, int], None] | None = None
     allowed = 0
 
@@ -47,7 +47,7 @@ _unseeded: "list[weakref.ref[random.Random]]" = []
 
 def enter(loop: Any, seed: int, signal: Callable[[int, int], None] | None = None) -> None:
     """From now on, `loop`'s time and this seed's randomness are everybody's. `signal`: what os.kill does."""
-    _Ambient.loop, _Ambient.draw, _Ambient.signal = loop, random.Random(f"{seed} machine"), signal
+    _Ambient.loop, _Ambient.seed, _Ambient.signal = loop, seed, signal
     random.seed(seed)
     for number, reference in enumerate(_unseeded):
         if (generator := reference()) is not None:
@@ -55,7 +55,7 @@ def enter(loop: Any, seed: int, signal: Callable[[int, int], None] | None = None
 
 
 def leave() -> None:
-    _Ambient.loop = _Ambient.draw = _Ambient.signal = None
+    _Ambient.loop = _Ambient.signal = None
 
 
 def real_time() -> float:
@@ -136,13 +136,18 @@ _urandom, _seed = os.urandom, random.Random.seed
 
 
 def _random_bytes(count: int) -> bytes:
-    draw = _Ambient.draw
-    return _urandom(count) if draw is None else draw.randbytes(count)
+    """Each process has numbers of its own: what one of them draws changes nothing for the others."""
+    if _Ambient.loop is None:
+        return _urandom(count)
+    process = CURRENT.get()
+    if process.draw is None:
+        process.draw = random.Random(f"{_Ambient.seed} {process.name} {process.life}")
+    return process.draw.randbytes(count)
 
 
 def _seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
     if a is None:
-        if _Ambient.draw is None:
+        if _Ambient.loop is None:
             _unseeded.append(weakref.ref(generator))
         a = int.from_bytes(_random_bytes(32))
     _seed(generator, a, version)

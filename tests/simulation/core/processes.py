@@ -8,6 +8,7 @@ loop of its own, and everything that it has ever started ends with it.
 
 import asyncio
 import contextvars
+import random
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class Process:
     name: str
     host: Host
     pid: int = 1
+    life: int = 1
+    """The first of its name has 1."""
     alive: bool = True
     paused: bool = False
     """Nothing of it runs for now: it is stopped, or halted."""
@@ -64,6 +67,8 @@ class Process:
     """Its handlers of signals: what to call with which arguments."""
     exception_handler: Callable[..., Any] | None = None
     """What it has set as its loop's."""
+    draw: random.Random | None = None
+    """Where its os.urandom comes from; made when it first asks."""
     held: list[asyncio.Task[Any]] = field(default_factory=list)
     """Its tasks when it died. They are kept to the end: no destructor runs code of it."""
     on_end: Callable[[], object] | None = None
@@ -81,7 +86,7 @@ class Process:
         self.held.clear()
         self.signals.clear()
         self.busy, self.steps, self.halt_at = False, 0, NEVER
-        self.on_halt = self.on_end = self.exception_handler = None
+        self.on_halt = self.on_end = self.exception_handler = self.draw = None
 
     def __repr__(self) -> str:
         return f"<process {self.name} on {self.host.name}>"

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -38,6 +39,7 @@ class World:
         self.processes: list[Process] = []
         """In the order of their starts, dead ones too."""
         self._pids = itertools.count(FIRST_PID)
+        self._lives: Counter[str] = Counter()
 
     @property
     def now(self) -> float:
@@ -93,7 +95,8 @@ class World:
         """A process that runs `main`, whose end is not the process's: kill it. What `main` raises is a failure."""
         if not host.powered:
             raise RuntimeError(f"{host.name} has no power: {name} cannot be started there")
-        process = Process(name, host, next(self._pids))
+        self._lives[name] += 1
+        process = Process(name, host, next(self._pids), self._lives[name])
         self.processes.append(process)
         self.note("start", f"{process.pid} on {host.name}", process=name)
         context = process.context()

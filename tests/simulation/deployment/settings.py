@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.simulation.deployment import nats_client
+
 SLOWER = 5.0
 """Times as long as in production."""
 
@@ -100,6 +102,7 @@ def constants() -> Iterator[tuple[Pace, Any]]:
 
 def apply_paces() -> None:
     """In a process that does nothing but simulate. Idempotent."""
+    nats_client.install()
     for pace, module in constants():
         if not hasattr(module, pace.name):
             raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")
