@@ -8,7 +8,7 @@ The supervisor and the operator are outside of the world's processes: no fault h
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shared.errors import RyzansteinError
@@ -16,6 +16,7 @@ from shared.service.lifecycle import Service
 from tests.simulation.core.processes import OUTSIDE, Host, Process
 from tests.simulation.core.world import World
 from tests.simulation.deployment import settings, versions
+from tests.simulation.deployment.brokers import PORT
 from tests.simulation.deployment.services import ROLES
 
 RESTART = (0.1, 10.0)
@@ -71,7 +72,7 @@ class Member:
 class Deployment:
     """Its methods are called outside of the world's processes."""
 
-    def __init__(self, world: World, nats_url: str) -> None:
+    def __init__(self, world: World, nats_url: str = f"nats://broker-1:{PORT}") -> None:
         """`nats_url`: of the brokers that the services shall use."""
         settings.apply_paces()
         self.world = world
@@ -135,6 +136,9 @@ class Deployment:
         member.wanted = True
         if member.running:
             return
+        if not member.host.powered:
+            self._begin_later(member)
+            return
         member.lives += 1
         process = self.world.start(member.name, member.host, lambda: self._life(member))
         process.on_end = lambda: self._ended(member, process)
@@ -145,17 +149,21 @@ class Deployment:
         process = member.process
         assert process is not None, "it is set before the loop goes on"
         versions.speak(process, member.version)
-        role = ROLES[member.role]
+        role, code = ROLES[member.role], 1
         given = member.settings | {"nats_url": self.nats_url, "instance": member.name}
         try:
             service = member.service = role.make(role.settings(**given))
             service.on_state = lambda state: member.changed.set()
             await service.run()
+            code = 0
         except RyzansteinError as error:
             member.errors.append(error)  # it has told its one sentence, and is started again
+        except Exception as error:
+            member.errors.append(error)
+            told = {"message": f"{member.name} ended by a fault of its own", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(told)
         finally:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self.world.kill, process, context=OUTSIDE.context())
+            asyncio.get_running_loop().call_soon(self.world.kill, process, code, context=OUTSIDE.context())
 
     def _ended(self, member: Member, process: Process) -> None:
         """However it came; the supervisor sees it."""
@@ -164,10 +172,12 @@ class Deployment:
         member.service = None
         member.changed.set()
         if member.wanted and member.name in self.members:
-            pause = self._draw.uniform(*RESTART)
-            self._restarts[member.name] = self.world.loop.call_later(
-                pause, self.begin, member, context=OUTSIDE.context()
-            )
+            self._begin_later(member)
+
+    def _begin_later(self, member: Member) -> None:
+        self._restarts[member.name] = self.world.loop.call_later(
+            self._draw.uniform(*RESTART), self.begin, member, context=OUTSIDE.context()
+        )
 
     def kill(self, member: Member) -> None:
         """SIGKILL; it is started again."""
@@ -217,12 +227,3 @@ class Deployment:
         """All, in good order: first those that take requests."""
         for role in reversed(ROLES):
             await asyncio.gather(*(self.drain(member) for member in self.of(role)))
-
-
-def small(world: World, nats_url: str, roles: Iterable[str] = ROLES, count: int = 2) -> Deployment:
-    """`count` of each service, none of them started."""
-    deployment = Deployment(world, nats_url)
-    for role in roles:
-        for _ in range(count):
-            deployment.add(role)
-    return deployment

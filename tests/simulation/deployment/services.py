@@ -14,11 +14,10 @@ from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
-from shared.config import CommonSettings
-from shared.service.lifecycle import Service
 from tests.simulation.core.asgi import AsgiServer
 from tests.simulation.core.processes import CURRENT
 from tests.simulation.core.world import World
+from tests.simulation.deployment.brokers import Broker, BrokerSettings
 from tests.simulation.deployment.children import Family
 from tests.simulation.deployment.ranks import Ranks, directory_of, stand_in
 from tests.simulation.deployment.trainers import Trainers
@@ -77,12 +76,13 @@ class Executor(Told, ExecutorService):
 class Role(NamedTuple):
     """A kind of service."""
 
-    settings: type[CommonSettings]
-    make: Callable[[Any], Service]
+    settings: type[Any]
+    make: Callable[[Any], Any]
     """From its settings, in its process."""
 
 
 ROLES: dict[str, Role] = {
+    "broker": Role(BrokerSettings, Broker),
     "health-monitor": Role(HealthMonitorSettings, HealthMonitor),
     "scheduler": Role(SchedulerSettings, Scheduler),
     "executor": Role(ExecutorSettings, Executor),

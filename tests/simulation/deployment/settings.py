@@ -55,7 +55,7 @@ BY_ROLE: dict[str, dict[str, Any]] = {
 
 def of(role: str, **changes: Any) -> dict[str, Any]:
     """What a simulated service of that kind is given, with `changes`."""
-    return COMMON | BY_ROLE.get(role, {}) | changes
+    return ({} if role == "broker" else COMMON) | BY_ROLE.get(role, {}) | changes
 
 
 RATIOS = (

@@ -1,0 +1,127 @@
+"""An undisturbed deployment, and what it costs: `python -m tests.simulation.deployment --hours 1 --requests 500`.
+
+Prints processor seconds and the run's digest, as JSON. `--profile` says where they went.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import pstats
+import sys
+import time
+from typing import Any
+
+from tests.simulation import deployment as package
+from tests.simulation.core import reproducible
+from tests.simulation.core.asgi import Exchange
+
+MODEL = "stub"
+CHAT = "/v1/chat/completions"
+
+
+def chat_scope() -> dict[str, Any]:
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": CHAT, "query_string": b"", "headers": headers}
+
+
+async def ask(address: str, seed: int, tokens: int) -> str:
+    """One streamed chat completion, whole. Raises `ValueError` where it is not."""
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "stream": True,
+        "seed": seed,
+        "max_tokens": tokens,
+    }
+    body = {"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}
+    text, events = "", ""
+    async with Exchange(address, chat_scope(), body) as exchange:
+        start = await exchange.receive()
+        more = True
+        while more:
+            part = await exchange.receive()
+            events += part["body"].decode()
+            more = part.get("more_body", False)
+    if start["status"] != 200 or "data: [DONE]" not in events:
+        raise ValueError(f"{start['status']}: {events}")
+    for line in events.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                text += choice["delta"].get("content") or ""
+    return text
+
+
+async def live(world: Any, given: argparse.Namespace) -> dict[str, Any]:
+    """The deployment from its start to its end."""
+    from tests.simulation.deployment.deployment import Deployment
+
+    deployment = Deployment(world)
+    for role, count in (("broker", 1), *((role, given.each) for role in given.roles)):
+        for _ in range(count):
+            deployment.add(role)
+    await deployment.start(*deployment.of("broker"))
+    await deployment.start()
+    took, texts = {"start": time_spent()}, []
+    if given.requests:
+        await served(deployment)
+        addresses = [member.service.address for member in deployment.gateways()]
+        for number in range(given.requests):
+            texts.append(await ask(addresses[number % len(addresses)], number, given.tokens))
+        took["requests"] = time_spent() - sum(took.values())
+    await asyncio.sleep(given.hours * 3600)
+    took["idle"] = time_spent() - sum(took.values())
+    if given.roll:
+        await deployment.roll("gateway", version="previous")
+        texts.append(await ask(deployment.gateways()[0].service.address, 1, given.tokens))
+    await deployment.stop()
+    took["end"] = time_spent() - sum(took.values())
+    errors = [str(error) for member in deployment.members.values() for error in member.errors]
+    failures = [f"{one.process}: {one.message} {one.error!r}" for one in world.failures]
+    return {"took": took, "whole": len(texts), "example": texts[:1], "errors": errors, "failures": failures}
+
+
+async def served(deployment: Any) -> None:
+    """Returns once each gateway lists the model."""
+    for member in deployment.gateways():
+        while MODEL not in member.service.models():  # noqa: ASYNC110  # nobody outside hears of it
+            await asyncio.sleep(0.1)
+
+
+def time_spent() -> float:
+    return time.process_time()
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="tests.simulation.deployment", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hours", type=float, default=0.0, help="idle ones, after the requests")
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16, help="of each request")
+    parser.add_argument("--each", type=int, default=2, help="instances of each service")
+    parser.add_argument("--roles", nargs="+", default=["health-monitor", "scheduler", "executor", "gateway"])
+    parser.add_argument("--roll", action="store_true", help="gateways to the previous release, at the end")
+    parser.add_argument("--profile", type=int, default=0, help="so many functions that cost most")
+    given = parser.parse_args(arguments)
+    reproducible.ensure()
+    package.install()
+    from tests.simulation.core.world import World
+    from tests.simulation.deployment import logs
+
+    lines: list[str] = []
+    logs.configure()
+    logs.to(lambda process, level, event, fields: lines.append(f"{process} {level} {event} {fields}"))
+    profile = cProfile.Profile()
+    with World(given.seed) as world:
+        if given.profile:
+            profile.enable()
+        seen = world.run(live(world, given))
+        profile.disable()
+        seen |= {"now": world.now, "digest": world.trace.digest(), "logged": lines[:20]}
+    sys.stdout.write(json.dumps(seen, indent=1) + "\n")
+    if given.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(given.profile)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
