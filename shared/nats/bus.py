@@ -401,7 +401,9 @@ class Bus:
             self._gap_callbacks.remove(entry)
 
     async def flush(self) -> None:
-        """Waits until the server has seen everything published so far."""
+        """Waits until the server has seen everything published and subscribed so far."""
+        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
+        await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
         await self._client.flush()
 
     def on_reconnect(self, callback: Callable[[], object]) -> Callable[[], None]:

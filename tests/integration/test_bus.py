@@ -58,6 +58,27 @@ async def test_frames_are_recorded_as_they_are_published(bus: Bus) -> None:
     assert [frame async for frame in replay(bus, "gateway-3", Begin(since=since))] == []
 
 
+async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, transport = bytearray(), bus.client._transport
+    assert transport is not None
+    write, writelines = transport.write, transport.writelines
+    monkeypatch.setattr(transport, "write", lambda data: (sent.extend(data), write(data))[1])
+    monkeypatch.setattr(
+        transport, "writelines", lambda data: (sent.extend(b"".join(data)), writelines(data))[1]
+    )
+
+    async def handle(frame: TokenFrame) -> None: ...
+
+    await bus.subscribe(subjects.tokens("here"), TokenFrame, handle)
+    await bus.publish(subjects.tokens("there"), TokenFrame("g", 1, 1, []))
+    await bus.flush()
+    question = sent.index(b"PING\r\n")
+    assert sent.index(b"SUB tokens.here") < question
+    assert sent.index(b"PUB tokens.there") < question
+
+
 async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
     gap, release, seen = asyncio.Event(), asyncio.Event(), []
 
