@@ -17,6 +17,8 @@ class Buckets:
         self._js = bus.jetstream()
         self._stores: dict[str, KeyValue] = {}
         self.watchers: dict[str, KeyValue.KeyWatcher] = {}
+        self._shown: dict[str, int] = {}
+        """The last revision that each has shown."""
 
     async def create_kv(self, bucket: str, **config: Any) -> None:
         self._stores[bucket] = await self._js.create_key_value(KeyValueConfig(bucket=bucket, **config))
@@ -61,6 +63,16 @@ class Buckets:
     async def kv_updates(self, name: str, count: int) -> Any:
         """The next `count` of a watcher; None: all that was there has been shown."""
         return [_entry(await self.watchers[name].updates(timeout=PATIENCE)) for _ in range(count)]
+
+    async def kv_caught_up(self, name: str, bucket: str) -> Any:
+        """All that a watcher of every key shows, up to the last write."""
+        newest = (await self._stores[bucket].status()).stream_info.state.last_seq
+        found: list[Any] = []
+        while self._shown.get(name, -1) < newest:
+            entry = await self.watchers[name].updates(timeout=PATIENCE)
+            self._shown[name] = max(self._shown.get(name, 0), entry.revision or 0 if entry else 0)
+            found.append(_entry(entry))
+        return found
 
     async def kv_unwatch(self, name: str) -> None:
         await self.watchers.pop(name).stop()

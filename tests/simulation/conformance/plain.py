@@ -11,22 +11,30 @@ from nats.errors import NoRespondersError
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, RawStreamMsg, StreamConfig
 
+from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.simulation.conformance import outcomes
 
 PATIENCE = 30.0
 """Seconds for what must come. It is waited for whole only where a server does not do what the other does."""
 
+_NEWS = (subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED)
+"""Of the server itself: whoever hears everything is spared them, for nothing says when they come."""
+
 
 class Mailbox:
     """What a subscription has received and nobody has taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, subject: str = "") -> None:
+        """`subject`: what was subscribed."""
+        self.subject = subject
         self.messages: list[Msg] = []
         self.subscription: Subscription | None = None
         self._news = asyncio.Event()
 
     async def arrived(self, message: Msg) -> None:
+        if message.subject in _NEWS and message.subject != self.subject:
+            return
         self.messages.append(message)
         self._news.set()
 
@@ -57,11 +65,11 @@ class Plain:
     # --- messages ----------------------------------------------------------------------------------
 
     async def subscribe(self, name: str, subject: str, queue: str = "", most: int = 0) -> None:
-        box = self.mailboxes[name] = Mailbox()
+        box = self.mailboxes[name] = Mailbox(subject)
         box.subscription = await self._client.subscribe(subject, queue, cb=box.arrived)
         if most:
             await box.subscription.unsubscribe(most)
-        await self._client.flush()
+        await self._bus.flush()
 
     async def answering(self, subject: str, data: str, queue: str = "") -> None:
         """From now on, whoever asks on `subject` is answered."""
@@ -70,23 +78,23 @@ class Plain:
             await self._client.publish(message.reply, f"{data} {outcomes.text(message.data)}".encode())
 
         await self._client.subscribe(subject, queue, cb=answer)
-        await self._client.flush()
+        await self._bus.flush()
 
     async def unsubscribe(self, name: str) -> None:
         subscription = self.mailboxes[name].subscription
         assert subscription is not None
         await subscription.unsubscribe()
-        await self._client.flush()
+        await self._bus.flush()
 
     async def publish(
         self, subject: str, data: str = "", headers: Mapping[str, str] | None = None, reply: str = ""
     ) -> None:
         await self._client.publish(subject, data.encode(), reply, dict(headers) if headers else None)
-        await self._client.flush()
+        await self._bus.flush()
 
     async def publish_bytes(self, subject: str, count: int) -> None:
         await self._client.publish(subject, bytes(count))
-        await self._client.flush()
+        await self._bus.flush()
 
     async def request(self, subject: str, data: str = "") -> Any:
         return outcomes.of_message(await self._client.request(subject, data.encode(), timeout=PATIENCE))
@@ -106,14 +114,21 @@ class Plain:
         found = [outcomes.of_message(message) for message in await self.mailboxes[name].take(count)]
         return found if ordered else sorted(found, key=repr)
 
+    async def all_received(self, names: list[str]) -> Any:
+        """Everything that has been published by now, of several subscriptions together."""
+        await self._bus.flush()
+        found = [outcomes.of_message(one) for name in names for one in self.mailboxes[name].messages]
+        for name in names:
+            self.mailboxes[name].messages = []
+        return sorted(found, key=repr) if len(names) > 1 else found
+
     async def left(self, name: str) -> int:
         """How many more messages there are than were taken."""
-        await self._client.flush()
-        await self._client.flush()
+        await self._bus.flush()
         return len(self.mailboxes[name].messages)
 
     async def flush(self) -> None:
-        await self._client.flush()
+        await self._bus.flush()
 
     async def server(self) -> Any:
         """What it says of itself that our code reads."""
@@ -219,7 +234,7 @@ class Plain:
         """As the scheduler asks: what comes is received in the mailbox `reply_to`, which has subscribed `pulls.>`."""
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         await self._client.publish(subject, _json(asked), f"pulls.{reply_to}")
-        await self._client.flush()
+        await self._bus.flush()
 
     async def keep(self, name: str, count: int) -> Any:
         """As `received`, and they can be acknowledged as those that were fetched."""
@@ -227,13 +242,33 @@ class Plain:
         self._fetched += messages
         return [outcomes.of_message(message) for message in messages]
 
+    async def pull_now(self, stream: str, consumer: str, batch: int) -> Any:
+        """What there is for a consumer at this moment, up to `batch`; kept to be acknowledged."""
+        inbox = self._client.new_inbox()
+        box = Mailbox()
+        subscription = await self._client.subscribe(inbox, cb=box.arrived)
+        request = _json({"batch": batch, "no_wait": True})
+        await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", request, inbox)
+        messages: list[Msg] = []
+        while len(messages) < batch:
+            (message,) = await box.take(1)
+            messages.append(message)
+            if not message.reply:  # that is all, or there is no such consumer
+                break
+        await subscription.unsubscribe()
+        self._fetched += [message for message in messages if message.reply]
+        return [outcomes.of_message(message) for message in messages]
+
     async def ack(self, place: int) -> Any:
         """Waits until the broker has done it."""
         return outcomes.of_message(await self._fetched[place].ack_sync(timeout=PATIENCE))
 
     async def acknowledge(self, place: int, kind: str) -> Any:
-        """`kind`: +ACK, -NAK, -NAK {"delay": nanoseconds}, +WPI, +TERM; waits as `ack`."""
-        reply = self._fetched[place].reply
+        """`kind`: +ACK, -NAK, -NAK {"delay": nanoseconds}, +WPI, +TERM; waits as `ack`. Any number is a place,
+        where there is one."""
+        if not self._fetched:
+            return None
+        reply = self._fetched[place % len(self._fetched)].reply
         return outcomes.of_message(await self._client.request(reply, kind.encode(), timeout=PATIENCE))
 
     async def push_subscribe(self, name: str, subject: str, stream: str, **more: Any) -> None:

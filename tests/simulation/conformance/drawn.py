@@ -1,0 +1,204 @@
+"""Scripts that are drawn: what nobody would write down. Hypothesis reduces one that differs to its shortest form.
+
+Nothing in them depends on times: what is published is waited for before the next step, and pulls take what there is.
+"""
+
+from hypothesis import strategies as st
+
+from tests.simulation.conformance.operations import Script, Step, do
+
+LONGEST = 40
+"""Steps of a script, without those that begin and end it."""
+_NUMBERS = st.integers(1, 8)
+_SUBJECTS = st.sampled_from(("s.a", "s.b", "s.c.d"))
+_FILTERS = st.sampled_from(("s.a", "s.b", "s.*", "s.>", "s.c.d", ">", "t"))
+_KEYS = st.sampled_from(("x", "y", "y.z"))
+_ACKS = st.sampled_from(("+ACK", "+ACK", "-NAK", "+WPI", "+TERM"))
+
+
+# --- messages without a store -------------------------------------------------------------------------
+
+_PATTERNS = st.sampled_from(("a", "a.b", "a.*", "*.b", "*", ">", "a.>", "a.*.c", "*.*", "a.b.c"))
+_TOPICS = st.sampled_from(("a", "b", "a.b", "c.b", "a.b.c", "a.x.c", "a.b.c.d"))
+_NAMES = st.sampled_from(("one", "two", "three"))
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Script:
+    """Subscriptions by patterns, on two connections; in queue groups only where any of a group is as good."""
+    steps: list[Step] = []
+    boxes: dict[str, str] = {}
+    """Subscriptions by name, and whose they are."""
+    for _ in range(draw(st.integers(1, LONGEST))):
+        kind = draw(st.sampled_from(("publish", "publish", "subscribe", "unsubscribe", "received")))
+        if kind == "publish":
+            steps.append(
+                do("publish", draw(st.sampled_from("ab")), subject=draw(_TOPICS), data=str(len(steps)))
+            )
+        elif kind == "subscribe":
+            name, by = f"{draw(_NAMES)}{len(boxes)}", draw(st.sampled_from("ab"))
+            boxes[name] = by
+            steps.append(
+                do("subscribe", by, name=name, subject=draw(_PATTERNS), most=draw(st.integers(0, 3)))
+            )
+        elif kind == "unsubscribe" and boxes:
+            name = draw(st.sampled_from(sorted(boxes)))
+            steps.append(do("unsubscribe", boxes[name], name=name))
+        elif boxes:
+            name = draw(st.sampled_from(sorted(boxes)))
+            steps.append(do("all_received", boxes[name], names=[name]))
+    ends = [do("all_received", by, names=[name]) for name, by in boxes.items()]
+    return Script("drawn messages", "shared.nats.bus", (*steps, *ends))
+
+
+# --- streams and their consumers ----------------------------------------------------------------------
+
+_LIMITS = st.fixed_dictionaries(
+    {"allow_direct": st.booleans(), "allow_rollup_hdrs": st.booleans()},
+    optional={
+        "max_msgs": st.integers(1, 6),
+        "max_msgs_per_subject": st.integers(1, 3),
+        "max_bytes": st.sampled_from((100, 200, 400)),
+        "discard": st.sampled_from(("old", "new")),
+        "retention": st.sampled_from(("limits", "workqueue", "interest")),
+        "deny_delete": st.booleans(),
+    },
+)
+_HEADERS = st.one_of(
+    st.none(),
+    st.none(),
+    st.fixed_dictionaries({"Nats-Msg-Id": st.sampled_from("12")}),
+    st.fixed_dictionaries({"Nats-Expected-Last-Sequence": _NUMBERS.map(str)}),
+    st.fixed_dictionaries({"Nats-Expected-Last-Subject-Sequence": st.integers(0, 8).map(str)}),
+    st.fixed_dictionaries({"Nats-Rollup": st.sampled_from(("sub", "all"))}),
+)
+_STORED = st.builds(
+    lambda subject, data, headers: do("stored", subject=subject, data=data, headers=headers),
+    _SUBJECTS,
+    st.sampled_from(("", "x", "y" * 30)),
+    _HEADERS,
+)
+_READ = st.one_of(
+    st.builds(lambda seq, direct: do("get", stream="S", seq=seq, direct=direct), _NUMBERS, st.booleans()),
+    st.builds(
+        lambda subject, direct: do("get", stream="S", subject=subject, direct=direct), _FILTERS, st.booleans()
+    ),
+    st.builds(
+        lambda seq, subject, direct: do(
+            "get", stream="S", seq=seq, subject=subject, next=True, direct=direct
+        ),
+        _NUMBERS,
+        _FILTERS,
+        st.booleans(),
+    ),
+    st.builds(lambda subject: do("stream_info", name="S", subjects=subject), _FILTERS),
+)
+_REMOVED = st.one_of(
+    st.builds(lambda seq: do("delete_message", stream="S", seq=seq), _NUMBERS),
+    st.builds(lambda subject: do("purge_stream", stream="S", subject=subject), _FILTERS),
+    st.builds(
+        lambda subject, seq: do("purge_stream", stream="S", subject=subject, seq=seq), _FILTERS, _NUMBERS
+    ),
+    st.builds(
+        lambda subject, keep: do("purge_stream", stream="S", subject=subject, keep=keep), _FILTERS, _NUMBERS
+    ),
+    st.builds(lambda keep: do("purge_stream", stream="S", keep=keep), _NUMBERS),
+    st.builds(lambda seq: do("purge_stream", stream="S", seq=seq), _NUMBERS),
+)
+_CONSUMERS = st.sampled_from(("one", "two"))
+_CONSUMER = st.fixed_dictionaries(
+    {"ack_policy": st.sampled_from(("explicit", "explicit", "none", "all")), "filter_subject": _FILTERS},
+    optional={
+        "deliver_policy": st.sampled_from(("all", "last", "new", "last_per_subject")),
+        "max_deliver": st.integers(1, 3),
+        "max_ack_pending": st.integers(1, 2),
+        "headers_only": st.just(True),
+    },
+)
+_PULLED = st.builds(
+    lambda name, batch: do("pull_now", stream="S", consumer=name, batch=batch), _CONSUMERS, st.integers(1, 3)
+)
+_CONSUMED = st.one_of(
+    st.builds(lambda name, config: do("add_consumer", stream="S", durable_name=name, **config), _CONSUMERS, _CONSUMER),
+    _PULLED,
+    _PULLED,
+    st.builds(lambda place, kind: do("acknowledge", place=place, kind=kind), st.integers(0, 9), _ACKS),
+    st.builds(lambda name: do("consumer_info", stream="S", consumer=name), _CONSUMERS),
+    st.builds(lambda name: do("delete_consumer", stream="S", consumer=name), _CONSUMERS),
+)  # fmt: skip
+
+
+def streams() -> st.SearchStrategy[Script]:
+    """A stream `S` of `s.>` with limits, and two durable consumers that pull."""
+    steps = st.lists(st.one_of(_STORED, _STORED, _READ, _REMOVED, _CONSUMED, _CONSUMED), max_size=LONGEST)
+    ends = (
+        do("stream_info", name="S", subjects=">"),
+        do("consumer_info", stream="S", consumer="one"),
+        do("consumer_info", stream="S", consumer="two"),
+    )
+    return st.builds(
+        lambda limits, steps: Script(
+            "a drawn stream",
+            "shared.nats.streams",
+            (do("add_stream", name="S", subjects=["s.>"], **limits), *steps, *ends),
+        ),
+        _LIMITS,
+        steps,
+    )
+
+
+# --- buckets -------------------------------------------------------------------------------------------
+
+_VALUES = st.sampled_from(("", "1", "two"))
+_WRITTEN = st.one_of(
+    st.builds(lambda key, value: do("kv_put", bucket="B", key=key, value=value), _KEYS, _VALUES),
+    st.builds(lambda key, value: do("kv_create", bucket="B", key=key, value=value), _KEYS, _VALUES),
+    st.builds(
+        lambda key, value, last: do("kv_update", bucket="B", key=key, value=value, last=last),
+        _KEYS,
+        _VALUES,
+        st.integers(0, 8),
+    ),
+    st.builds(
+        lambda key, last: do("kv_delete", bucket="B", key=key, last=last),
+        _KEYS,
+        st.one_of(st.none(), st.integers(0, 8)),
+    ),
+    st.builds(lambda key: do("kv_purge", bucket="B", key=key), _KEYS),
+).map(lambda step: (step, do("kv_caught_up", name="w", bucket="B")))
+"""What a watcher shows of one write is waited for: of two that follow at once it may leave out the first."""
+_SEEN = st.one_of(
+    st.builds(
+        lambda key, revision: do("kv_get", bucket="B", key=key, revision=revision),
+        _KEYS,
+        st.one_of(st.none(), _NUMBERS),
+    ),
+    st.just(do("kv_keys", bucket="B")),
+    st.builds(lambda key: do("kv_history", bucket="B", key=key), _KEYS),
+    st.just(do("kv_status", bucket="B")),
+    st.just(do("stream_info", name="KV_B", subjects=">")),
+).map(lambda step: (step,))
+
+
+@st.composite
+def buckets(draw: st.DrawFn) -> Script:
+    """A bucket `B`, watched from some moment on."""
+    before = draw(st.lists(_SEEN, max_size=1)) + [
+        (steps[0],) for steps in draw(st.lists(_WRITTEN, max_size=6))
+    ]
+    after = draw(st.lists(st.one_of(_WRITTEN, _WRITTEN, _SEEN), max_size=LONGEST // 2))
+    watched = (do("kv_watch", name="w", bucket="B"), do("kv_caught_up", name="w", bucket="B"))
+    return Script(
+        "a drawn bucket",
+        "shared.nats.kv",
+        (
+            do("create_kv", bucket="B", history=draw(st.integers(1, 3))),
+            *(step for steps in before for step in steps),
+            *watched,
+            *(step for steps in after for step in steps),
+            do("kv_caught_up", name="w", bucket="B"),
+        ),
+    )
+
+
+FAMILIES = {"messages": messages, "streams": streams, "buckets": buckets}
