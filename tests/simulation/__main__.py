@@ -13,7 +13,7 @@ import sys
 from tests.simulation.search import command, runner
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["worker"]:
-        runner.work()
+    if sys.argv[1:2] == ["worker"]:
+        runner.work(sys.argv[2])
     else:
         sys.exit(command.main(sys.argv[1:]))

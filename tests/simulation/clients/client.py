@@ -131,7 +131,7 @@ class Client:
                 tried.ending = "lost"
             except Refused as error:
                 tried.ending, tried.status, tried.code = "refused", error.status, error.code
-                if not error.again:
+                if not error.again or request.cancel_asked:
                     self.end_refused(request, error)
                     return False
                 wait = error.retry_after

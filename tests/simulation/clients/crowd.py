@@ -51,12 +51,19 @@ class Crowd:
         self._stopping = False
 
     def add(
-        self, kind: str, plan: Plan | None = None, *, tenant: str = "", token: str = "", model: str = ""
+        self,
+        kind: str,
+        plan: Plan | None = None,
+        *,
+        name: str = "",
+        tenant: str = "",
+        token: str = "",
+        model: str = "",
     ) -> Client:
-        """One more. Raises `ValueError` for a kind that is not known."""
+        """One more; its draws depend on its name alone. Raises `ValueError` for a kind that is not known."""
         if kind not in KINDS:
             raise ValueError(f"there are no clients {kind!r}; known are {', '.join(sorted(KINDS))}")
-        name = f"{kind}-{sum(1 for one in self.clients if one.kind == kind) + 1}"
+        name = name or f"{kind}-{sum(1 for one in self.clients if one.kind == kind) + 1}"
         around = self._around(name, tenant, token, model)
         client = KINDS[kind](name, around, plan)
         self.clients.append(client)

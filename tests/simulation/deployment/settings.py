@@ -25,6 +25,7 @@ COMMON: dict[str, Any] = {
 BY_ROLE: dict[str, dict[str, Any]] = {
     "gateway": {
         "port": 8000,
+        "allowed_hosts": "*",  # clients address it by its name in the world
         "grpc_port": None,  # its server is C threads; its session is WebSocket's
         "drain_timeout": 20.0,
         "stall_timeout": 10.0,

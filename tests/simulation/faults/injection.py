@@ -1,8 +1,10 @@
 """Faults happen: each at its time, or at its target's step; what can be undone is undone."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tests.simulation.faults.kinds import kind_of
 from tests.simulation.faults.schedule import Fault
@@ -14,13 +16,22 @@ AFTERMATH = 3.0
 """Virtual seconds in which what is seen counts as seen under a fault that is over."""
 
 
+@dataclass
+class Happened:
+    """Times are virtual seconds since the world's beginning."""
+
+    fault: Fault
+    begun: float
+    ended: float = math.inf
+
+
 class Injection:
     """Runs outside all processes. `active` names the kinds that last now, and those that have just happened."""
 
     def __init__(self, system: System, faults: Sequence[Fault]) -> None:
         self._system, self._faults = system, faults
         self.active: Counter[str] = Counter()
-        self.happened: Counter[str] = Counter()
+        self.happened: list[Happened] = []
 
     async def run(self, began: float) -> None:
         """Until the last one is over. `began`: the virtual time from which the schedule counts."""
@@ -35,14 +46,18 @@ class Injection:
         if process is not None:
             await world.after_steps(process, fault.steps, STEPS_IN)
         self.active[kind.name] += 1
-        self.happened[kind.name] += 1
         self._tell(fault, kind.story)
+        happened = Happened(fault, world.now)
+        self.happened.append(happened)
         await kind.act(self._system, fault)
-        await asyncio.sleep(fault.lasts if kind.undo else AFTERMATH)
-        if kind.undo:
+        if kind.undo is not None:
+            await asyncio.sleep(fault.lasts)
             self._tell(fault, f"{fault.fault} is over")
             await kind.undo(self._system, fault)
-            await asyncio.sleep(AFTERMATH)
+        else:
+            await self._system.recovered(fault.target)
+        happened.ended = world.now
+        await asyncio.sleep(AFTERMATH)
         self.active[kind.name] -= 1
 
     def _tell(self, fault: Fault, told: str) -> None:

@@ -42,6 +42,9 @@ class System(Protocol):
     def process(self, name: str) -> Process | None:
         """The instance's newest process, `executor-1/rank-0` a ring's; None: it has none now."""
 
+    async def recovered(self, name: str) -> None:
+        """Returns once the instance works again, of whatever has happened to it; empty: all."""
+
     async def operate(self, verb: str, target: str, parameters: Mapping[str, object]) -> None:
         """What an operator, a client of the registry or the broker's disk does: the verbs of `kinds.py`. Raises
         `NotImplementedError` where the system knows no such verb."""

@@ -56,8 +56,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What runs: the deployment, or a toy that shows how the search works (`systems/`)."""
     services: dict[str, Annotated[int, msgspec.Meta(ge=0, le=MOST_INSTANCES)]] = {}
     """How many of each role."""
-    settings: dict[str, Parameter] = {}
-    """What the deployment takes beside: `RYZANSTEIN_*`, or its own."""
+    settings: dict[str, dict[str, Parameter]] = {}
+    """By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`)."""
     clients: dict[str, ClientRate] = {}
     faults: dict[str, FaultRate] = {}
     between_awaits: Share = 0.3
@@ -95,6 +95,8 @@ def check(scenario: Scenario) -> None:
     """Raises `Unusable` for what the system has not."""
     _known("system", scenario.system, SYSTEMS)
     for role in scenario.services:
+        _known("service", role, ROLES)
+    for role in scenario.settings:
         _known("service", role, ROLES)
     for client in scenario.clients:
         _known("client", client, SYSTEMS[scenario.system])

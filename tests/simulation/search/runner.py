@@ -47,6 +47,8 @@ class Worker:
         self._timeout = timeout
         """Real seconds that a run may take."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._system = ""
+        """What it has imported."""
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +59,7 @@ class Worker:
     def run(self, order: Order) -> Outcome:
         """Raises `RunFailed` where the worker broke, `Unusable` where the order is. A run that takes too long is an
         outcome too: it breaks the promise `liveness`."""
-        process = self._started()
+        process = self._started(order.scenario.system)
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -70,11 +72,12 @@ class Worker:
             return Outcome(order.schedule, "", 0.0, self._timeout, [Broken("liveness", told)])
         return _outcome(line)
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
+    def _started(self, system: str) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None or self._system != system:
             self._end()
+            self._system = system
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.simulation", "worker"],
+                [sys.executable, "-m", "tests.simulation", "worker", system],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,
@@ -99,6 +102,13 @@ class Worker:
                     break
                 line += part
         return line
+
+    def kill(self) -> None:
+        """From another thread: the run that is under way fails."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -133,13 +143,13 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 # --- the worker ----------------------------------------------------------------------------------------
 
 
-def work() -> None:
-    """Until standard input ends."""
+def work(system: str) -> None:
+    """Until standard input ends, with what runs of `system` need."""
     reproducible.ensure()
     machine.install()
     from tests.simulation.search import simulation
 
-    simulation.builds()
+    simulation.build_of(system)
     gc.collect()
     gc.freeze()
     os.write(1, READY)

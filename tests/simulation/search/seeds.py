@@ -29,8 +29,8 @@ def outcomes(
     waiting, found = iter(seeds), queue.SimpleQueue[Outcome | None]()
     lock, stopped = threading.Lock(), threading.Event()
 
-    def work() -> None:
-        with Worker(timeout) as worker:
+    def work(worker: Worker) -> None:
+        with worker:
             while not stopped.is_set() and time.monotonic() < until:
                 with lock:
                     seed = next(waiting, None)
@@ -39,7 +39,8 @@ def outcomes(
                 found.put(one(worker, scenario, change(draw(scenario, seed))))
         found.put(None)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    workers = [Worker(timeout) for _ in range(jobs)]
+    threads = [threading.Thread(target=work, args=[worker], daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
     try:
@@ -52,6 +53,10 @@ def outcomes(
                 yield outcome
     finally:
         stopped.set()
+        for worker in workers:
+            worker.kill()
+        for thread in threads:
+            thread.join()
 
 
 def one(worker: Worker, scenario: Scenario, schedule: Schedule, story: str = "") -> Outcome:

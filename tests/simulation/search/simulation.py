@@ -3,12 +3,13 @@
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tests.simulation.core.loop import Stuck
 from tests.simulation.core.world import World
-from tests.simulation.faults.injection import Injection
+from tests.simulation.faults.injection import Happened, Injection
 from tests.simulation.faults.schedule import ClientPlan, Schedule, Unusable
 from tests.simulation.faults.system import System
 from tests.simulation.scenarios.scenario import Scenario
@@ -30,8 +31,8 @@ class Subject(System, Protocol):
     async def settle(self) -> None:
         """Once faults and clients are over: what must become free gets its time."""
 
-    def broken(self) -> list[Broken]:
-        """Also before the end of the run, and after a run that never ended."""
+    def broken(self, happened: Sequence[Happened], *, whole: bool) -> list[Broken]:
+        """At the end. `whole`: everything has ended and settled."""
 
 
 Build = Callable[[World, Scenario, Schedule, Transitions], Subject]
@@ -65,8 +66,9 @@ class Run:
         except Exception as error:  # a run that breaks is a finding, and the search goes on
             told = "".join(traceback.format_exception(error)[-3:]).strip()
             broken.append(Broken("no_error", f"{type(error).__name__}: {error}\n{told}"))
+        happened = self._injection.happened if self._injection is not None else []
         if subject is not None:
-            broken.extend(subject.broken())
+            broken.extend(subject.broken(happened, whole=not broken))
         return Outcome(
             self._schedule,
             self.world.trace.digest(),
@@ -74,7 +76,7 @@ class Run:
             time.process_time() - began,
             broken,
             self._transitions.seen(),
-            dict(self._injection.happened) if self._injection else {},
+            Counter(one.fault.fault for one in happened),
             subject.requests if subject is not None else 0,
         )
 
@@ -92,15 +94,15 @@ class Run:
             await subject.settle()
 
 
-def build_of(name: str) -> Build:
-    known = builds()
-    if name not in known:
-        raise Unusable(f"There is no system {name!r}; known are {', '.join(sorted(known))}.")
-    return known[name]
+def build_of(system: str) -> Build:
+    """Imports what it needs, services too: after `machine.install()`."""
+    if system == "counter":
+        from tests.simulation.systems.counter import Counter
 
+        return Counter
+    from tests.simulation.deployment import install
 
-def builds() -> Mapping[str, Build]:
-    """By the name that scenarios give them. Imports services: after `machine.install()`."""
-    from tests.simulation.systems.counter import Counter
+    install()
+    from tests.simulation.systems.control_plane import ControlPlane
 
-    return {"counter": Counter}
+    return ControlPlane

@@ -16,6 +16,10 @@ _VERBS = {"PUB": "publish", "HPUB": "publish", "MSG": "deliver", "HMSG": "delive
 
 
 def told(data: bytes) -> Iterator[str]:
+    """Of each message in `data`, whole or not."""
+    if int.from_bytes(data[:4]) <= len(data) - 4:
+        yield from _asgi(data)
+        return
     at = 0
     while at < len(data):
         head = _HEAD.search(data, at)
@@ -33,6 +37,20 @@ def told(data: bytes) -> Iterator[str]:
             body = body[sizes[0] :]
         yield f"{_VERBS[verb]} {words[0]}  {shown(body)}"
         at = head.end() + sizes[-1]
+
+
+def _asgi(data: bytes) -> Iterator[str]:
+    """Frames of `core/asgi.py`: a length and an event each."""
+    while len(data) >= 4:
+        end = 4 + int.from_bytes(data[:4])
+        try:
+            event = msgspec.msgpack.decode(data[4:end])
+        except msgspec.MsgspecError:
+            return
+        words = [str(event.get(name, "")) for name in ("type", "method", "path", "status", "code", "text")]
+        body = event.get("body") or event.get("bytes") or b""
+        yield " ".join([word for word in words if word] + ([shown(body)] if body else []))
+        data = data[end:]
 
 
 def shown(payload: bytes) -> str:

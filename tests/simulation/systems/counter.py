@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
+from tests.simulation.faults.injection import Happened
 from tests.simulation.faults.schedule import ClientPlan, Schedule
 from tests.simulation.scenarios.scenario import Scenario
 from tests.simulation.systems.outcome import Broken
@@ -64,6 +65,9 @@ class Counter:
         if name == "broker-1":
             return self._server if self._server is not None and self._server.alive else None
         return self._clients.get(name)
+
+    async def recovered(self, name: str) -> None:
+        await asyncio.sleep(RESTART_AFTER)
 
     async def operate(self, verb: str, target: str, parameters: Mapping[str, object]) -> None:
         raise NotImplementedError(f"The counter knows no {verb}.")
@@ -136,7 +140,7 @@ class Counter:
     async def settle(self) -> None:
         self._supervisor.cancel()
 
-    def broken(self) -> list[Broken]:
+    def broken(self, happened: Sequence[Happened], *, whole: bool) -> list[Broken]:
         return [
             Broken("exactly_once", f"{request} was added {self._done.count(request)} times.", request)
             for request in sorted(self._acknowledged)

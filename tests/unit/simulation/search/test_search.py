@@ -101,8 +101,8 @@ def test_a_worker_that_breaks_says_so_and_a_new_one_comes() -> None:
     broken = scenarios.Scenario("x", "y", system="counter", services={"broker": 1})
     schedule = Schedule("x", 1, 1.0, bugs=["crash"])
     with Worker() as worker:
-        worker._started().kill()
-        worker._started().wait()
+        worker._started("counter").kill()
+        worker._started("counter").wait()
         assert not worker.run(Order(broken, schedule)).fails
 
 

@@ -1,0 +1,209 @@
+"""The whole control plane: brokers, services, their operator, and clients with their promises."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from tests.simulation.bugs.table import BUGS
+from tests.simulation.clients.client import Client, Plan
+from tests.simulation.clients.crowd import Crowd
+from tests.simulation.core.loop import Failure
+from tests.simulation.core.processes import Process
+from tests.simulation.core.world import World
+from tests.simulation.deployment import logs, versions
+from tests.simulation.deployment.brokers import PORT, disk_of
+from tests.simulation.deployment.deployment import Deployment, Member
+from tests.simulation.deployment.services import ROLES
+from tests.simulation.faults.injection import Happened
+from tests.simulation.faults.schedule import ClientPlan, Schedule
+from tests.simulation.promises.all import promises
+from tests.simulation.promises.evidence import Evidence, StoreLog
+from tests.simulation.promises.evidence import Fault as HappenedFault
+from tests.simulation.promises.promise import Watch
+from tests.simulation.scenarios.scenario import Scenario
+from tests.simulation.systems.observation import Records, watch_generations, watch_store
+from tests.simulation.systems.outcome import Broken
+from tests.simulation.systems.transitions import Transitions
+
+DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
+"""By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
+QUIET = 30.0
+"""Virtual seconds after everything has ended, in which what was held must become free."""
+
+
+class ControlPlane:
+    def __init__(
+        self, world: World, scenario: Scenario, schedule: Schedule, transitions: Transitions
+    ) -> None:
+        for bug in schedule.bugs:
+            BUGS[bug].put_back()
+        watch_generations(transitions)
+        logs.configure()
+        logs.to(self._logged)
+        self.world, self._scenario = world, scenario
+        names = scenario.instances()
+        self.deployment = Deployment(
+            world, ",".join(f"nats://{name}:{PORT}" for name in names.get("broker", ()))
+        )
+        for role in ROLES:
+            for name in names.get(role, ()):
+                self.deployment.add(role, name, **DEFAULTS.get(role, {}) | scenario.settings.get(role, {}))
+        self.crowd = Crowd(schedule.seed, self._gateways, self._start_client)
+        self._store, self._records = StoreLog(), Records(transitions)
+        watch_store(self._stored)
+        self._watch = Watch(self.crowd.history, promises())
+        self._operations = asyncio.Lock()
+        self._found: list[Broken] = []
+
+    @property
+    def requests(self) -> int:
+        return len(self.crowd.history.requests)
+
+    def _gateways(self) -> Sequence[str]:
+        """As a load balancer has them that asks each for its readiness now and then."""
+        return [f"{member.host.name}:8000" for member in self.deployment.gateways() if member.wanted]
+
+    def _start_client(self, name: str, main: object) -> Process:
+        return self.world.start(name, self.world.host(name), main)  # type: ignore[arg-type]
+
+    def _stored(self, subject: str, header: bytes, payload: bytes) -> None:
+        self._store.wrote(self.world.now, subject, header, payload)
+        self._records.stored(subject, payload)
+
+    def _logged(self, process: str, level: str, event: str, fields: Mapping[str, object]) -> None:
+        told = " ".join(f"{name}={value}" for name, value in fields.items())
+        self.world.note("log", f"{level} {event} {told}", process=process)
+        if level in ("error", "critical") or event.endswith("unexpected_error"):
+            self._found.append(Broken("no_error", f"{process} at {self.world.now:.3f} s: {event} {told}"))
+
+    # --- as faults see it ------------------------------------------------------------------------------
+
+    def instances(self) -> Mapping[str, Sequence[str]]:
+        return self._scenario.instances()
+
+    def process(self, name: str) -> Process | None:
+        if name in self.deployment.members:
+            process = self.deployment.members[name].process
+        else:
+            process = next((one for one in self.world.processes if one.name == name and one.alive), None)
+        return process if process is not None and process.alive else None
+
+    async def recovered(self, name: str) -> None:
+        members = [self.deployment.members[name]] if name else list(self.deployment.members.values())
+        for member in members:
+            if member.wanted:
+                await member.until(lambda member=member: member.ready, math.inf)
+
+    async def operate(self, verb: str, target: str, parameters: Mapping[str, object]) -> None:
+        act = getattr(self, f"_{verb}", None)
+        if act is None:
+            raise NotImplementedError(f"The deployment knows no {verb}.")
+        await act(target)
+
+    async def _rank_crash(self, target: str) -> None:
+        for rank in self._ranks(target):
+            self.world.kill(rank)
+
+    async def _rank_hang(self, target: str) -> None:
+        for rank in self._ranks(target):
+            self.world.pause(rank)
+
+    async def _end_rank_hang(self, target: str) -> None:
+        for rank in self._ranks(target):
+            self.world.resume(rank)
+
+    def _ranks(self, target: str) -> list[Process]:
+        """Of a host: the processes of its rings."""
+        host = self.deployment.members[target].host
+        return [one for one in self.world.processes if one.host is host and one.alive and one.name != target]
+
+    async def _store_full(self, target: str) -> None:
+        disk_of(self.deployment.members[target].host).full = True
+
+    async def _end_store_full(self, target: str) -> None:
+        """There is room again, and somebody starts it again: it takes nothing else."""
+        broker = self.deployment.members[target]
+        disk_of(broker.host).full = False
+        self.deployment.kill(broker)
+
+    async def _slow_consumer(self, target: str) -> None:
+        for broker in self.deployment.of("broker"):
+            for end in self.world.network.connections(target, broker.name)[:1]:
+                self.world.network.break_connection(end)
+
+    async def _drain(self, target: str) -> None:
+        await self._in_order(self._restart(self.deployment.members[target]), f"{target} was to drain")
+
+    async def _restart(self, member: Member) -> None:
+        await self.deployment.restart(member)
+
+    async def _rolling_restart(self, target: str) -> None:
+        await self._in_order(self.deployment.roll(), "A rolling restart was under way")
+
+    async def _upgrade(self, target: str) -> None:
+        """All to the other of two versions."""
+        some = next(iter(self.deployment.members.values()))
+        version = (
+            versions.CURRENT_RELEASE
+            if some.version == versions.PREVIOUS_RELEASE
+            else versions.PREVIOUS_RELEASE
+        )
+        await self._in_order(self.deployment.roll(version=version), f"An upgrade to {version} was under way")
+
+    async def _in_order(self, work: Awaitable[None], what: str) -> None:
+        """One operator does one thing at a time."""
+        try:
+            async with self._operations:
+                await work
+        except TimeoutError as error:
+            self._found.append(Broken("operator", f"{what} at {self.world.now:.3f} s: {error}."))
+
+    # --- the run ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.deployment.start()
+
+    async def serve(self, plans: Sequence[ClientPlan]) -> None:
+        await asyncio.gather(*(self._serve(plan) for plan in plans))
+
+    async def _serve(self, plan: ClientPlan) -> None:
+        await asyncio.sleep(plan.at)
+        spans = {name: _whole(name, span) for name, span in plan.parameters.items()}
+        client = self.crowd.add(plan.client, Plan(requests=plan.requests, **spans), name=plan.name)
+        over = asyncio.get_running_loop().create_future()
+
+        async def main(client: Client = client) -> None:
+            await client.run()
+            over.set_result(None)
+
+        self._start_client(plan.name, main)
+        await over
+
+    async def settle(self) -> None:
+        await self.deployment.ready()
+        await asyncio.sleep(QUIET)
+
+    def broken(self, happened: Sequence[Happened], *, whole: bool) -> list[Broken]:
+        faults = [
+            HappenedFault(one.fault.fault, one.fault.target, one.begun, min(one.ended, self.world.now))
+            for one in happened
+        ]
+        settings = {
+            "model_lease": next((one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0)
+        }
+        evidence = Evidence(
+            self.crowd.history, self.world.now, faults, self._store, ended=whole, settings=settings
+        )
+        found = [Broken(*one) for one in self._watch.after(evidence)]
+        return [*self._found, *found, *map(_failed, self.world.failures)]
+
+
+def _failed(failure: Failure) -> Broken:
+    told = f"{failure.process} at {failure.at:.3f} s: {failure.message}: {failure.error!r}"
+    return Broken("no_error", told, failure.process)
+
+
+def _whole(name: str, span: tuple[float, float]) -> tuple[float, float]:
+    """Only seconds have fractions."""
+    return span if name == "pause" else (int(span[0]), int(span[1]))
