@@ -29,6 +29,10 @@ FAILING: dict[str, Any] = {
 """It fails on `operations.FAULT`, and has streams under way when it ends."""
 
 
+MANY_JOBS = {"RYZANSTEIN_TENANT_TRAINING_JOBS": "1000"}
+"""A fine-tuning job for each parameter that is tried out."""
+
+
 async def found_at(
     url: str, reasoning_url: str = "", failing_url: str = "", end: Callable[[], None] | None = None
 ) -> list[Found]:
@@ -46,7 +50,7 @@ async def found_at(
 def found_on_a_stack(directory: Path) -> list[Found]:
     """On stacks of their own with the stub engine."""
     with (
-        Stack(directory / "plain", *STUB) as stack,
+        Stack(directory / "plain", *STUB, **MANY_JOBS) as stack,
         Stack(directory / "reasoning", *REASONING) as reasoning,
         Stack(directory / "failing", *STUB, **FAILING) as failing,
     ):

@@ -38,6 +38,13 @@ from openai.types.conversations import (
     item_list_params,
     item_retrieve_params,
 )
+from openai.types.fine_tuning import (
+    FineTuningJob,
+    job_create_params,
+    job_list_events_params,
+    job_list_params,
+)
+from openai.types.fine_tuning.jobs import checkpoint_list_params
 from openai.types.responses import (
     CompactedResponse,
     Response,
@@ -108,6 +115,7 @@ CUSTOM_TOOL = {
 """Its input is never empty, as a text's might be."""
 BATCH = {"input_file_id": "{file}", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 UPLOAD = {"bytes": 10, "filename": "x.txt", "mime_type": "text/plain", "purpose": "user_data"}
+TUNING = {"model": "stub", "training_file": "{training_file}"}
 OPERATIONS = (
     Operation(
         "chat.completions.create",
@@ -298,8 +306,37 @@ OPERATIONS = (
     ),
     Operation("uploads.cancel", "POST", "/uploads/{cancelled}/cancel", answers=Upload),
     Operation("files.delete", "DELETE", "/files/{file}", answers=FileDeleted),
+    Operation("fine_tuning.jobs.retrieve", "GET", "/fine_tuning/jobs/{tuned}", answers=FineTuningJob),
+    Operation("fine_tuning.jobs.list", "GET", "/fine_tuning/jobs", (job_list_params.JobListParams,)),
+    Operation(
+        "fine_tuning.jobs.list_events",
+        "GET",
+        "/fine_tuning/jobs/{tuned}/events",
+        (job_list_events_params.JobListEventsParams,),
+    ),
+    Operation(
+        "fine_tuning.jobs.checkpoints.list",
+        "GET",
+        "/fine_tuning/jobs/{tuned}/checkpoints",
+        (checkpoint_list_params.CheckpointListParams,),
+    ),
+    Operation(
+        "fine_tuning.jobs.create",
+        "POST",
+        "/fine_tuning/jobs",
+        (job_create_params.JobCreateParams,),
+        TUNING,
+        answers=FineTuningJob,
+        also=({"method": {"type": "dpo"}},),
+    ),
+    Operation("fine_tuning.jobs.pause", "POST", "/fine_tuning/jobs/{waiting}/pause", anew="waiting"),
+    Operation("fine_tuning.jobs.resume", "POST", "/fine_tuning/jobs/{waiting}/resume"),
+    Operation("fine_tuning.jobs.cancel", "POST", "/fine_tuning/jobs/{waiting}/cancel"),
 )
 
+TRAINING_FILE = (
+    b'{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello."}]}\n' * 10
+)
 BATCH_FILE = (
     b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions",'
     b'"body":{"model":"stub","messages":[{"role":"user","content":"Hi"}],"max_tokens":4}}\n'
@@ -329,6 +366,14 @@ SETUP: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("batch", "POST", "/batches", BATCH),
     ("long_file", "POST", "/files", {"purpose": "batch"}),
     ("long", "POST", "/batches", BATCH | {"input_file_id": "{long_file}"}),
+    ("training_file", "POST", "/files", {"purpose": "fine-tune"}),
+    (
+        "tuned",
+        "POST",
+        "/fine_tuning/jobs",
+        TUNING | {"hyperparameters": {"n_epochs": 3}, "metadata": {"key": "value"}},
+    ),
+    ("waiting", "POST", "/fine_tuning/jobs", TUNING),
 )
 """(name, method, path, body): whose ids stand in paths and bodies, made in this order."""
 
@@ -401,6 +446,14 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "no open model says how it was taught to fill in the middle",
     ),
     (r" modalities", "audio: the models that are served read and write text"),
+    (
+        r"^fine_tuning.jobs.create (method\.reinforcement|method\.type$)",
+        "reinforcement fine-tuning, which trains on graders' verdicts: `supervised` and `dpo` are there",
+    ),
+    (
+        r"^fine_tuning.jobs.create integrations",
+        "a server that sends what it trains to another service; events and result files have a job's metrics",
+    ),
 )
 """(pattern of "operation path", why it is not taken) for each that has a meaning and is refused, wholly or in part."""
 

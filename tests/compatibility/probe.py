@@ -25,6 +25,7 @@ from tests.compatibility.operations import (
     OPERATIONS,
     REASONS,
     SETUP,
+    TRAINING_FILE,
     Operation,
     why_excluded,
 )
@@ -35,6 +36,17 @@ AT_ONCE = 8
 NONSENSE = "\x00 no such thing"
 NOWHERE = ("unknown_url", "method_not_allowed", "unknown_parameter")
 """Codes of errors about what is not there."""
+FILES = {"long_file": LONG_FILE, "training_file": TRAINING_FILE}
+FIRST_OF = {
+    "input_item": "/responses/{response}/input_items",
+    "conversation_item": "/conversations/{conversation}/items",
+    "tuning_event": "/fine_tuning/jobs/{tuned}/events",
+    "checkpoint": "/fine_tuning/jobs/{tuned}/checkpoints",
+}
+"""By name: the list whose first entry has that id."""
+UNFINISHED = ("validating_files", "queued", "running")
+TRAINED_WITHIN = 300.0
+"""Seconds, on a machine that has other work."""
 Verdict = Literal["honoured", "partly", "refused", "missing"]
 
 
@@ -83,16 +95,22 @@ class Prober:
         """All operations."""
         for step in SETUP:
             await self._set_up(*step)
-        items = Operation("input_items", "GET", "/responses/{response}/input_items")
-        for item in _json(await self._send(items, {})).get("data", [])[:1]:
-            self._ids["input_item"] = item["id"]
-        items = Operation("conversation_items", "GET", "/conversations/{conversation}/items")
-        for item in _json(await self._send(items, {})).get("data", [])[:1]:
-            self._ids["conversation_item"] = item["id"]
+        await self._trained()
+        for name, path in FIRST_OF.items():
+            items = Operation(name, "GET", path)
+            for item in _json(await self._send(items, {})).get("data", [])[:1]:
+                self._ids[name] = item["id"]
         return [await self._operation(operation) for operation in OPERATIONS]
 
+    async def _trained(self) -> None:
+        """Waits for the fine-tuning job to be over."""
+        job = Operation("tuned", "GET", "/fine_tuning/jobs/{tuned}")
+        async with asyncio.timeout(TRAINED_WITHIN):
+            while _json(await self._send(job, {})).get("status") in UNFINISHED:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
     async def _set_up(self, name: str, method: str, path: str, body: dict[str, Any]) -> None:
-        file = LONG_FILE if name == "long_file" else BATCH_FILE
+        file = FILES.get(name, BATCH_FILE)
         form = "file" if path == "/files" else "data" if path.endswith("/parts") else ""
         operation = Operation(name, method, path, form=form)
         answer = await self._send(operation, self._filled(body), file=file)

@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
     r"allowed_tools\.tools$": [{"type": "function", "function": {"name": "x"}}],
     r"tool_choice\[type=allowed_tools\]\.tools$": [{"type": "function", "name": "x"}],
     r"^dimensions$": 8,
+    r"^(training|validation)_file$": "{training_file}",
     r"expires_after\.seconds$": 3600,
     r"^(max_output_tokens|max_tokens|max_completion_tokens)$": 16,
     r"^best_of$": 2,
@@ -104,6 +105,10 @@ BESIDE: dict[str, list[tuple[str, dict[str, Any]]]] = {
         (r"^audio", {"modalities": ["text", "audio"]}),
     ],
     "completions.create": [(r"^stream_options", {"stream": True}), (r"^best_of", {"n": 2})],
+    "fine_tuning.jobs.create": [
+        (r"^method\.dpo", {"method": {"type": "dpo"}}),
+        (r"^method\.reinforcement", {"method": {"type": "reinforcement"}}),
+    ],
     "responses.create": [
         (r"^stream_options", {"stream": True}),
         (r"^(tool_choice|parallel_tool_calls|max_tool_calls)", {"tools": [RESPONSE_TOOL]}),
@@ -124,6 +129,9 @@ QUERIES: dict[tuple[str, str], Any] = {
     ("responses.input_items.list", "after"): "{input_item}",
     ("conversations.items.list", "after"): "{conversation_item}",
     ("responses.retrieve", "starting_after"): 0,
+    ("fine_tuning.jobs.list", "after"): "{tuned}",
+    ("fine_tuning.jobs.list_events", "after"): "{tuning_event}",
+    ("fine_tuning.jobs.checkpoints.list", "after"): "{checkpoint}",
 }
 """By operation and field of its query: what makes sense there."""
 QUERY_BESIDE: dict[tuple[str, str], dict[str, Any]] = {
@@ -199,6 +207,7 @@ def request_for(operation: str, base: dict[str, Any], parameter: Parameter, valu
 
 
 def _enter(holder: dict[str, Any], step: Step, path: str) -> dict[str, Any]:
-    made = minimal(step.member, path.rpartition(".")[0])
+    beside = holder.get(step.name)
+    made = minimal(step.member, path.rpartition(".")[0]) | (beside if isinstance(beside, dict) else {})
     holder[step.name] = [made] if step.is_list else made
     return made

@@ -176,7 +176,7 @@ CANCEL = Operation(
 PAUSE = Operation(
     f"POST {ONE}/pause",
     "pauseFineTuningJob",
-    "Has a fine-tuning job stop after the step that is under way, and keep what it has.",
+    "Has a fine-tuning job stop, and keep the steps that are done.",
     TAG,
     response=FineTuningJob,
     errors=(409,),
