@@ -78,7 +78,8 @@ def _answer(js: "JetStream", name: str, rest: list[str], payload: bytes) -> Answ
     except Refused as error:
         return told | {"error": error.as_dict()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return told | {"error": _error(400, 10025, f"invalid JSON: {error}")}
+        what = "unexpected EOF" if "truncated" in str(error) else error  # Go's words, where they are known
+        return told | {"error": _error(400, 10025, f"invalid JSON: {what}")}
 
 
 def _body(payload: bytes) -> Answer:
@@ -212,14 +213,23 @@ def _msg_delete(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
     stream, number = _stream(js, rest[0]), int(_body(payload).get("seq") or 0)
     if stream.config.deny_delete:
         raise Refused(500, 10057, "message delete not permitted")
+    if number > stream.last_sequence:
+        raise Refused(500, 10057, "stream store EOF")
     if not stream.remove(number):
         raise Refused(400, 10043, f"sequence {number} not found")
     js.changed(stream)
     return {"success": True}
 
 
+def _wanted(body: Answer) -> Answer:
+    """Raises `Refused` where a request for one message asks for none."""
+    if not any(body.get(name) for name in ("seq", "last_by_subj", "next_by_subj", "start_time")):
+        raise Refused(*BAD_REQUEST)
+    return body
+
+
 def _found(stream: Stream, body: Answer) -> Message | None:
-    """What a request for one message asks for. Raises `Refused` where it asks for none."""
+    """What a request for one message asks for."""
     number = int(body.get("seq") or 0)
     if body.get("start_time"):
         number = stream.since(time_of(body["start_time"]))
@@ -227,13 +237,12 @@ def _found(stream: Stream, body: Answer) -> Message | None:
         return stream.messages.get(stream.last_of(last))
     if following := body.get("next_by_subj"):
         return stream.next(max(1, number), Filter([following]))
-    if not number:
-        raise Refused(*BAD_REQUEST)
     return stream.messages.get(number)
 
 
 def _msg_get(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
-    message = _found(_stream(js, rest[0]), _body(payload))
+    body = _wanted(_body(payload))
+    message = _found(_stream(js, rest[0]), body)
     if message is None:
         raise Refused(*NO_MESSAGE)
     told: Answer = {"subject": message.subject, "seq": message.sequence, "time": text_of(message.time)}
@@ -250,7 +259,7 @@ def _direct(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> b
         return False
     try:
         body = {"last_by_subj": ".".join(tokens[3:])} if len(tokens) > 3 else _body(payload)
-        message = _found(stream, body)
+        message = _found(stream, _wanted(body))
     except (Refused, msgspec.DecodeError):
         js.clients.route(reply, "", status(408, "Empty Request"), b"")
         return True
@@ -269,12 +278,13 @@ def _direct(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> b
 # --- consumers ---------------------------------------------------------------------------------------
 
 
-def consumer_info(consumer: Consumer) -> Answer:
+def _about(js: "JetStream", consumer: Consumer) -> Answer:
     delivered: Answer = {"consumer_seq": consumer.delivered, "stream_seq": consumer.next - 1}
     floor: Answer = {"consumer_seq": consumer.floor[0], "stream_seq": consumer.floor[1]}
     for told, at in ((delivered, consumer.active_at), (floor, consumer.acked_at)):
         if at:
             told["last_active"] = text_of(at)
+    to = consumer.config.deliver_subject
     return {
         "stream_name": consumer.stream.config.name,
         "name": consumer.name,
@@ -286,6 +296,7 @@ def consumer_info(consumer: Consumer) -> Answer:
         "num_redelivered": len(consumer.redelivered),
         "num_waiting": len(consumer.waiting),
         "num_pending": consumer.left,
+        **({"push_bound": True} if to and js.clients.interested(to) else {}),
         "ts": text_of(time.time_ns()),
     }
 
@@ -304,15 +315,11 @@ def _consumer_create(js: "JetStream", rest: list[str], payload: bytes) -> Answer
     name = config.name or config.durable_name or (rest[1] if len(rest) > 1 else "")
     if not name:
         name = "".join(js.draw.choice(_NAME) for _ in range(8))
-    consumer = js.create_consumer(stream, config, name, request.action)
-    told = consumer_info(consumer)
-    if config.deliver_subject and js.clients.interested(config.deliver_subject):
-        told["push_bound"] = True
-    return told
+    return _about(js, js.create_consumer(stream, config, name, request.action))
 
 
 def _consumer_info(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
-    return consumer_info(_consumer(js, rest))
+    return _about(js, _consumer(js, rest))
 
 
 def _consumer_delete(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
@@ -329,7 +336,7 @@ def _consumer_names(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
 def _consumer_list(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
     found = sorted(js.consumers(_stream(js, rest[0])), key=lambda consumer: consumer.name)
     offset = int(_body(payload).get("offset") or 0)
-    infos = [consumer_info(consumer) for consumer in found[offset : offset + STREAMS_PAGE]]
+    infos = [_about(js, consumer) for consumer in found[offset : offset + STREAMS_PAGE]]
     return {"total": len(found), "offset": offset, "limit": STREAMS_PAGE, "consumers": infos}
 
 

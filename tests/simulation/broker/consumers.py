@@ -55,6 +55,9 @@ def status(code: int, text: str, **headers: object) -> bytes:
     return f"NATS/1.0 {code} {text}\r\n{lines}\r\n".encode()
 
 
+NO_MESSAGES = status(404, "No Messages")
+
+
 class Consumer(Watcher):
     def __init__(self, config: ConsumerConfig, stream: Stream, created: int, now: float) -> None:
         """`created`: unix nanoseconds."""
@@ -220,7 +223,7 @@ class Consumer(Watcher):
         if len(self.waiting) >= self.config.max_waiting:
             return status(409, "Exceeded MaxWaiting")
         if pull.no_wait and not self.left and not self._again and pull.expires is None:
-            return status(404, "No Messages")
+            return NO_MESSAGES
         pull.beat_at = now + pull.heartbeat
         self.waiting.append(pull)
         self.awake = True
@@ -275,7 +278,8 @@ class Consumer(Watcher):
             self.idle_since = now
         for pull in [pull for pull in self.waiting if pull.no_wait and pull.delivered]:
             self.waiting.remove(pull)
-            out.append(_timed_out(pull))
+            empty = pull.expires is None
+            out.append(Delivery(pull.reply, None, "", NO_MESSAGES) if empty else _timed_out(pull))
         return out
 
     def _time_out(self, now: float) -> Iterator[Delivery]:

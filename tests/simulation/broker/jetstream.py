@@ -117,6 +117,8 @@ class JetStream:
             if self.disk is not None and self.disk.full:
                 self._out_of_space()
                 raise Refused(*NO_RESOURCES)
+            if self.store < STORE and self.used() > self.store:
+                raise Refused(*NO_RESOURCES)
             stored = stream.publish(subject, header, payload, time.time_ns())
         except Refused as error:
             answer = json.dumps({"error": error.as_dict(), "stream": name, "seq": 0}).encode()
@@ -142,21 +144,26 @@ class JetStream:
         configs = [stream.config for stream in self.streams.values() if stream.config.name != without]
         return sum(max(0, config.max_bytes) for config in configs)
 
+    def used(self) -> int:
+        return sum(stream.bytes for stream in self.streams.values())
+
     def check_room(self, config: StreamConfig, without: str = "") -> None:
         """Raises `Refused`."""
-        if config.max_bytes > 0 and self.reserved(without) + config.max_bytes > self.store:
+        reserved = self.reserved(without)
+        if reserved >= self.store or reserved + config.max_bytes > self.store:
             raise Refused(500, 10047, "insufficient storage resources available")
 
     def create(self, config: StreamConfig) -> Stream:
         """Finds it where it is there with the same settings. Raises `Refused`."""
         config = config.normal()
         known = self.streams.get(config.name)
-        self.check_room(config)
         if known is not None:
             if known.config != config:
+                self.check_room(config, without=config.name)
                 what = "stream name already in use with a different configuration"
                 raise Refused(400, 10058, what)
             return known
+        self.check_room(config)
         overlap(config, [stream.config for stream in self.streams.values()])
         return self._add(Stream(config, time.time_ns()))
 

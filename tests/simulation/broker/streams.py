@@ -14,7 +14,7 @@ from tests.simulation.broker.configs import SECOND, Refused, StreamConfig
 from tests.simulation.broker.subjects import Filter, is_literal, matches
 
 Headers = dict[str, str]
-OVERHEAD, HEADER_OVERHEAD = 22, 26
+OVERHEAD, HEADER_OVERHEAD = 30, 34
 """Bytes that a message takes in a file store beside its subject, headers and data."""
 
 
@@ -162,22 +162,27 @@ class Stream:
             self._forget_ids(now)
             if identity in self._ids:
                 return Stored(self._ids[identity][0], duplicate=True)
-        for name, last in (
-            ("Nats-Expected-Last-Sequence", self.last_sequence),
-            ("Nats-Expected-Last-Subject-Sequence", None),
-        ):
-            if (wanted := headers.get(name)) is not None:
-                there = self.last_of(headers.get(f"{name}-Subject", subject)) if last is None else last
-                if not wanted.isdigit() or int(wanted) != there:
-                    raise Refused(400, 10071, f"wrong last sequence: {there}")
+        self._check_expected(subject, headers)
+        if "Nats-TTL" in headers and not self.config.allow_msg_ttl:
+            raise Refused(400, 10166, "per-message TTL is disabled")
+        if (rollup := headers.get("Nats-Rollup")) is not None:
+            if not self.config.allow_rollup_hdrs:
+                raise Refused(500, 10111, "rollup not permitted")
+            if rollup not in ("sub", "all"):
+                raise Refused(500, 10111, f'rollup value invalid: "{rollup}"')
+        return None
+
+    def _check_expected(self, subject: str, headers: Headers) -> None:
+        whole, of_subject = "Nats-Expected-Last-Sequence", "Nats-Expected-Last-Subject-Sequence"
+        if (wanted := headers.get(whole)) is not None and wanted != str(self.last_sequence):
+            raise Refused(400, 10071, f"wrong last sequence: {self.last_sequence}")
+        if (wanted := headers.get(of_subject)) is not None:
+            last = self.last_of(headers.get(f"{of_subject}-Subject", subject))
+            if wanted != str(last):
+                raise Refused(400, 10071, f"wrong last sequence: {last}")
         identity = headers.get("Nats-Expected-Last-Msg-Id")
         if identity is not None and identity != (last_id := next(reversed(self._ids), "")):
             raise Refused(400, 10070, f"wrong last msg ID: {last_id}")
-        if "Nats-TTL" in headers and not self.config.allow_msg_ttl:
-            raise Refused(400, 10166, "per-message TTL is disabled")
-        if "Nats-Rollup" in headers and not self.config.allow_rollup_hdrs:
-            raise Refused(500, 10111, "rollup not permitted")
-        return None
 
     def _check_room(self, message: Message) -> None:
         config = self.config
