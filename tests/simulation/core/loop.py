@@ -194,14 +194,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if handle._cancelled:
                 continue
             process.steps += 1
+            callback = handle._callback
             try:
-                handle._context.run(handle._callback, *handle._args)
+                handle._context.run(callback, *handle._args)
             except KeyboardInterrupt:
                 raise
             except SystemExit as exit_:
                 self._exited(process, exit_)
             except BaseException as error:
-                message = f"exception in callback {handle!r}"
+                message = f"exception in callback {callback!r}"
                 self.call_exception_handler({"message": message, "exception": error, "handle": handle})
         if not ready:
             self.left(process)
