@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -56,6 +57,10 @@ class HealthMonitorService(Service):
         self._clocks = Clocks()
         self._registry: Registry | None = None
         self._dirty = asyncio.Event()
+        # What the gauges say:
+        self._instances: Sequence[tuple[str, str, str]] = []
+        self._groups: Sequence[tuple[str, str, str, float, bool]] = []
+        self._ahead: Sequence[tuple[str, float]] = []
 
     async def start(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -138,31 +143,41 @@ class HealthMonitorService(Service):
             await self._dirty.wait()
             self._dirty.clear()
             detector = self._detector
-            records = (detector.services(), detector.groups(), detector.hosts())
-            self._count(detector)
-            await registry.write(*records, asyncio.get_running_loop().time())
+            services, groups = detector.services(), detector.groups()
+            self._count(services, groups)
+            await registry.write(services, groups, detector.hosts(), asyncio.get_running_loop().time())
             await asyncio.sleep(GATHER)
 
-    def _count(self, detector: Detector) -> None:
-        """Sets the gauges."""
-        self._metrics.groups.clear()
-        self._metrics.instances.clear()
-        self._metrics.weight.clear()
-        self._metrics.group_state.clear()
-        self._metrics.group_lost.clear()
-        lost = detector.lost()
-        for group in detector.groups():
-            self._metrics.group_state.labels(group.group, group.model, group.state).set(1)
-            if group.group in lost:
-                self._metrics.group_lost.labels(group.group, group.model).set(1)
-            self._metrics.groups.labels(group.state).inc()
-            self._metrics.weight.labels(group.group).set(group.weight)
-        self._clocks.keep(service.instance for service in detector.services())
-        self._metrics.clock_ahead.clear()
-        for instance, seconds in self._clocks.ahead():
-            self._metrics.clock_ahead.labels(instance).set(seconds)
-        for service in detector.services():
-            self._metrics.instances.labels(service.name, service.state).inc()
+    def _count(self, services: list[ServiceRecord], groups: list[GroupRecord]) -> None:
+        """Sets the gauges. Nearly all of its calls find everything as it was."""
+        lost = self._detector.lost()
+        instances = [(one.instance, one.name, one.state) for one in services]
+        shown = [(one.group, one.model, one.state, one.weight, one.group in lost) for one in groups]
+        self._clocks.keep(instance for instance, _, _ in instances)
+        if instances != self._instances:
+            self._instances = instances
+            self._metrics.instances.clear()
+            for _, name, state in instances:
+                self._metrics.instances.labels(name, state).inc()
+        if shown != self._groups:
+            self._groups = shown
+            self._count_groups()
+        if (ahead := list(self._clocks.ahead())) != self._ahead:
+            self._ahead = ahead
+            self._metrics.clock_ahead.clear()
+            for instance, seconds in ahead:
+                self._metrics.clock_ahead.labels(instance).set(seconds)
+
+    def _count_groups(self) -> None:
+        metrics = self._metrics
+        for gauge in (metrics.groups, metrics.weight, metrics.group_state, metrics.group_lost):
+            gauge.clear()
+        for group, model, state, weight, lost in self._groups:
+            metrics.group_state.labels(group, model, state).set(1)
+            if lost:
+                metrics.group_lost.labels(group, model).set(1)
+            metrics.groups.labels(state).inc()
+            metrics.weight.labels(group).set(weight)
 
 
 _decoder = msgspec.json.Decoder(ConnectionEvent)
