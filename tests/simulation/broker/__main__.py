@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import random
 import re
@@ -93,10 +94,18 @@ async def serve(config: dict[str, Any], port: int) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), WRITE_INTERVAL if disk.dirty else 10 * WRITE_INTERVAL)
         if path is not None:
-            disk.write(path)
+            _write(disk, path)
     await server.stop()
     if path is not None:
+        _write(disk, path)
+
+
+def _write(disk: Disk, path: Path) -> None:
+    try:
         disk.write(path)
+    except OSError as error:
+        disk.full = disk.dirty = True
+        logging.getLogger(__name__).error("JetStream: %s", (error.strerror or str(error)).lower())
 
 
 def main() -> None:
@@ -106,6 +115,7 @@ def main() -> None:
     )
     parser.add_argument("-c", dest="config", type=Path, help="a configuration of nats-server")
     given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="[INF] %(message)s")
     config = parse(given.config.read_text()) if given.config else {}
     port = int(str(config.get("listen", f":{given.port}")).rpartition(":")[2])
     asyncio.run(serve(config, max(0, port)))

@@ -16,7 +16,6 @@ from tests.simulation.broker.configs import (
     BAD_REQUEST,
     CONSUMER_NOT_FOUND,
     NO_MESSAGE,
-    NOT_ENABLED,
     SECOND,
     STREAM_NOT_FOUND,
     WRONG_NAME,
@@ -41,7 +40,7 @@ _NAME = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 def handle(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> bool:
     """`tokens`: of the subject, behind $JS.API. False: nobody answers that here."""
     if tokens[0] == "DIRECT":
-        return _direct(js, tokens, reply, payload)
+        return direct(js, tokens, reply, payload)
     if tokens[:3] == ["CONSUMER", "MSG", "NEXT"]:
         return _next(js, tokens[3:], reply, payload)
     for words in (3, 2, 1):
@@ -55,11 +54,11 @@ def handle(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> bo
     return True
 
 
-def not_enabled(subject: str) -> bytes:
-    """The answer where JetStream is switched off."""
-    return json.dumps(
-        {"type": _kind(".".join(subject.split(".")[2:4])), "error": _error(*NOT_ENABLED)}
-    ).encode()
+def refusal(subject: str, error: tuple[int, int, str]) -> bytes:
+    """The answer to anything on that subject."""
+    words = subject.split(".")[2:]
+    name = next((name for count in (3, 2, 1) if (name := ".".join(words[:count])) in _HANDLERS), words[0])
+    return json.dumps({"type": _kind(name), "error": _error(*error)}).encode()
 
 
 def _error(code: int, err_code: int, description: str) -> Answer:
@@ -141,7 +140,9 @@ def _stream_create(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
 
 
 def _check_replicas(js: "JetStream", config: StreamConfig) -> None:
-    if config.num_replicas > 1 and js.cluster is None:
+    if js.cluster is not None:
+        js.cluster.check(config)
+    elif config.num_replicas > 1:
         raise Refused(500, 10074, "replicas > 1 not supported in non-clustered mode")
 
 
@@ -173,9 +174,9 @@ def _matching(js: "JetStream", payload: bytes) -> tuple[list[Stream], int]:
     body = _body(payload)
     wanted = body.get("subject")
     found = [
-        js.streams[name]
-        for name in sorted(js.streams)
-        if not wanted or any(overlaps(wanted, taken) for taken in js.streams[name].config.subjects or [])
+        stream
+        for _, stream in sorted(js.every().items())
+        if not wanted or any(overlaps(wanted, taken) for taken in stream.config.subjects or [])
     ]
     return found, int(body.get("offset") or 0)
 
@@ -253,8 +254,9 @@ def _msg_get(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
     return {"message": told}
 
 
-def _direct(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> bool:
-    stream = js.streams.get(tokens[2]) if len(tokens) > 2 and tokens[1] == "GET" else None
+def direct(js: "JetStream", tokens: list[str], reply: str, payload: bytes) -> bool:
+    """One message, from any server that has the stream."""
+    stream = js.every().get(tokens[2]) if len(tokens) > 2 and tokens[1] == "GET" else None
     if stream is None or not stream.config.allow_direct:
         return False
     try:
@@ -375,11 +377,11 @@ def _account(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
     unlimited = ("max_memory", "max_storage", "max_streams", "max_consumers", "max_ack_pending")
     return {
         "memory": 0,
-        "storage": sum(stream.bytes for stream in js.streams.values()),
+        "storage": js.used(),
         "reserved_memory": 0,
         "reserved_storage": js.reserved(),
-        "streams": len(js.streams),
-        "consumers": sum(len(stream.watchers) for stream in js.streams.values()),
+        "streams": len(js.every()),
+        "consumers": sum(len(stream.watchers) for stream in js.every().values()),
         "limits": {
             **dict.fromkeys((*unlimited, "memory_max_stream_bytes", "storage_max_stream_bytes"), -1),
             "max_bytes_required": False,

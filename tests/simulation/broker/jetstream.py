@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tests.simulation.broker import api
 from tests.simulation.broker.configs import (
     NO_RESOURCES,
+    NOT_ENABLED,
     SECOND,
     ConsumerConfig,
     Refused,
@@ -89,7 +90,7 @@ class JetStream:
     def _handle_own(self, subject: str, reply: str, payload: bytes) -> bool:
         if not self.enabled:
             if subject.startswith("$JS.API.") and reply:
-                self.clients.route(reply, "", b"", api.not_enabled(subject))
+                self.clients.route(reply, "", b"", api.refusal(subject, NOT_ENABLED))
             return subject.startswith("$JS.API.")
         if subject.startswith("$JS.API."):
             return api.handle(self, subject.split(".")[2:], reply, payload)
@@ -139,13 +140,38 @@ class JetStream:
 
     # --- streams -----------------------------------------------------------------------------------------
 
+    def every(self) -> dict[str, Stream]:
+        """Those that others of its cluster lead too."""
+        return self.streams if self.cluster is None else self.cluster.streams
+
+    def adopt(self, stream: Stream) -> None:
+        """It leads this stream from now on."""
+        name, now = stream.config.name, asyncio.get_running_loop().time()
+        if name in self.streams:
+            return
+        self.streams[name] = stream
+        self._by_subject.clear()
+        for consumer in self.consumers(stream):
+            self._listen(consumer, None, consumer.config.deliver_subject)
+            self._arm((name, consumer.name), now, now)
+        self._arm_stream(stream)
+
+    def release(self, stream: Stream) -> None:
+        """It leads this stream no more."""
+        self.streams.pop(stream.config.name, None)
+        self._by_subject.clear()
+        self._cancel((stream.config.name, ""))
+        for consumer in self.consumers(stream):
+            self._listen(consumer, consumer.config.deliver_subject, None)
+            self._cancel((stream.config.name, consumer.name))
+
     def reserved(self, without: str = "") -> int:
         """Bytes that streams have set aside."""
-        configs = [stream.config for stream in self.streams.values() if stream.config.name != without]
+        configs = [stream.config for stream in self.every().values() if stream.config.name != without]
         return sum(max(0, config.max_bytes) for config in configs)
 
     def used(self) -> int:
-        return sum(stream.bytes for stream in self.streams.values())
+        return sum(stream.bytes for stream in self.every().values())
 
     def check_room(self, config: StreamConfig, without: str = "") -> None:
         """Raises `Refused`."""
@@ -156,7 +182,7 @@ class JetStream:
     def create(self, config: StreamConfig) -> Stream:
         """Finds it where it is there with the same settings. Raises `Refused`."""
         config = config.normal()
-        known = self.streams.get(config.name)
+        known = self.every().get(config.name)
         if known is not None:
             if known.config != config:
                 self.check_room(config, without=config.name)
@@ -164,10 +190,11 @@ class JetStream:
                 raise Refused(400, 10058, what)
             return known
         self.check_room(config)
-        overlap(config, [stream.config for stream in self.streams.values()])
-        return self._add(Stream(config, time.time_ns()))
-
-    def _add(self, stream: Stream) -> Stream:
+        overlap(config, [stream.config for stream in self.every().values()])
+        stream = Stream(config, time.time_ns())
+        if self.cluster is not None:
+            self.cluster.place(stream)
+            return stream
         self.streams[stream.config.name] = stream
         self._by_subject.clear()
         if self.disk is not None:
@@ -179,17 +206,19 @@ class JetStream:
         config = config.normal()
         stream.config.changed(config)
         self.check_room(config, without=config.name)
-        overlap(config, [other.config for other in self.streams.values()])
+        overlap(config, [other.config for other in self.every().values()])
         stream.update(config)
         self._by_subject.clear()
+        if self.cluster is not None:
+            self.cluster.changed()
         self._deliver_from(stream)
 
     def delete(self, stream: Stream) -> None:
         for consumer in self.consumers(stream):
             self.delete_consumer(consumer)
-        del self.streams[stream.config.name]
-        self._cancel((stream.config.name, ""))
-        self._by_subject.clear()
+        self.release(stream)
+        if self.cluster is not None:
+            self.cluster.forget(stream.config.name)
         if self.disk is not None:
             self.disk.delete(stream.config.name)
 
@@ -241,6 +270,10 @@ class JetStream:
                 del self._pushes[before]
         if after is not None:
             self._pushes.setdefault(after, []).append(consumer)
+
+    def delivers_to(self, subject: str) -> bool:
+        """Whether a push consumer does."""
+        return subject in self._pushes
 
     def listened(self, subject: str) -> None:
         """Somebody has subscribed to it."""

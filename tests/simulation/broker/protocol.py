@@ -6,6 +6,7 @@ client ──CONNECT, SUB, PUB, PING──▶ Connection ──▶ Server
 
 import asyncio
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tests.simulation.broker.subjects import is_valid
 if TYPE_CHECKING:
     from tests.simulation.broker.server import Server
 
+log = logging.getLogger(__name__)
 MOST_LINE = 4096
 WRITE_DEADLINE = 10.0
 """Seconds that a client may leave what is sent to it unread once the way to it is full."""
@@ -123,6 +125,7 @@ class Connection(asyncio.Protocol):
             self.send(b"%b%b\r\n" % (f"MSG {where} {whole}\r\n".encode(), payload))
 
     def _error(self, text: str) -> None:
+        log.info("%s, user %s", text, self.user)
         self.send(f"-ERR '{text}'\r\n".encode())
 
     # --- in ------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from shared.nats import subjects
 from tests.simulation.broker.configs import Permissions, text_of
@@ -22,6 +22,27 @@ VERSION = "2.15.1"
 MAX_PAYLOAD = 8 << 20
 MAX_PENDING = 64 << 20
 """Bytes that may wait for a client before it is cut off as a slow consumer."""
+
+
+class Peer(Protocol):
+    """Another server, as `cluster.Peer`."""
+
+    def interested(self, subject: str) -> bool: ...
+
+    def pass_on(
+        self, subject: str, reply: str, header: bytes, payload: bytes, to: str, served: set[str]
+    ) -> bool: ...
+
+
+class Stored(Protocol):
+    """JetStream as a server needs it: its own, or one of a cluster."""
+
+    def handle(self, subject: str, reply: str, header: bytes, payload: bytes) -> bool: ...
+
+    def listened(self, subject: str) -> None: ...
+
+    def stop(self) -> None: ...
+
 
 Users = Mapping[str, tuple[str, Permissions]]
 """Password and rights of each."""
@@ -39,7 +60,7 @@ class Server:
         max_payload: int = MAX_PAYLOAD,
         max_pending: int = MAX_PENDING,
         cluster: str = "",
-        jetstream: Callable[["Server"], JetStream | None] | None = None,
+        jetstream: Callable[["Server"], Stored | None] | None = None,
     ) -> None:
         """No `users`: anybody may do anything. `jetstream` makes another one than its own, on no disk; or none."""
         self.name, self.users, self.max_payload, self.max_pending = name, users, max_payload, max_pending
@@ -50,13 +71,13 @@ class Server:
         self.connections: dict[Connection, None] = {}
         self.dirty: dict[Connection, None] = {}
         """With something to be sent."""
-        self.peers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Where else messages go."""
+        self.peers: list[Peer] = []
+        """Other servers of its cluster."""
         self._subscribers: Sublist[Subscription] = Sublist()
         self._number = 0
         self._listening: Any = None
         self._events = 0
-        self.jetstream = JetStream(self, draw) if jetstream is None else jetstream(self)
+        self.jetstream: Stored | None = JetStream(self, draw) if jetstream is None else jetstream(self)
 
     async def listen(self, host: str, port: int = 0) -> int:
         """Returns the port."""
@@ -120,16 +141,23 @@ class Server:
         if subscription.connection.subscriptions.pop(subscription.sid, None) is not None:
             self._subscribers.remove(subscription.subject, subscription)
 
-    def interested(self, subject: str) -> bool:
+    def listens(self, subject: str) -> bool:
+        """Whether any of its own clients does."""
         return bool(self._subscribers.match(subject))
+
+    def queues(self, subject: str) -> set[str]:
+        """The queue groups of its own clients that take it."""
+        return {subscription.queue for subscription in self._subscribers.match(subject) if subscription.queue}
+
+    def interested(self, subject: str) -> bool:
+        """Whether any client does, of its own or of its cluster."""
+        return self.listens(subject) or any(peer.interested(subject) for peer in self.peers)
 
     # --- messages ------------------------------------------------------------------------------------
 
     def publish(self, origin: Connection, subject: str, reply: str, header: bytes, payload: bytes) -> None:
         """What a client says."""
         heard = self.route(subject, reply, header, payload)
-        for peer in self.peers:
-            peer(subject, reply, header, payload)
         if self.jetstream is not None and self.jetstream.handle(subject, reply, header, payload):
             return
         if not heard and reply and origin.no_responders:
@@ -140,12 +168,30 @@ class Server:
 
     def route(self, subject: str, reply: str, header: bytes, payload: bytes, to: str = "") -> bool:
         """Sends it to whoever has subscribed, to `to` instead of its subject where that is given."""
+        heard = self.deliver(subject, reply, header, payload, to)
+        if self.peers:
+            served = self.queues(to or subject)
+            for peer in self.peers:
+                heard = peer.pass_on(subject, reply, header, payload, to, served) or heard
+        return heard
+
+    def deliver(
+        self,
+        subject: str,
+        reply: str,
+        header: bytes,
+        payload: bytes,
+        to: str = "",
+        queues: Sequence[str] | None = None,
+    ) -> bool:
+        """Sends it to its own clients; of `queues` alone where some are given. False: nobody has subscribed."""
         found = self._subscribers.match(to or subject)
         groups: dict[str, list[Subscription]] | None = None
         for subscription in list(found) if len(found) > 1 else found:
             if subscription.queue:
-                groups = {} if groups is None else groups
-                groups.setdefault(subscription.queue, []).append(subscription)
+                if queues is None or subscription.queue in queues:
+                    groups = {} if groups is None else groups
+                    groups.setdefault(subscription.queue, []).append(subscription)
             else:
                 subscription.connection.deliver(subscription, subject, reply, header, payload)
         for members in (groups or {}).values():
@@ -155,7 +201,7 @@ class Server:
 
     def say(self, subject: str, content: dict[str, Any]) -> None:
         """News of the server's own."""
-        if self._subscribers.match(subject):
+        if self.interested(subject):
             self.route(subject, "", b"", json.dumps(content, separators=(",", ":")).encode())
 
     def flush(self) -> None:
