@@ -29,8 +29,10 @@ from typing import Any
 from tests.simulation.core.loop import settle
 from tests.simulation.core.processes import CURRENT, OUTSIDE, NotSimulated, Process
 
-EPOCH = 1_800_000_000.0
-"""The time of day at which every simulation begins, in seconds since 1970."""
+EPOCH = 1_700_000_000.0
+"""The time of day at which every simulation begins, in seconds since 1970. Files of the machine's own are younger."""
+CORES = {0, 1}
+"""Of every host."""
 _real = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter", "sleep")}
 
 
@@ -157,6 +159,7 @@ def _seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
 
 _submit_to_thread = concurrent.futures.ThreadPoolExecutor.submit
 _start_thread, _wait, _popen = threading.Thread.start, threading.Condition.wait, subprocess.Popen.__init__
+_affinity, _cpu_count = os.sched_getaffinity, os.cpu_count
 _kill, _getpid, _gethostname, _node = os.kill, os.getpid, socket.gethostname, platform.node
 
 
@@ -244,6 +247,14 @@ def _node_name() -> str:
     return _node() if process is None else process.host.name
 
 
+def _cores(pid: int) -> set[int]:
+    return _affinity(pid) if _Ambient.loop is None else set(CORES)
+
+
+def _core_count() -> int | None:
+    return _cpu_count() if _Ambient.loop is None else len(CORES)
+
+
 def install() -> None:
     """Idempotent."""
     time.time, time.monotonic, time.perf_counter, time.sleep = _time, _monotonic, _monotonic, _sleep
@@ -262,4 +273,5 @@ def install() -> None:
     threading.Thread.start, threading.Condition.wait = _started, _waited  # type: ignore[method-assign]
     subprocess.Popen.__init__ = _opened  # type: ignore[method-assign,assignment]
     os.getpid, os.kill, os._exit = _own_pid, _killed, _exited  # type: ignore[assignment]
+    os.sched_getaffinity, os.cpu_count = _cores, _core_count  # type: ignore[assignment]
     socket.gethostname, platform.node = _host_name, _node_name

@@ -15,7 +15,7 @@ from shared.errors import RyzansteinError
 from shared.service.lifecycle import Service
 from tests.simulation.core.processes import OUTSIDE, Host, Process
 from tests.simulation.core.world import World
-from tests.simulation.deployment import settings, versions
+from tests.simulation.deployment import services, settings, versions
 from tests.simulation.deployment.brokers import PORT
 from tests.simulation.deployment.services import ROLES
 
@@ -75,6 +75,7 @@ class Deployment:
     def __init__(self, world: World, nats_url: str = f"nats://broker-1:{PORT}") -> None:
         """`nats_url`: of the brokers that the services shall use."""
         settings.apply_paces()
+        services.install()
         self.world = world
         world.loop.world = world  # type: ignore[attr-defined]  # executors start processes in it
         self.nats_url = nats_url

@@ -14,6 +14,7 @@ from services.gateway.service import GatewayService
 from services.health_monitor.service import HealthMonitorService, HealthMonitorSettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.settings import SchedulerSettings
+from shared.service import lifecycle
 from tests.simulation.core.asgi import AsgiServer
 from tests.simulation.core.processes import CURRENT
 from tests.simulation.core.world import World
@@ -21,6 +22,13 @@ from tests.simulation.deployment.brokers import Broker, BrokerSettings
 from tests.simulation.deployment.children import Family
 from tests.simulation.deployment.ranks import Ranks, directory_of, stand_in
 from tests.simulation.deployment.trainers import Trainers
+
+
+def install() -> None:
+    """In a process that does nothing but simulate. Idempotent."""
+    lifecycle.pid_namespace = lambda: (
+        CURRENT.get().host.name
+    )  # not this machine's: a seed is one run on all of them
 
 
 class Told:

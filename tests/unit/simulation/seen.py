@@ -33,8 +33,8 @@ EXPECTED: dict[str, Any] = {
     ]
     + ["allowed\n"],
     "machines_are_told_apart": {
-        "true": ["true", 1000, 100.0, True, 2027, 100.0],
-        "ahead": ["ahead", 1001, 131.0, True, 2027, 100.0],
+        "true": ["true", True, 1000, 100.0, True, 2023, 100.0],
+        "ahead": ["ahead", True, 1001, 131.0, True, 2023, 100.0],
     },
     "randomness_is_the_seeds": {"same": True, "other": True},
     "cuts_heal": [["", "back"], ["one ", []], "one two ", "one two three"],

@@ -289,6 +289,7 @@ def machines_are_told_apart(seed: int) -> Any:
         await asyncio.sleep(100)
         seen[CURRENT.get().name] = [
             socket.gethostname(),
+            os.cpu_count() == len(os.sched_getaffinity(0)) == 2,
             os.getpid(),
             round(time.time() - machine.EPOCH, 3),
             datetime.datetime.now(datetime.UTC).timestamp() == time.time(),
