@@ -2,12 +2,14 @@
 
 A simulated hour has to cost seconds, and an idle deployment is beats, leases and looks at the clock. They come `SLOWER`
 times as rarely here, and what waits for them waits as much longer, so that each ratio is production's (`RATIOS`, held
-by a test). What a client waits for (dispatch, acknowledgement, suspicion) keeps production's seconds.
+by a test). What a client waits for (dispatch, suspicion) keeps production's seconds.
 """
 
 import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from nats.js.client import JetStreamContext
 
 from tests.simulation.deployment import nats_client
 
@@ -30,7 +32,7 @@ BY_ROLE: dict[str, dict[str, Any]] = {
         "drain_timeout": 20.0,
         "stall_timeout": 10.0,
     },
-    "scheduler": {"model_lease": 4.0 * SLOWER},
+    "scheduler": {"model_lease": 4.0 * SLOWER, "ack_wait": 2.0 * SLOWER},
     "health-monitor": {
         "hung_after": 2.5 * SLOWER,
         "gone_after": 4.0 * SLOWER,
@@ -65,6 +67,7 @@ RATIOS = (
     ("health-monitor", "forget_after", "beat_interval"),
     ("health-monitor", "load_interval", "beat_interval"),
     ("scheduler", "model_lease", "beat_interval"),
+    ("scheduler", "ack_wait", "beat_interval"),
     ("executor", "hung_after", "beat_interval"),
 )
 """Role, setting, and the setting of which it stays as many times as in production."""
@@ -81,18 +84,45 @@ class Pace(NamedTuple):
 
 
 PACES = (
-    Pace("services.health_monitor.service", "TICK", 0.1 * SLOWER, "looks for silence, which takes 4 beats"),
-    Pace("services.health_monitor.service", "GATHER", 0.05 * SLOWER, "gathers beats"),
-    Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 2.0 * SLOWER, "confirms what beats confirm"),
+    Pace("services.health_monitor.service", "TICK", 0.5 * SLOWER, "looks for silence, which takes 4 beats"),
+    Pace("services.health_monitor.service", "GATHER", 0.2 * SLOWER, "gathers beats"),
+    Pace(
+        "services.health_monitor.detector", "STALL", 1.0 * SLOWER, "a monitor that did not tick blames nobody"
+    ),
+    Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 4.0 * SLOWER, "confirms what beats confirm"),
     Pace("services.health_monitor.metrics", "INTERVAL", 3600.0, "figures of streams that nobody scrapes"),
     Pace(
-        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 1.0, "looks for time-outs of 10 s or more"
+        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 2.0, "looks for time-outs of 10 s or more"
     ),
-    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 1.0, "looks for streams left for 5 s"),
-    Pace("services.gateway.core.job_runners", "TICK", 2.0, "is woken by new jobs; looks for lost ones"),
+    Pace(
+        "services.gateway.lifecycle.generations", "IDLE_MARGIN", 10.0 * SLOWER, "a beat's load may be older"
+    ),
+    Pace("services.gateway.core.catalog", "STALE", 15.0 * SLOWER, "beats that a record has missed"),
+    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 2.0, "looks for streams left for 5 s"),
+    Pace(
+        "services.gateway.core.job_runners", "TICK", 0.5 * SLOWER, "is woken by new jobs; looks for lost ones"
+    ),
+    Pace(
+        "services.gateway.core.cold_starts", "INTERVAL", 1.0 * SLOWER, "is woken by requests; says it again"
+    ),
     Pace("services.gateway.ratelimit.limiter", "TELL", 1.0, "says what is in use, where it has changed"),
+    Pace("services.gateway.ratelimit.shared_windows", "SWEEP", 2.0, "gives back what is left of a minute"),
+    Pace("services.scheduler.intake", "LOOK", 0.1 * SLOWER, "touches what it holds, within `ack_wait`"),
     Pace("services.scheduler.models.controller", "TICK", 1.0 * SLOWER, "is woken by changes"),
+    Pace("services.scheduler.models.demand", "KEPT", 5.0 * SLOWER, "what is said at each of these ticks"),
+    Pace(
+        "services.scheduler.models.placement",
+        "REPEAT",
+        10.0 * SLOWER,
+        "hosts show by their beats what they do",
+    ),
+    Pace("services.scheduler.models.trainings", "SILENT_AFTER", 20.0 * SLOWER, "the same of trainings"),
+    Pace("tests.simulation.broker.jetstream", "EXPIRY", 5.0, "deletes what has lived for a minute or more"),
 )
+
+
+WATCH_BEAT = 5.0 * SLOWER
+"""Seconds between two signs of life from the broker to an idle watcher of a bucket: nats-py has 5."""
 
 
 def constants() -> Iterator[tuple[Pace, Any]]:
@@ -108,3 +138,19 @@ def apply_paces() -> None:
         if not hasattr(module, pace.name):
             raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")
         setattr(module, pace.name, pace.seconds)
+    slow_watches()
+
+
+def slow_watches() -> None:
+    """Idempotent."""
+    usual = JetStreamContext.subscribe
+    if getattr(usual, "is_slow", False):
+        return
+
+    async def subscribe(self: Any, *given: Any, ordered_consumer: bool = False, **named: Any) -> Any:
+        if ordered_consumer:
+            named["idle_heartbeat"] = named.get("idle_heartbeat") or WATCH_BEAT
+        return await usual(self, *given, ordered_consumer=ordered_consumer, **named)
+
+    subscribe.is_slow = True  # type: ignore[attr-defined]
+    JetStreamContext.subscribe = subscribe  # type: ignore[method-assign]
