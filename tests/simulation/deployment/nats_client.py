@@ -1,7 +1,8 @@
-"""What nats-py looks for four times a second, told to it instead.
+"""What nats-py looks for four times a second, told to it instead; and signs of life that come less often.
 
 Each ordered consumer (a watch of a bucket is one) asks itself every 0.25 s whether it owes the broker an answer to its
-flow control. With a dozen watches in each process that is most of what an idle deployment does.
+flow control, and has the broker say every 5 s that it is there. With a dozen watches in each process that is most of
+what an idle deployment does.
 """
 
 import asyncio
@@ -15,10 +16,25 @@ _State = JetStreamContext._JSI
 _schedule = _State.schedule_flow_control_response
 
 
-def install() -> None:
-    """In a process that does nothing but simulate. Idempotent."""
+def install(heartbeat: float) -> None:
+    """In a process that does nothing but simulate. Idempotent. `heartbeat`: seconds between the broker's signs."""
+    _Seconds.heartbeat = heartbeat
+    JetStreamContext.subscribe = _subscribe  # type: ignore[method-assign]
     _State.schedule_flow_control_response = _owed
     _State.check_flow_control_response = _answers
+
+
+class _Seconds:
+    heartbeat = 5.0
+
+
+_subscribes = JetStreamContext.subscribe
+
+
+async def _subscribe(self: Any, *given: Any, ordered_consumer: bool = False, **named: Any) -> Any:
+    if ordered_consumer:
+        named["idle_heartbeat"] = named.get("idle_heartbeat") or _Seconds.heartbeat
+    return await _subscribes(self, *given, ordered_consumer=ordered_consumer, **named)
 
 
 def _news(state: Any) -> asyncio.Event:

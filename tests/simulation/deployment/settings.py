@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from nats.js.client import JetStreamContext
-
 from tests.simulation.deployment import nats_client
 
 SLOWER = 5.0
@@ -121,10 +119,6 @@ PACES = (
 )
 
 
-WATCH_BEAT = 5.0 * SLOWER
-"""Seconds between two signs of life from the broker to an idle watcher of a bucket: nats-py has 5."""
-
-
 def constants() -> Iterator[tuple[Pace, Any]]:
     """Each with its module."""
     for pace in PACES:
@@ -133,24 +127,8 @@ def constants() -> Iterator[tuple[Pace, Any]]:
 
 def apply_paces() -> None:
     """In a process that does nothing but simulate. Idempotent."""
-    nats_client.install()
+    nats_client.install(5.0 * SLOWER)
     for pace, module in constants():
         if not hasattr(module, pace.name):
             raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")
         setattr(module, pace.name, pace.seconds)
-    slow_watches()
-
-
-def slow_watches() -> None:
-    """Idempotent."""
-    usual = JetStreamContext.subscribe
-    if getattr(usual, "is_slow", False):
-        return
-
-    async def subscribe(self: Any, *given: Any, ordered_consumer: bool = False, **named: Any) -> Any:
-        if ordered_consumer:
-            named["idle_heartbeat"] = named.get("idle_heartbeat") or WATCH_BEAT
-        return await usual(self, *given, ordered_consumer=ordered_consumer, **named)
-
-    subscribe.is_slow = True  # type: ignore[attr-defined]
-    JetStreamContext.subscribe = subscribe  # type: ignore[method-assign]
