@@ -123,7 +123,7 @@ def exchange(
     """Of one HTTP request."""
     path, _, query = path.partition("?")
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    given = {"host": gateway, **({"authorization": f"Bearer {token}"} if token else {})}
+    given = {"host": "localhost", **({"authorization": f"Bearer {token}"} if token else {})}
     if body is not None:
         given |= {"content-type": "application/json", "content-length": str(len(data))}
     given |= headers or {}

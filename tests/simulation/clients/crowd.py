@@ -64,12 +64,13 @@ class Crowd:
         if kind not in KINDS:
             raise ValueError(f"there are no clients {kind!r}; known are {', '.join(sorted(KINDS))}")
         name = name or f"{kind}-{sum(1 for one in self.clients if one.kind == kind) + 1}"
-        around = self._around(name, tenant, token, model)
+        around = self.surroundings(name, tenant, token, model)
         client = KINDS[kind](name, around, plan)
         self.clients.append(client)
         return client
 
-    def _around(self, name: str, tenant: str, token: str, model: str = "") -> Surroundings:
+    def surroundings(self, name: str, tenant: str = "", token: str = "", model: str = "") -> Surroundings:
+        """Of somebody who is called so."""
         draw = random.Random(f"{self._seed} {name}")
         around = Surroundings(
             self._gateways, self.history, draw, model or self._model, tenant, token, lambda: self._stopping
@@ -102,7 +103,7 @@ class Crowd:
 
     async def _look(self, known: Acknowledged) -> int:
         """The status with which it is answered."""
-        around = self._around("auditor", known.tenant, known.token)
+        around = self.surroundings("auditor", known.tenant, known.token)
         try:
             reply, _ = await around.insist("GET", path_of(known))
         except Refused as error:

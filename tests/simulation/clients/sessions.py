@@ -49,7 +49,7 @@ class Session(Client):
 
     async def _connected(self, gateway: str, going: list[Request]) -> None:
         """Until all of them have ended, or were refused for now. Raises `Lost`, `Refused`."""
-        headers = [(b"host", gateway.encode())]
+        headers = [(b"host", b"localhost")]
         if self.around.token:
             headers.append((b"authorization", f"Bearer {self.around.token}".encode()))
         scope = {"type": self.scope, "path": self.path, "query_string": b"", "headers": headers}

@@ -25,9 +25,10 @@ CLIENTS = (
     "grpc",
     "batches",
     "training",
+    "models",
 )
 """Kinds of clients of the deployment (`tests/simulation/clients`), as a test holds them against."""
-PLANS = ("pause", "tokens", "prompt", "size")
+PLANS = ("pause", "tokens", "prompt", "size", "wait")
 """What is drawn of each between two numbers."""
 
 

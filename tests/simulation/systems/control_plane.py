@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.simulation.bugs.table import BUGS
@@ -17,8 +17,9 @@ from tests.simulation.deployment.deployment import Deployment, Member
 from tests.simulation.deployment.services import ROLES
 from tests.simulation.faults.injection import Happened
 from tests.simulation.faults.schedule import ClientPlan, Schedule
+from tests.simulation.promises import readings
 from tests.simulation.promises.all import promises
-from tests.simulation.promises.evidence import Evidence, StoreLog
+from tests.simulation.promises.evidence import Evidence, Holdings, Reading, StoreLog
 from tests.simulation.promises.evidence import Fault as HappenedFault
 from tests.simulation.promises.promise import Watch
 from tests.simulation.scenarios.scenario import Scenario
@@ -28,8 +29,12 @@ from tests.simulation.systems.transitions import Transitions
 
 DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
 """By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
-QUIET = 30.0
+QUIET = 60.0
 """Virtual seconds after everything has ended, in which what was held must become free."""
+LOOK = 5.0
+"""Virtual seconds between two looks at who has what."""
+SECONDS = ("pause", "wait")
+"""Of plans: what may have fractions."""
 
 
 class ControlPlane:
@@ -53,6 +58,7 @@ class ControlPlane:
         self._store, self._records = StoreLog(), Records(transitions)
         watch_store(self._stored)
         self._watch = Watch(self.crowd.history, promises())
+        self._holdings, self._readings = Holdings(), list[Reading]()
         self._operations = asyncio.Lock()
         self._found: list[Broken] = []
 
@@ -163,6 +169,15 @@ class ControlPlane:
 
     async def start(self) -> None:
         await self.deployment.start()
+        await self._until_served()
+        self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def _until_served(self) -> None:
+        """Until each gateway knows a model, where there is one."""
+        around = self.crowd.surroundings("operator")
+        for _ in self.deployment.gateways() if self.deployment.of("executor") else ():
+            while b'"stub"' not in (await around.insist("GET", "/v1/models"))[0].body:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
 
     async def serve(self, plans: Sequence[ClientPlan]) -> None:
         await asyncio.gather(*(self._serve(plan) for plan in plans))
@@ -182,7 +197,36 @@ class ControlPlane:
 
     async def settle(self) -> None:
         await self.deployment.ready()
+        audited = asyncio.Event()
+        self._start_client("auditor", self.crowd.auditor(audited.set))
+        await audited.wait()
         await asyncio.sleep(QUIET)
+        self._readings = list(self._read())
+        self._looking.cancel()
+
+    async def _look(self) -> None:
+        """At who has what, of those that reach the broker."""
+        while True:
+            await asyncio.sleep(LOOK)
+            reached = [
+                one for one in self.deployment.members.values() if one.ready and not self._is_away(one)
+            ]
+            self._holdings.look(
+                self.world.now, readings.held((one.name, one.role, one.service) for one in reached)
+            )
+
+    def _is_away(self, member: Member) -> bool:
+        process = member.process
+        cut = any(
+            self.world.network.is_cut(member.host.name, one.host.name) for one in self.deployment.of("broker")
+        )
+        return process is None or process.paused or cut
+
+    def _read(self) -> Iterator[Reading]:
+        for member in self.deployment.members.values():
+            if member.ready and member.role in readings.BY_ROLE:
+                yield from readings.BY_ROLE[member.role](member.name, member.service)
+        yield from readings.of_groups(self._store)
 
     def broken(self, happened: Sequence[Happened], *, whole: bool) -> list[Broken]:
         faults = [
@@ -193,7 +237,14 @@ class ControlPlane:
             "model_lease": next((one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0)
         }
         evidence = Evidence(
-            self.crowd.history, self.world.now, faults, self._store, ended=whole, settings=settings
+            self.crowd.history,
+            self.world.now,
+            faults,
+            self._store,
+            self._holdings,
+            self._readings,
+            whole,
+            settings,
         )
         found = [Broken(*one) for one in self._watch.after(evidence)]
         return [*self._found, *found, *map(_failed, self.world.failures)]
@@ -206,4 +257,4 @@ def _failed(failure: Failure) -> Broken:
 
 def _whole(name: str, span: tuple[float, float]) -> tuple[float, float]:
     """Only seconds have fractions."""
-    return span if name == "pause" else (int(span[0]), int(span[1]))
+    return span if name in SECONDS else (int(span[0]), int(span[1]))
