@@ -1,4 +1,7 @@
-"""A broker as one more service of a deployment: the model of nats-server, whose disk outlives it on its host."""
+"""A broker as one more service of a deployment: the model of nats-server, whose disk outlives it on its host.
+
+Several are a cluster: what a majority of them has outlives each of them.
+"""
 
 import asyncio
 import random
@@ -6,13 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from tests.simulation.broker.cluster import Cluster, Member
 from tests.simulation.broker.disk import Disk
 from tests.simulation.broker.jetstream import JetStream
 from tests.simulation.broker.server import Server
 from tests.simulation.core.processes import CURRENT, Host
 
-PORT = 4222
+PORT, ROUTES = 4222, 6222
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class BrokerSettings:
 
     instance: str = ""
     nats_url: str = ""
+    """Of all brokers: where it names several they are a cluster."""
     sync_interval: float = 120.0
     """Seconds between two writings that a loss of power leaves."""
 
@@ -38,17 +44,34 @@ class Broker:
 
     async def run(self) -> None:
         host = CURRENT.get().host
-        disk = disk_of(host, self.settings.sync_interval)
         draw = random.Random(f"{self.settings.instance} {random.random()}")
-        self.server = Server(
-            self.settings.instance, draw, jetstream=lambda clients: JetStream(clients, draw, disk=disk)
-        )
+        brokers = [urlsplit(url).hostname or "" for url in self.settings.nats_url.split(",")]
+        if len(brokers) > 1:
+            await self._join(brokers, draw)
+        else:
+            disk = disk_of(host, self.settings.sync_interval)
+            self.server = Server(
+                self.settings.instance, draw, jetstream=lambda clients: JetStream(clients, draw, disk=disk)
+            )
+        assert self.server is not None, "it was just made"
         await self.server.listen(host.name, PORT)
         self._become("ready")
         await self._ended.wait()
         self._become("draining")
         await self.server.stop()
         self._become("gone")
+
+    async def _join(self, brokers: list[str], draw: random.Random) -> None:
+        cluster, host = cluster_of(brokers), CURRENT.get().host.name
+        members: list[Member] = []
+
+        def join(server: Server) -> Member:
+            members.append(cluster.join(server, draw))
+            return members[0]
+
+        self.server = Server(host, draw, cluster=cluster.name, jetstream=join)
+        self.server.connect_urls = [f"{name}:{PORT}" for name in brokers]
+        await members[0].open(host, ROUTES)
 
     def end(self) -> None:
         self._ended.set()
@@ -69,3 +92,22 @@ def disk_of(host: Host, sync_interval: float = 120.0) -> Disk:
         kept["losses"] = host.power_losses
         disk.lose_power(time.time_ns())
     return disk
+
+
+def cluster_of(brokers: list[str]) -> Cluster:
+    """What the servers on these hosts have together, in the world whose process asks."""
+    world = asyncio.get_running_loop().world  # type: ignore[attr-defined]  # set by the deployment
+    shared: dict[str, Any] = world.host(brokers[0]).disk
+    if "cluster" not in shared:
+        draw = random.Random(f"{world.seed} cluster")
+        shared["cluster"] = Cluster("simulated", brokers, draw, lambda one, other: _reaches(world, one, other))
+    cluster: Cluster = shared["cluster"]
+    return cluster
+
+
+def _reaches(world: Any, one: Member, other: Member) -> bool:
+    """Whether what one says is heard by the other."""
+    ends = [member.context[CURRENT] for member in (one, other)]
+    if not all(end.alive and not end.paused for end in ends):
+        return False
+    return one is other or not world.network.is_cut(ends[0].host.name, ends[1].host.name)
