@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.simulation import deployment as package
 from tests.simulation.core import reproducible
-from tests.simulation.core.asgi import Exchange
+from tests.simulation.core.asgi import Exchange, Lost
 
 MODEL = "stub"
 CHAT = "/v1/chat/completions"
@@ -49,6 +49,10 @@ async def ask(address: str, seed: int, tokens: int) -> str:
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 text += choice["delta"].get("content") or ""
+    from services.executor.worker.stub import stub_token
+
+    if text != "".join(chr(stub_token(seed, position)) for position in range(tokens)):
+        raise ValueError(f"{text!r} is not what seed {seed} gives")
     return text
 
 
@@ -72,13 +76,53 @@ async def live(world: Any, given: argparse.Namespace) -> dict[str, Any]:
     await asyncio.sleep(given.hours * 3600)
     took["idle"] = time_spent() - sum(took.values())
     if given.roll:
-        await deployment.roll("gateway", version="previous")
-        texts.append(await ask(deployment.gateways()[0].service.address, 1, given.tokens))
+        async with Load(deployment, given.tokens) as load:
+            await deployment.roll(*given.roles, version="previous")
+            await load.more(5)
+            await deployment.roll(*given.roles, version="current")
+        texts += load.texts
+        took["roll"] = time_spent() - sum(took.values())
     await deployment.stop()
     took["end"] = time_spent() - sum(took.values())
     errors = [str(error) for member in deployment.members.values() for error in member.errors]
     failures = [f"{one.process}: {one.message} {one.error!r}" for one in world.failures]
     return {"took": took, "whole": len(texts), "example": texts[:1], "errors": errors, "failures": failures}
+
+
+class Load:
+    """One client that asks all the time while the block lasts, another gateway where one does not answer."""
+
+    def __init__(self, deployment: Any, tokens: int) -> None:
+        self._deployment, self._tokens = deployment, tokens
+        self.texts: list[str] = []
+        self._ending = False
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> "Load":
+        self._task = asyncio.create_task(self._ask())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ending = True
+        await self._task
+
+    async def more(self, answers: int) -> None:
+        wanted = len(self.texts) + answers
+        while len(self.texts) < wanted:
+            self._news.clear()
+            await self._news.wait()
+
+    async def _ask(self) -> None:
+        turn = 0
+        while not self._ending:
+            turn += 1
+            gateways = [member for member in self._deployment.gateways() if member.ready]
+            try:
+                member = gateways[turn % len(gateways)]
+                self.texts.append(await ask(member.service.address, 1000 + turn, self._tokens))
+            except (Lost, ZeroDivisionError):
+                await asyncio.sleep(0.1)
+            self._news.set()
 
 
 async def served(deployment: Any) -> None:
@@ -100,7 +144,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each request")
     parser.add_argument("--each", type=int, default=2, help="instances of each service")
     parser.add_argument("--roles", nargs="+", default=["health-monitor", "scheduler", "executor", "gateway"])
-    parser.add_argument("--roll", action="store_true", help="gateways to the previous release, at the end")
+    parser.add_argument("--roll", action="store_true", help="to the previous release and back, under load")
     parser.add_argument("--profile", type=int, default=0, help="so many functions that cost most")
     given = parser.parse_args(arguments)
     reproducible.ensure()

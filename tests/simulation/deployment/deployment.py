@@ -208,11 +208,12 @@ class Deployment:
         member.settings |= changes
         await self.start(member)
 
-    async def roll(self, role: str = "", *, version: str = "", **changes: Any) -> None:
-        """A rolling restart of all, or of those of a role: one after the other."""
-        for member in [*(self.of(role) if role else self.members.values())]:
-            if member.wanted:
-                await self.restart(member, version=version, **changes)
+    async def roll(self, *roles: str, version: str = "", **changes: Any) -> None:
+        """A rolling restart of all services, or of those of some roles: one after the other."""
+        for role in roles or [role for role in ROLES if role != "broker"]:
+            for member in self.of(role):
+                if member.wanted:
+                    await self.restart(member, version=version, **changes)
 
     async def scale(self, role: str, count: int, **changes: Any) -> None:
         """The last ones leave in good order, or new ones come; returns once that is done."""

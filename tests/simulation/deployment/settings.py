@@ -98,14 +98,14 @@ PACES = (
     Pace("services.gateway.core.catalog", "STALE", 15.0 * SLOWER, "beats that a record has missed"),
     Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 2.0, "looks for streams left for 5 s"),
     Pace(
-        "services.gateway.core.job_runners", "TICK", 0.5 * SLOWER, "is woken by new jobs; looks for lost ones"
+        "services.gateway.core.job_runners", "TICK", 1.0 * SLOWER, "is woken by new jobs; looks for lost ones"
     ),
     Pace(
         "services.gateway.core.cold_starts", "INTERVAL", 1.0 * SLOWER, "is woken by requests; says it again"
     ),
     Pace("services.gateway.ratelimit.limiter", "TELL", 1.0, "says what is in use, where it has changed"),
     Pace("services.gateway.ratelimit.shared_windows", "SWEEP", 2.0, "gives back what is left of a minute"),
-    Pace("services.scheduler.intake", "LOOK", 0.1 * SLOWER, "touches what it holds, within `ack_wait`"),
+    Pace("services.scheduler.intake", "LOOK", 0.2 * SLOWER, "touches what it holds, within `ack_wait`"),
     Pace("services.scheduler.models.controller", "TICK", 1.0 * SLOWER, "is woken by changes"),
     Pace("services.scheduler.models.demand", "KEPT", 5.0 * SLOWER, "what is said at each of these ticks"),
     Pace(
