@@ -13,12 +13,19 @@ from typing import Literal, TypeVar
 import msgspec
 
 from services.gateway.core.errors import RouteError
+from shared.errors import BrokerUnavailable
 from shared.messages import HostRecord, ModelPlacement, ModelSpec
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
 
 T = TypeVar("T")
+
+
+MOST_LOOK_UPS = 8
+"""At a time; names beyond that are as the watch has them. So names that nobody knows cost the broker little."""
+LONGEST_LOOKED_UP = 256
+"""Characters of a name."""
 
 
 class Changed(RouteError):
@@ -48,6 +55,7 @@ class ModelRegistry:
         self._news = asyncio.Event()
         self._caught_up = tuple(asyncio.Event() for _ in range(3))
         self._listeners: list[Callable[[str], None]] = []
+        self._looking_up = 0
 
     # --- what is known ---------------------------------------------------------------------------
 
@@ -113,6 +121,22 @@ class ModelRegistry:
         for told in self._listeners:
             told(name)
         self.tell()
+
+    async def look_up(self, name: str) -> bool:
+        """Reads the entry of `name` itself, of which the watch may not have told yet: another gateway has just taken
+        it, or the broker was away. Whether there is one; False also where that cannot be said."""
+        if self._looking_up >= MOST_LOOK_UPS or len(name) > LONGEST_LOOKED_UP:
+            return False
+        self._looking_up += 1
+        try:
+            entry = await (await self._bucket()).get(name)
+        except BrokerUnavailable:
+            return False
+        finally:
+            self._looking_up -= 1
+        if entry is not None:
+            self.spec_changed(name, entry.value, entry.revision)
+        return entry is not None
 
     # --- changing --------------------------------------------------------------------------------
 

@@ -60,6 +60,21 @@ async def test_a_request_waits_until_the_model_is_there_under_its_name_or_an_ali
     assert held(gateway) == 0
 
 
+async def test_a_model_of_which_the_gateway_has_not_heard_yet_is_looked_up(
+    cold: FakeHosts, gateway: RunningGateway, http: httpx.AsyncClient, ring: FakeRing
+) -> None:
+    registry = gateway.service.work.catalog.registry
+    revision = registry.revisions["cold"]
+    registry.spec_changed("cold", None, 0)  # as before the news of it
+    waiting = asyncio.create_task(http.post(CHAT, json=chat()))
+    await until(lambda: cold.waiting("cold") == 1)
+    assert registry.revisions["cold"] == revision
+    await ring.add_model(stub_card("cold"))
+    assert (await waiting).status_code == 200
+    unknown = await http.post(CHAT, json=chat("nobody's"))
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_embeddings_wait_too(cold: FakeHosts, http: httpx.AsyncClient, ring: FakeRing) -> None:
     answer = asyncio.create_task(http.post("/v1/embeddings", json={"model": "cold", "input": "Hi"}))
     await until(lambda: cold.waiting("cold") == 1)
