@@ -20,6 +20,7 @@ CLIENTS = (
     "conversation",
     "stored",
     "limited",
+    "models",
     "probing",
     "websocket",
     "grpc",
