@@ -143,6 +143,11 @@ class Member:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: Any = None
 
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """Those that it leads."""
+        return self.local.streams
+
     async def open(self, host: str, port: int) -> None:
         """Listens for the others, and connects to those that come before it."""
         loop = asyncio.get_running_loop()
