@@ -52,6 +52,8 @@ class StubTrainer:
         self._pipe = pipe
         self.tell = pipe.send
         self._directory = Path(spec.directory)
+        self._written = -1
+        """Step of the last state, whose file is the supervisor's: it may be gone by now."""
         self.seconds = float(str(spec.settings.get("stub_step_ms") or 0.0)) / 1000
 
     def run(self) -> None:
@@ -105,6 +107,9 @@ class StubTrainer:
         return state
 
     def _write_state(self, state: _State) -> None:
+        if state.step == self._written:
+            return
+        self._written = state.step
         name, content = f"state-{state.step}", msgspec.json.encode(state)
         (self._directory / name).write_bytes(content)
         digest = hashlib.blake2b(content, digest_size=32).hexdigest()

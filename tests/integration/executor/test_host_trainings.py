@@ -151,8 +151,15 @@ class Host:
 
     def yielded(self) -> float:
         """Seconds, by its metrics."""
+        return self._metric("training_yield_seconds")
+
+    def stalled(self) -> float:
+        """The same."""
+        return self._metric("training_stalled_seconds")
+
+    def _metric(self, name: str) -> float:
         families = {family.name: family for family in self.trainings.metrics.collect()}
-        return float(families["ryzanstein_executor_training_yield_seconds"].samples[0].value)
+        return float(families[f"ryzanstein_executor_{name}"].samples[0].value)
 
     def trainer(self, name: str) -> int:
         process = self.trainings._trainings[tenant_key("t", name)]._process
@@ -486,8 +493,9 @@ async def test_all_of_a_host_are_suspended_at_once_and_go_on_when_it_is_idle(hos
     pids = [host.trainer(name) for name in ("a", "b")]
     for pid in pids:
         await until_status(pid, psutil.STATUS_STOPPED)
-    counted = host.yielded()
+    counted, stalled = host.yielded(), host.stalled()
     assert counted > 0, "before they go on"
+    assert host.stalled() == stalled > 0, "what is suspended is not stuck"
     host.ask(0)
     for name, pid in zip(("a", "b"), pids, strict=True):
         await host.until(name, "training")

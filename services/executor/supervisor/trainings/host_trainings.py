@@ -109,7 +109,7 @@ class HostTrainings:
         self._tasks = TaskSet(failed="training_failed")
         self._stopping = False
         self._suspension = Suspension(lambda: service.activity, self._trainings)
-        self.metrics = TrainingCounts(lambda: len(self._trainings), self._suspension.seconds)
+        self.metrics = TrainingCounts(lambda: len(self._trainings), self._suspension.seconds, self._stalled)
         self.threads = len(os.sched_getaffinity(0))
 
     # --- as trainings see it ---------------------------------------------------------------------
@@ -202,6 +202,9 @@ class HostTrainings:
 
     def told(self) -> list[HostTraining]:
         return [training.told() for training in self._trainings.values()]
+
+    def _stalled(self) -> float:
+        return max((training.stalled_for() for training in self._trainings.values()), default=0.0)
 
     async def stop(self) -> None:
         """Gives all jobs back, with their states."""

@@ -12,10 +12,17 @@ Result = Literal["finished", "paused", "cancelled", "failed", "crashed", "given_
 
 
 class TrainingCounts(Collector):
-    def __init__(self, running: Callable[[], int], suspended: Callable[[], float] = lambda: 0.0) -> None:
-        """`suspended`: seconds for which those that are suspended have been, together."""
+    def __init__(
+        self,
+        running: Callable[[], int],
+        suspended: Callable[[], float] = lambda: 0.0,
+        stalled: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`suspended`: seconds for which those that are suspended have been, together; `stalled`: for which the one
+        has made no step that has made none for longest."""
         self._running = running
         self._suspended = suspended
+        self._stalled = stalled
         self._ends = dict.fromkeys(get_args(Result), 0)
         self._steps = self._tokens = 0
         self._yields = 0.0
@@ -35,6 +42,8 @@ class TrainingCounts(Collector):
     def collect(self) -> Iterable[Metric]:
         text = "Fine-tuning jobs that the executor has."
         yield metric(GaugeMetricFamily, "trainings", text, (), ((), self._running()))
+        text = "Seconds for which a job has made no step, of that with most; times in which it was suspended left out."
+        yield metric(GaugeMetricFamily, "training_stalled_seconds", text, (), ((), self._stalled()))
         text = "Fine-tuning jobs that have left the executor, by what came of them."
         ends = [((result,), count) for result, count in self._ends.items()]
         yield metric(CounterMetricFamily, "training_ends", text, ("result",), *ends)

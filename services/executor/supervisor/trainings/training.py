@@ -138,6 +138,8 @@ class Training:
         self._suspended_at: float | None = None
         self._suspended = 0.0
         """Seconds, without those since then."""
+        self._advanced: tuple[float, float] | None = None
+        """When its trainer was started or has made its last step, and for how long it had been suspended by then."""
         self._secret = ""
 
     def told(self) -> HostTraining:
@@ -171,6 +173,19 @@ class Training:
     def suspended_for(self) -> float:
         """Seconds since it was suspended; 0 where it is not."""
         return 0.0 if self._suspended_at is None else time.monotonic() - self._suspended_at
+
+    def stalled_for(self) -> float:
+        """Seconds since its trainer was started or has made a step, without those in which it was suspended; 0 where
+        it has none, or waits for that of the job's first host."""
+        if self._advanced is None or self._replica or self._state == "ending":
+            return 0.0
+        since, suspended = self._advanced
+        until = time.monotonic() if self._suspended_at is None else self._suspended_at
+        return until - since - (self._suspended - suspended)
+
+    def _advance(self) -> None:
+        until = time.monotonic() if self._suspended_at is None else self._suspended_at
+        self._advanced = until, self._suspended
 
     # --- its end ---------------------------------------------------------------------------------
 
@@ -311,6 +326,7 @@ class Training:
         )
         self._process = await self._host.start_trainer(spec, base.settings, base.variables)
         self._host.trainer_started(self)
+        self._advance()
         log.info("trainer_started", job=self.job, attempt=self.attempt, pid=self._process.pid)
         await self._host.beat_now()
 
@@ -368,6 +384,7 @@ class Training:
         return how
 
     def _on_step(self, metrics: TrainingMetrics) -> None:
+        self._advance()
         now, steps = time.time(), self._record.job.steps
         last, self._metrics = self._metrics, metrics
         if (
