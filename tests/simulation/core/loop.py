@@ -148,7 +148,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return task
 
     def resumed(self, process: Process) -> None:
-        """A process that was paused may run again."""
+        """A process may run again, unless something else still holds it."""
+        process.paused = process.stopped or process.halted or process.waits
         if process.ready and process.alive and not process.busy and not process.paused:
             process.busy = True
             self._busy.append(process)
@@ -204,8 +205,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             except BaseException as error:
                 message = f"exception in callback {callback!r}"
                 self.call_exception_handler({"message": message, "exception": error, "handle": handle})
-        if not ready:
+        if process.starved and process.alive:
+            self._starve(process)
+        elif not ready:
             self.left(process)
+
+    def _starve(self, process: Process) -> None:
+        process.waits = process.paused = True
+        self.left(process)
+        self.call_later(
+            self._draw.random() * process.starved, self._gets_core, process, context=OUTSIDE.context()
+        )
+
+    def _gets_core(self, process: Process) -> None:
+        process.waits = False
+        self.resumed(process)
 
     def _halt(self, process: Process) -> None:
         """Between two of its steps; what is called may end or pause it."""

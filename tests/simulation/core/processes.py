@@ -47,11 +47,15 @@ class Process:
     """The first of its name has 1."""
     alive: bool = True
     paused: bool = False
-    """Nothing of it runs for now: it is stopped, or halted."""
+    """Nothing of it runs for now: it is stopped, halted, or its cores are somebody else's."""
     stopped: bool = False
     """By SIGSTOP."""
     halted: bool = False
     """Between two steps, for somebody who waits for just this moment."""
+    starved: float = 0.0
+    """At most so many seconds does it wait for a core after each of its turns."""
+    waits: bool = False
+    """For a core."""
     exit_code: int | None = None
     """As `subprocess` has it: negative for the signal that ended it. None while it lives."""
     ready: deque[asyncio.Handle] = field(default_factory=deque)

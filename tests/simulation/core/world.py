@@ -141,8 +141,13 @@ class World:
         """SIGCONT: what has arrived meanwhile, and all timers whose time has come, are for it to run now."""
         if process.alive and process.stopped:
             self.note("resume", process=process.name)
-            process.stopped, process.paused = False, process.halted
+            process.stopped = False
             self.loop.resumed(process)
+
+    def starve(self, process: Process, seconds: float) -> None:
+        """Its cores are taken: it waits up to so many seconds for each of its turns. 0: as usual again."""
+        self.note("starve", f"{seconds:g} s", process=process.name)
+        process.starved = seconds
 
     def signal(self, process: Process, number: int) -> None:
         """As os.kill: its own handler is called; without one it ends, is stopped or goes on."""
@@ -179,7 +184,7 @@ class World:
             return False
         finally:
             process.on_halt, process.halt_at = None, NEVER
-            process.halted, process.paused = False, process.stopped
+            process.halted = False
             self.loop.resumed(process)
         return True
 

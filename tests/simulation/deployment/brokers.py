@@ -110,6 +110,6 @@ def cluster_of(brokers: list[str]) -> Cluster:
 def _reaches(world: Any, one: Member, other: Member) -> bool:
     """Whether what one says is heard by the other."""
     ends = [member.context[CURRENT] for member in (one, other)]
-    if not all(end.alive and not end.paused for end in ends):
+    if not all(end.alive and not end.stopped for end in ends):
         return False
     return one is other or not world.network.is_cut(ends[0].host.name, ends[1].host.name)

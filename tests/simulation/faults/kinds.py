@@ -62,6 +62,18 @@ async def _resume(system: System, fault: Fault) -> None:
         system.world.resume(process)
 
 
+async def _starve(system: System, fault: Fault) -> None:
+    process = _process(system, fault)
+    if process is not None:
+        system.world.starve(process, fault.parameters["seconds"])
+
+
+async def _feed(system: System, fault: Fault) -> None:
+    process = _process(system, fault)
+    if process is not None:
+        system.world.starve(process, 0.0)
+
+
 async def _power_loss(system: System, fault: Fault) -> None:
     system.world.lose_power(system.world.host(_host(system, fault.target)))
 
@@ -150,6 +162,7 @@ ALL = (*SERVICES, "broker")
 _PROCESSES = (
     Kind("kill", "is killed (SIGKILL)", ALL, _kill, between_awaits=True),
     Kind("pause", "is stopped (SIGSTOP)", ALL, _pause, _resume, (0.2, 12.0), between_awaits=True),
+    Kind("starve", "waits for its cores", ALL, _starve, _feed, (1.0, 20.0), {"seconds": (0.005, 0.3)}),
     Kind("power_loss", "loses power with its whole host", ALL, _power_loss, _power_back, (1.0, 20.0)),
     Kind("skew", "has a clock that is off", ALL, _skew, _unskew, (5.0, 60.0), {"seconds": (-20.0, 20.0)}),
     Kind("clock_jump", "has its clock of the day set", ALL, _skew, parameters={"seconds": (-5.0, 5.0)}),

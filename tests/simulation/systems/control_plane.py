@@ -220,7 +220,7 @@ class ControlPlane:
         cut = any(
             self.world.network.is_cut(member.host.name, one.host.name) for one in self.deployment.of("broker")
         )
-        return process is None or process.paused or cut
+        return process is None or process.stopped or cut
 
     def _read(self) -> Iterator[Reading]:
         for member in self.deployment.members.values():

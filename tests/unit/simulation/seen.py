@@ -13,6 +13,7 @@ EXPECTED: dict[str, Any] = {
         "ended": ["_exit", "exit", "handler", "none", "own signal"],
     },
     "paused_processes_wait": ["", "hello"],
+    "starved_processes_are_slow": {"quick": 10, "slow": True, "stopped": True, "again": True},
     "faults_fall_between_two_steps": {"done": [0, 1, 2, 3], "reached": True, "late": False, "now": 1.0},
     "threads_take_virtual_time": {"results": [2.0, 3.0], "took": 7.0, "quick": True},
     "what_is_not_simulated_is_refused": [

@@ -210,6 +210,34 @@ def paused_processes_wait(seed: int) -> Any:
     return connected(seed, then)
 
 
+def starved_processes_are_slow(seed: int) -> Any:
+    async def counts() -> None:
+        while True:
+            done.append(world.now)
+            await asyncio.sleep(0)
+            if len(done) % 10 == 0:
+                await asyncio.sleep(1)
+
+    async def main() -> Any:
+        process = started(world, "counts", counts)
+        await asyncio.sleep(0.5)
+        quick = len(done)
+        world.starve(process, 0.2)
+        await asyncio.sleep(1.5)
+        slow = len({*done})
+        world.pause(process)
+        await asyncio.sleep(5)
+        stopped = len({*done}) == slow
+        world.resume(process)
+        world.starve(process, 0)
+        await asyncio.sleep(10)
+        return {"quick": quick, "slow": 3 < slow < 20, "stopped": stopped, "again": len(done) >= 80}
+
+    done: list[float] = []
+    with World(seed) as world:
+        return world.run(main())
+
+
 def faults_fall_between_two_steps(seed: int) -> Any:
     async def counts() -> None:
         for number in range(10):
