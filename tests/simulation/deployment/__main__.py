@@ -77,9 +77,7 @@ async def live(world: Any, given: argparse.Namespace) -> dict[str, Any]:
     took["idle"] = time_spent() - sum(took.values())
     if given.roll:
         async with Load(deployment, given.tokens) as load:
-            await deployment.roll(*given.roles, version="previous")
-            await load.more(5)
-            await deployment.roll(*given.roles, version="current")
+            await operate(deployment, given.roles, load)
         texts += load.texts
         took["roll"] = time_spent() - sum(took.values())
     await deployment.stop()
@@ -87,6 +85,22 @@ async def live(world: Any, given: argparse.Namespace) -> dict[str, Any]:
     errors = [str(error) for member in deployment.members.values() for error in member.errors]
     failures = [f"{one.process}: {one.message} {one.error!r}" for one in world.failures]
     return {"took": took, "whole": len(texts), "example": texts[:1], "errors": errors, "failures": failures}
+
+
+async def operate(deployment: Any, roles: list[str], load: "Load") -> None:
+    """To the previous release and back; one gateway more and one fewer; other settings; a host without power."""
+    await deployment.roll(*roles, version="previous")
+    await load.more(5)
+    await deployment.scale("gateway", more := len(deployment.gateways()) + 1)
+    await deployment.roll(*roles, version="current", beat_interval=4.0)
+    await deployment.scale("gateway", more - 1)
+    unlucky, world = deployment.of("scheduler")[0], deployment.world
+    world.lose_power(unlucky.host)
+    await load.more(5)
+    world.restore_power(unlucky.host)
+    deployment.kill(deployment.of("health-monitor")[0])
+    await unlucky.until(lambda: unlucky.ready, 60.0)
+    await deployment.ready()
 
 
 class Load:
@@ -144,7 +158,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of each request")
     parser.add_argument("--each", type=int, default=2, help="instances of each service")
     parser.add_argument("--roles", nargs="+", default=["health-monitor", "scheduler", "executor", "gateway"])
-    parser.add_argument("--roll", action="store_true", help="to the previous release and back, under load")
+    parser.add_argument("--roll", action="store_true", help="what an operator does, under load")
     parser.add_argument("--profile", type=int, default=0, help="so many functions that cost most")
     given = parser.parse_args(arguments)
     reproducible.ensure()

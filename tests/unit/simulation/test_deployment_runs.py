@@ -15,7 +15,7 @@ def simulated(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_deployment_starts_answers_and_is_rolled_to_another_release_and_back() -> None:
+def test_a_deployment_starts_answers_and_does_what_its_operator_does() -> None:
     seen = simulated("--seed", "5", "--requests", "3", "--tokens", "8", "--roll")
     assert seen["whole"] >= 8
     assert seen["example"] == [bytes(stub_token(0, position) for position in range(8)).decode()]
