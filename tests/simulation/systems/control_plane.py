@@ -8,6 +8,7 @@ from typing import Any
 from tests.simulation.bugs.table import BUGS
 from tests.simulation.clients.client import Client, Plan
 from tests.simulation.clients.crowd import Crowd
+from tests.simulation.clients.registry import REGISTRY
 from tests.simulation.core.loop import Failure
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
@@ -31,6 +32,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
 """By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
 QUIET = 60.0
 """Virtual seconds after everything has ended, in which what was held must become free."""
+SERVED_WITHIN = 300.0
+"""Virtual seconds in which an undisturbed deployment serves its model."""
 LOOK = 5.0
 """Virtual seconds between two looks at who has what."""
 SECONDS = ("pause", "wait")
@@ -173,11 +176,15 @@ class ControlPlane:
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def _until_served(self) -> None:
-        """Until each gateway knows a model, where there is one."""
-        around = self.crowd.surroundings("operator")
-        for _ in self.deployment.gateways() if self.deployment.of("executor") else ():
-            while b'"stub"' not in (await around.insist("GET", "/v1/models"))[0].body:  # noqa: ASYNC110
-                await asyncio.sleep(0.5)
+        """Until each gateway knows the model that clients ask, where there is one. Raises `TimeoutError`."""
+        around, executors = self.crowd.surroundings("operator"), self.deployment.of("executor")
+        async with asyncio.timeout(SERVED_WITHIN):
+            if any(one.settings.get("takes_models") for one in executors):
+                entry = {"source": "simulated/stub", "least": len(executors), "most": len(executors)}
+                await around.insist("PUT", f"{REGISTRY}/{around.model}", entry)
+            for _ in self.deployment.gateways() if executors else ():
+                while around.model not in (await around.insist("GET", "/v1/models"))[0].body.decode():  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
 
     async def serve(self, plans: Sequence[ClientPlan]) -> None:
         await asyncio.gather(*(self._serve(plan) for plan in plans))
