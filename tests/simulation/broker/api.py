@@ -212,10 +212,14 @@ def _stream_purge(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
 
 def _msg_delete(js: "JetStream", rest: list[str], payload: bytes) -> Answer:
     stream, number = _stream(js, rest[0]), int(_body(payload).get("seq") or 0)
+    if not payload:
+        raise Refused(*BAD_REQUEST)
     if stream.config.deny_delete:
         raise Refused(500, 10057, "message delete not permitted")
     if number > stream.last_sequence:
         raise Refused(500, 10057, "stream store EOF")
+    if number < stream.first_sequence:
+        raise Refused(500, 10057, "no message found")
     if not stream.remove(number):
         raise Refused(400, 10043, f"sequence {number} not found")
     js.changed(stream)

@@ -196,11 +196,13 @@ class ConsumerConfig(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=Tr
 
     def changed(self, new: "ConsumerConfig") -> None:
         """Raises `Refused` where a consumer cannot get the `new` settings."""
-        for name, what in (("ack_policy", "ack policy"), ("deliver_policy", "deliver policy")):
+        for name, what in (
+            ("deliver_policy", "deliver policy"),
+            ("opt_start_seq", "start sequence"),
+            ("ack_policy", "ack policy"),
+        ):
             if getattr(self, name) != getattr(new, name):
                 raise Refused(500, 10012, f"{what} can not be updated")
-        if self.opt_start_seq != new.opt_start_seq:
-            raise Refused(500, 10012, "start sequence can not be updated")
 
     def as_dict(self) -> dict[str, Any]:
         made: dict[str, Any] = {

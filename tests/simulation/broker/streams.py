@@ -283,6 +283,8 @@ class Stream:
         gone = found[: max(0, len(found) - keep)] if keep else found
         for number in gone:
             self.remove(number)
+        if taken.literal is None and not taken.patterns and before > self.last_sequence:
+            self.last_sequence = before - 1  # nats-server goes on from there
         return len(gone)
 
     # --- what is there ---------------------------------------------------------------------------------

@@ -29,11 +29,14 @@ from tests.simulation.conformance.servers import Model, NatsServer, Server
 
 @asynccontextmanager
 async def both(
-    directory: Path, *, room: int = 0, twice: bool = False
+    directory: Path, *, room: int = 0, users: bool = False, twice: bool = False
 ) -> AsyncIterator[tuple[Server, Server]]:
     """nats-server, and what is held against it."""
     other: Callable[..., Server] = NatsServer if twice else Model
-    pair = (NatsServer(directory / "real", room=room), other(directory / "other", room=room))
+    pair = (
+        NatsServer(directory / "real", room=room, users=users),
+        other(directory / "other", room=room, users=users),
+    )
     for server in pair:
         await server.start()
     try:
@@ -46,13 +49,14 @@ async def both(
 async def run_corpus(scripts: Iterable[Script], *, twice: bool, show: bool) -> int:
     """The number of scripts that differ."""
     differ = 0
-    for room, group in itertools.groupby(scripts, key=lambda script: script.room):
+    for (room, users), group in itertools.groupby(scripts, key=lambda script: (script.room, script.users)):
         with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
-            async with both(Path(directory), room=room, twice=twice) as (real, other):
+            async with both(Path(directory), room=room, users=users, twice=twice) as (real, other):
                 for script in group:
                     began = time.perf_counter()
                     if show:
-                        for step, outcome in zip(script.steps, await Run(real).script(script), strict=True):
+                        outcomes = await Run(real, users=users).script(script)
+                        for step, outcome in zip(script.steps, outcomes, strict=True):
                             print(f"    {step}\n        {outcome}")
                     found = await compare(script, real, other)
                     differ += found is not None

@@ -60,7 +60,7 @@ _LIMITS = st.fixed_dictionaries(
         "max_msgs_per_subject": st.integers(1, 3),
         "max_bytes": st.sampled_from((100, 200, 400)),
         "discard": st.sampled_from(("old", "new")),
-        "retention": st.sampled_from(("limits", "workqueue", "interest")),
+        "retention": st.sampled_from(("limits", "workqueue")),
         "deny_delete": st.booleans(),
     },
 )
@@ -109,7 +109,7 @@ _CONSUMERS = st.sampled_from(("one", "two"))
 _CONSUMER = st.fixed_dictionaries(
     {"ack_policy": st.sampled_from(("explicit", "explicit", "none", "all")), "filter_subject": _FILTERS},
     optional={
-        "deliver_policy": st.sampled_from(("all", "last", "new", "last_per_subject")),
+        "deliver_policy": st.sampled_from(("all", "new", "last_per_subject")),
         "max_deliver": st.integers(1, 3),
         "max_ack_pending": st.integers(1, 2),
         "headers_only": st.just(True),

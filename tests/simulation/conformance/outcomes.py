@@ -22,6 +22,7 @@ _CONSUMER_CONFIG = (
     "flow_control", "idle_heartbeat", "num_replicas",
 )  # fmt: skip
 _CONSUMER_STATE = ("num_ack_pending", "num_redelivered", "num_waiting", "num_pending", "push_bound")
+_NO_JSON = "invalid JSON"
 _ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 _INBOX = re.compile(r"^_INBOX[A-Za-z_-]*\..*|^_inbox\..*")
 _TEXT_HEADERS = {"Nats-Time-Stamp": "<time>", "Nats-Expected-Last-Stream": None}
@@ -71,6 +72,8 @@ def text(data: bytes | None) -> str:
 def answer(given: Any) -> Any:
     """What JetStream's API has answered, in JSON."""
     if isinstance(given, dict):
+        if "error" in given:
+            return {"error": answer(given["error"])}
         kind = given.get("type", "")
         found = {name: value for name, value in given.items() if name not in _DROPPED}
         if "stream_name" in found and "config" in found:
@@ -80,6 +83,8 @@ def answer(given: Any) -> Any:
         return {name: answer(value) for name, value in found.items()}
     if isinstance(given, list):
         return [answer(value) for value in given]
+    if isinstance(given, str) and given.startswith(_NO_JSON):
+        return _NO_JSON  # and what Go says of it
     return given
 
 
@@ -87,20 +92,22 @@ _DROPPED = ("ts", "created", "time", "cluster", "domain", "api", "reserved_stora
 
 
 def stream(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the API's StreamInfo. Missing and zero are the same, as they are in Go."""
-    return {
-        "config": _chosen(info["config"], _STREAM_CONFIG),
-        "state": _chosen(info["state"], _STREAM_STATE),
-    }
+    """Of the API's StreamInfo. Missing and zero are the same, as they are in Go; so is where a stream begins that never
+    had a message."""
+    state = _chosen(info["state"], _STREAM_STATE)
+    if "last_seq" not in state:
+        state.pop("first_seq", None)
+    return {"config": _chosen(info["config"], _STREAM_CONFIG), "state": state}
 
 
 def consumer(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the API's ConsumerInfo. How far it is in its stream is left out: nobody reads it, and where nothing is to be
+    delivered nats-server moves it on or not."""
     config = _chosen(info["config"], _CONSUMER_CONFIG)
     found = {"stream": info["stream_name"], "config": config, **_chosen(info, _CONSUMER_STATE)}
     if "durable_name" in config:
         found["name"] = info["name"]
-    for name in ("delivered", "ack_floor"):
-        found[name] = _chosen(info.get(name) or {}, ("consumer_seq", "stream_seq"))
+    found["delivered"] = (info.get("delivered") or {}).get("consumer_seq", 0)
     return found
 
 

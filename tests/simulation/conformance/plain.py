@@ -130,6 +130,18 @@ class Plain:
     async def flush(self) -> None:
         await self._bus.flush()
 
+    async def refused(self, publish: str = "", subscribe: str = "") -> str:
+        """What the server says to somebody who has no right to it."""
+        if publish:
+            await self._client.publish(publish, b"x")
+        else:
+            await self._client.subscribe(subscribe)
+        async with asyncio.timeout(PATIENCE):
+            while "permissions" not in self._bus._last_error:  # noqa: ASYNC110  # nats-py has no event
+                await asyncio.sleep(0.01)
+        said, self._bus._last_error = self._bus._last_error, ""
+        return said
+
     async def server(self) -> Any:
         """What it says of itself that our code reads."""
         info = self._client._server_info

@@ -124,7 +124,9 @@ class Run:
         connected, self._connected = self._connected, {}
         for one in connected.values():
             await one.bus.close()
-        cleaner = await Bus.connect(self._server.settings("operator" if self._users else ""), "cleaner")
+        if self._users:
+            return  # none of whom may delete streams: the server is of this script alone
+        cleaner = await Bus.connect(self._server.settings(), "cleaner")
         try:
             await _delete_streams(cleaner)
         finally:
@@ -133,10 +135,9 @@ class Run:
 
 async def _delete_streams(bus: Bus) -> None:
     manager = bus.jetstream()
-    with contextlib.suppress(nats.errors.Error):  # as a user who must not
-        for info in await manager.streams_info():
-            with contextlib.suppress(NotFoundError):
-                await manager.delete_stream(info.config.name or "")
+    for info in await manager.streams_info():
+        with contextlib.suppress(NotFoundError):
+            await manager.delete_stream(info.config.name or "")
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,6 @@ SCRIPTS = (
         do("pages", stream="L", subject="l.>", ack_policy="none", headers_only=True),
         do("stored_many", subject="l.many", count=600),
         do("pages", stream="L", subject="l.many", ack_policy="none", mem_storage=True),
-        do("stream_info", name="L"),
     ),
     _on_log(
         "a reading begins where it is told",
