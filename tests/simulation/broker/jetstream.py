@@ -293,7 +293,7 @@ class JetStream:
             self.disk.changed(stream)
 
     def _acknowledge(self, tokens: list[str], reply: str, payload: bytes) -> None:
-        stream = self.streams.get(tokens[2])
+        stream = self.streams.get(tokens[2]) if len(tokens) == 9 and tokens[5].isdigit() else None
         consumer = stream.watchers.get(tokens[3]) if stream is not None else None
         if stream is None or not isinstance(consumer, Consumer):
             return

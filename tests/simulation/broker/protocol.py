@@ -24,6 +24,14 @@ PING_INTERVAL = 120.0
 MOST_PINGS = 2
 
 
+LEAST_PARTS = {b"PUB": 2, b"HPUB": 3, b"SUB": 2, b"UNSUB": 1}
+"""What follows a verb."""
+
+
+class Malformed(Exception):
+    """A line that does not say what it must."""
+
+
 class Subscription:
     __slots__ = ("connection", "left", "queue", "sid", "subject")
 
@@ -136,11 +144,15 @@ class Connection(asyncio.Protocol):
         at, end = 0, len(data)
         while at < end and not self._transport.is_closing():
             line_end = data.find(b"\r\n", at)
-            if line_end < 0:
-                if end - at > MOST_LINE:
-                    self.close("Maximum Control Line Exceeded", "Maximum Control Line Exceeded")
+            if (end if line_end < 0 else line_end) - at > MOST_LINE:
+                self.close("Maximum Control Line Exceeded", "Maximum Control Line Exceeded")
+            if line_end < 0 or self._transport.is_closing():
                 break
-            taken = self._line(data, at, line_end)
+            try:
+                taken = self._line(data, at, line_end)
+            except Malformed:
+                self.close("Protocol Violation", "Parser Error")
+                break
             if not taken:
                 break
             at = taken
@@ -150,24 +162,27 @@ class Connection(asyncio.Protocol):
     def _line(self, data: bytes, at: int, line_end: int) -> int:
         """Where the next line begins; 0: this one is not all there yet."""
         verb, _, rest = data[at:line_end].partition(b" ")
+        parts = rest.split() if verb in LEAST_PARTS else []
+        if len(parts) < LEAST_PARTS.get(verb, 0):
+            raise Malformed
         if verb in (b"PUB", b"HPUB"):
-            return self._message(verb, rest.split(), data, line_end + 2)
+            return self._message(verb, parts, data, line_end + 2)
         if verb == b"PING":
             self.send(b"PONG\r\n")
         elif verb == b"PONG":
             self._pings = 0
         elif verb == b"SUB":
-            self._subscribe(rest.split())
+            self._subscribe(parts)
         elif verb == b"UNSUB":
-            self._unsubscribe(rest.split())
+            self._unsubscribe(parts)
         elif verb == b"CONNECT":
-            self._connect(json.loads(rest))
+            self._connect(rest)
         else:
             self.close("Protocol Violation", "Unknown Protocol Operation")
         return line_end + 2
 
     def _message(self, verb: bytes, parts: list[bytes], data: bytes, start: int) -> int:
-        whole = int(parts[-1])
+        whole = _number(parts[-1])
         if whole > self.server.max_payload:
             self.close("Maximum Message Payload Exceeded", "Maximum Payload Violation")
             return start
@@ -177,7 +192,7 @@ class Connection(asyncio.Protocol):
         if not self._known:
             self._refuse()
             return end + 2
-        head = start + int(parts[-2]) if verb == b"HPUB" else start
+        head = start + _number(parts[-2]) if verb == b"HPUB" else start
         fields = len(parts) - (1 if verb == b"PUB" else 2)
         reply = parts[1].decode() if fields > 1 else ""
         subject = parts[0].decode()
@@ -200,7 +215,11 @@ class Connection(asyncio.Protocol):
     def _refuse(self) -> None:
         self.close("Authentication Failure", "Authorization Violation")
 
-    def _connect(self, options: dict[str, Any]) -> None:
+    def _connect(self, text: bytes) -> None:
+        try:
+            options: dict[str, Any] = json.loads(text)
+        except ValueError:
+            raise Malformed from None
         user = self.server.authenticate(options.get("user") or "", options.get("pass") or "")
         if user is None:
             self._refuse()
@@ -247,6 +266,12 @@ class Connection(asyncio.Protocol):
         if subscription is None:
             return
         if len(parts) > 1:
-            subscription.left = int(parts[1])  # of those that come: nats-py counts what came itself
+            subscription.left = _number(parts[1])  # of those that come: nats-py counts what came itself
         else:
             self.server.unsubscribe(subscription)
+
+
+def _number(text: bytes) -> int:
+    if not text.isdigit():
+        raise Malformed
+    return int(text)

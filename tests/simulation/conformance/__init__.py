@@ -4,5 +4,5 @@
           └──▶ the same                         ──▶ the model   ──▶ outcomes ─┴──▶ differences
 
 Where they differ, the model is wrong. What order nats-server guarantees, and what the model may therefore draw, is
-said in `tests/simulation/broker/README.md`.
+said in `tests/simulation/broker/__init__.py`.
 """
