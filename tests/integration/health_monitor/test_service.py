@@ -171,11 +171,12 @@ async def test_hosts_are_written_and_forgotten_as_services_are(
     host = HostBeat(memory=100, models=[HostModel("m", "loading")], takes_models=True)
     beat = Heartbeat("executor", "empty", 1, "ready", host=host)
     async with running(nats_settings):
-        await bus.publish(subjects.beats("executor", "empty"), beat)
         seen: list[str] = []
         async with asyncio.timeout(15):
             async for update in bucket.watch():
-                if update is not None:
+                if update is None:  # it watches: nothing that is written and deleted from now on is missed
+                    await bus.publish(subjects.beats("executor", "empty"), beat)
+                else:
                     seen.append("forgotten" if update[1] is None else update[1].state)
                     assert update[1] is None or update[1].host == host
                 if seen[-1:] == ["forgotten"]:
