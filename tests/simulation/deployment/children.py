@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.simulation.core.processes import CURRENT
 from tests.simulation.core.world import World
+from tests.simulation.deployment import versions
 
 LONGEST_LINE = 1 << 22
 
@@ -77,6 +78,7 @@ class Child:
         """The parent's end too; only its end ever comes."""
         self.process = family.world.start(name, CURRENT.get().host, self._run)
         self.process.on_end = self._on_end
+        versions.inherit(CURRENT.get(), self.process)
         self.pid = self.process.pid
         self.commands = asyncio.StreamReader(LONGEST_LINE)
         """The child's end."""
@@ -117,6 +119,7 @@ class Child:
     def _on_end(self) -> None:
         """Outside of all processes. What it wrote before arrives first."""
         self._family.forget(self)
+        versions.forget(self.process)
         self._told.close()
         self._world.loop.call_soon(self._reaped, context=self._above)
 

@@ -168,6 +168,7 @@ class Deployment:
 
     def _ended(self, member: Member, process: Process) -> None:
         """However it came; the supervisor sees it."""
+        versions.forget(process)
         if member.process is not process:
             return
         member.service = None
@@ -193,7 +194,11 @@ class Deployment:
         if (timer := self._restarts.pop(member.name, None)) is not None:
             timer.cancel()
         self._terminate(member)
-        await member.until(lambda: not member.running, within)
+        try:
+            await member.until(lambda: not member.running, within)
+        except TimeoutError:
+            self.kill(member)  # as Kubernetes does after its grace period
+            raise
 
     def _terminate(self, member: Member) -> None:
         if member.running and member.service is not None:
@@ -203,10 +208,13 @@ class Deployment:
 
     async def restart(self, member: Member, *, version: str = "", **changes: Any) -> None:
         """In good order, perhaps as another version or with other settings; returns once it is ready."""
-        await self.drain(member)
-        member.version = version or member.version
-        member.settings |= changes
-        await self.start(member)
+        try:
+            await self.drain(member)
+        finally:
+            member.version = version or member.version
+            member.settings |= changes
+            self.begin(member)
+        await self.ready(member)
 
     async def roll(self, *roles: str, version: str = "", **changes: Any) -> None:
         """A rolling restart of all services, or of those of some roles: one after the other."""

@@ -72,6 +72,12 @@ def speak(process: Process, version: str) -> None:
     _Spoken.old.add(process)
 
 
+def inherit(parent: Process, child: Process) -> None:
+    """A child is of its parent's release."""
+    if parent in _Spoken.old:
+        _Spoken.old.add(child)
+
+
 def forget(process: Process) -> None:
     """It has ended."""
     _Spoken.old.discard(process)

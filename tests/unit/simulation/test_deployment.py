@@ -41,10 +41,15 @@ def test_the_previous_release_lacks_the_newest_fields() -> None:
         assert versions.without_news(beat) == HostBeat(models=[HostModel("m", "cold")])
         same = {"a": (1, "b"), "c": None}
         assert versions.without_news(same) == same
+        child, other = Process("child", Host("there")), Process("other", Host("there"))
+        versions.inherit(process, child)
+        versions.inherit(other, Process("its child", Host("there")))
+        assert versions._Spoken.old == {process, child}
         with pytest.raises(ValueError, match="no release 'next'"):
             versions.speak(process, "next")
     finally:
         versions.forget(process)
+        versions.forget(child)
 
 
 def test_a_list_of_new_fields_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
