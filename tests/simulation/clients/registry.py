@@ -80,7 +80,7 @@ class Models(Client):
 
 
 class Operator:
-    """Who makes and revokes keys; a process of its own. Methods raise `BrokerUnavailable`."""
+    """Who makes and revokes keys; in a process of its own. Methods raise `BrokerUnavailable`."""
 
     def __init__(self, settings: CommonSettings, history: History) -> None:
         self._settings, self._history = settings, history

@@ -68,7 +68,9 @@ class Session(Client):
         name, found = self.decoded(await self._message(socket))
         request = waiting.get(int(name))
         if request is None:
-            self.wrong(f"a message for {name!r} came, which had ended")
+            late = isinstance(found, Refused) and found.code in ("unknown_id", "3")
+            if not late:  # it was cancelled when it had just ended, and both messages met on their way
+                self.wrong(f"a message for {name!r} came, which had ended: {found}")
             return
         if isinstance(found, Refused):
             del waiting[int(name)]

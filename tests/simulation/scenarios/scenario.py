@@ -58,6 +58,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many of each role."""
     settings: dict[str, dict[str, Parameter]] = {}
     """By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`)."""
+    tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
+    """With an API key each, which clients share in turn; 0: nobody needs a key."""
     clients: dict[str, ClientRate] = {}
     faults: dict[str, FaultRate] = {}
     between_awaits: Share = 0.3

@@ -5,10 +5,12 @@ import math
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
+from shared.config import CommonSettings
+from shared.keys import KeyLimits, NewKey
 from tests.simulation.bugs.table import BUGS
 from tests.simulation.clients.client import Client, Plan
 from tests.simulation.clients.crowd import Crowd
-from tests.simulation.clients.registry import REGISTRY
+from tests.simulation.clients.registry import REGISTRY, Operator
 from tests.simulation.core.loop import Failure
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
@@ -36,6 +38,10 @@ SERVED_WITHIN = 300.0
 """Virtual seconds in which an undisturbed deployment serves its model."""
 LOOK = 5.0
 """Virtual seconds between two looks at who has what."""
+LIMITS = KeyLimits(requests_per_minute=600, concurrent=4)
+"""Of the keys of clients that ask for more than they may."""
+REVOKED_AFTER = 20.0
+"""Virtual seconds that the key of a client is good that probes whether it still is."""
 SECONDS = ("pause", "wait")
 """Of plans: what may have fractions."""
 
@@ -61,6 +67,8 @@ class ControlPlane:
         self._store, self._records = StoreLog(), Records(transitions)
         watch_store(self._stored)
         self._watch = Watch(self.crowd.history, promises())
+        self._keys: list[tuple[str, NewKey]] = []
+        """By tenant."""
         self._holdings, self._readings = Holdings(), list[Reading]()
         self._operations = asyncio.Lock()
         self._found: list[Broken] = []
@@ -173,6 +181,9 @@ class ControlPlane:
     async def start(self) -> None:
         await self.deployment.start()
         await self._until_served()
+        for number in range(self._scenario.tenants):
+            tenant = f"tenant-{number + 1}"
+            self._keys.append((tenant, await self._made_key(tenant)))
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def _until_served(self) -> None:
@@ -192,7 +203,10 @@ class ControlPlane:
     async def _serve(self, plan: ClientPlan) -> None:
         await asyncio.sleep(plan.at)
         spans = {name: _whole(name, span) for name, span in plan.parameters.items()}
-        client = self.crowd.add(plan.client, Plan(requests=plan.requests, **spans), name=plan.name)
+        tenant, key = await self._key_of(plan)
+        token = key.token if key is not None else ""
+        made = Plan(requests=plan.requests, **spans)
+        client = self.crowd.add(plan.client, made, name=plan.name, tenant=tenant, token=token)
         over = asyncio.get_running_loop().create_future()
 
         async def main(client: Client = client) -> None:
@@ -201,6 +215,37 @@ class ControlPlane:
 
         self._start_client(plan.name, main)
         await over
+
+    # --- keys ------------------------------------------------------------------------------------------
+
+    async def _key_of(self, plan: ClientPlan) -> tuple[str, NewKey | None]:
+        """The tenant and the key of a client. Who tries limits, or whether a key still holds, has one of its own."""
+        if not self._keys:
+            return "", None
+        tenant, key = self._keys[plan.seed % len(self._keys)]
+        if plan.client == "limited":
+            key = await self._made_key(tenant, plan.name, limits=LIMITS)
+        elif plan.client == "probing":
+            key = await self._made_key(tenant, plan.name, revoked_after=REVOKED_AFTER)
+        return tenant, key
+
+    async def _made_key(
+        self, tenant: str, name: str = "", *, revoked_after: float = 0.0, **fields: object
+    ) -> NewKey:
+        """As `ryzanstein keys` makes one, in a process of its own, which may revoke it later."""
+        made = asyncio.get_running_loop().create_future()
+
+        async def main() -> None:
+            operator = Operator(CommonSettings(nats_url=self.deployment.nats_url), self.crowd.history)
+            made.set_result(await operator.make(tenant, manage_models=True, **fields))
+            if revoked_after:
+                await asyncio.sleep(revoked_after)
+                await operator.revoke(made.result())
+            await operator.close()
+
+        self._start_client(f"operator-{name or tenant}", main)
+        key: NewKey = await made
+        return key
 
     async def settle(self) -> None:
         await self.deployment.ready()
