@@ -12,7 +12,7 @@ from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import make_served_model
 from tests.integration.executor.test_trained_twice import job_fields, trained_to
-from tests.integration.executor.training_cluster import Cluster
+from tests.integration.executor.training_cluster import EAGER_EXECUTOR, Cluster
 
 STEPS = 64
 """Many more than there are before the last kill: two epochs of batches of two."""
@@ -35,7 +35,7 @@ async def test_whoever_is_killed_two_hosts_make_the_adapter_of_an_undisturbed_ru
 
         async def host(name: str) -> None:
             arguments = (*chosen.split(), "--training-state-interval", "0")
-            await cluster.begin(name, "services.executor", *arguments)
+            await cluster.begin(name, EAGER_EXECUTOR, *arguments)
 
         await host("host-0")
         await cluster.submit("calm", **fields)

@@ -17,7 +17,7 @@ from shared.messages.training import Hyperparameters, TrainingJob
 from shared.nats.adapters import CONFIG, WEIGHTS, AdapterFiles
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, MODEL, make_served_model
-from tests.integration.executor.training_cluster import Cluster
+from tests.integration.executor.training_cluster import EAGER_EXECUTOR, Cluster
 
 EXAMPLES, EPOCHS, BATCH = 16, 2, 2
 KILLS = 2
@@ -47,7 +47,7 @@ async def test_the_adapter_is_that_of_an_undisturbed_run(
             )
             await cluster.begin(
                 name,
-                "services.executor",
+                EAGER_EXECUTOR,
                 *arguments,
                 "--training-state-interval",
                 "0",

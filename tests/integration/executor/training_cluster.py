@@ -25,6 +25,7 @@ from shared.nats.training import TrainingEvents, training_jobs, training_objects
 from tests.processes import ServiceProcess, service_process
 
 TENANT = "acme"
+EAGER_EXECUTOR = "tests.integration.executor.eager_training"
 SOON = 180.0
 """Seconds in which what is to happen happens, on a machine that has other work."""
 
