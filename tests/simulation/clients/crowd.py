@@ -17,6 +17,7 @@ KINDS: dict[str, type[Client]] = {
     for one in (
         streams.Stream,
         streams.Completion,
+        streams.Hasty,
         streams.Slow,
         streams.Leaving,
         streams.Cancelling,

@@ -2,6 +2,7 @@
 
 stream       reads to the end; what breaks is resumed behind the last event, at any gateway
 completion   the same of /v1/completions
+hasty        moves on after 3 s of silence, and lets nobody wait long for it
 slow         stops reading in between, as long as it likes
 leaving      goes away in the middle and does not come back
 cancelling   says so: DELETE /v1/generations/{id}
@@ -24,6 +25,8 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 class Stream(Client):
     kind: ClassVar[str] = "stream"
     path: ClassVar[str] = CHAT
+    headers: ClassVar[dict[str, str]] = HEADERS
+    silence: ClassVar[float] = SILENCE
 
     def made(self) -> tuple[dict[str, Any], Wanted]:
         body, wanted = self.chat()
@@ -37,7 +40,7 @@ class Stream(Client):
         """Of this gateway, to the end. Raises `Lost`, `Refused`."""
         async with self.asked(gateway, request) as asked:
             ended = False
-            async for position, data in events_of(asked):
+            async for position, data in events_of(asked, self.silence):
                 await self.between(request, asked)
                 if data == b"[DONE]":
                     ended = True
@@ -56,7 +59,7 @@ class Stream(Client):
             return exchange(gateway, "GET", path, None, headers, self.around.token)
         request.begin_again()
         body = {**request.body, "stream": True}
-        return exchange(gateway, "POST", self.path, body, HEADERS, self.around.token)
+        return exchange(gateway, "POST", self.path, body, self.headers, self.around.token)
 
     async def between(self, request: Request, asked: Exchange) -> None:
         """Before an event is taken."""
@@ -69,6 +72,22 @@ class Completion(Stream):
     def made(self) -> tuple[dict[str, Any], Wanted]:
         body, wanted = self.drawn(self.seed())
         return {**body, "prompt": self.words(), "stream_options": {"include_usage": True}}, wanted
+
+
+class Hasty(Stream):
+    """Goes elsewhere after a few seconds of silence, and soon nobody waits for it where it was."""
+
+    kind: ClassVar[str] = "hasty"
+    headers: ClassVar[dict[str, str]] = {"X-Ryzanstein-Background": "8"}
+    silence: ClassVar[float] = 3.0
+
+    async def read(self, gateway: str, request: Request, tried: Try) -> None:
+        try:
+            await super().read(gateway, request, tried)
+        except Refused:
+            if tried.resumes:  # it has come too late: it begins anew
+                request.identity, request.position = "", ""
+            raise
 
 
 class Slow(Stream):

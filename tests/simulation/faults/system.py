@@ -11,6 +11,7 @@ ROLES = ("gateway", "scheduler", "health-monitor", "executor", "broker")
 CLIENTS = (
     "stream",
     "completion",
+    "hasty",
     "slow",
     "leaving",
     "cancelling",

@@ -32,6 +32,8 @@ from tests.simulation.systems.transitions import Transitions
 
 DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
 """By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
+NEWS = 2.0
+"""Virtual seconds until every gateway has heard what the health monitors have written."""
 QUIET = 60.0
 """Virtual seconds after everything has ended, in which what was held must become free."""
 SERVED_WITHIN = 300.0
