@@ -2,7 +2,7 @@
 
     process, host   kill, pause, power_loss, skew, clock_jump
     network         cut, cut_one_way, isolate, slow, lossy, reset
-    ring            rank_crash, rank_hang
+    executor        rank_crash, rank_fault, rank_hang, trainer_crash
     broker          store_full, slow_consumer
     operator        drain, rolling_restart, upgrade
 
@@ -196,7 +196,9 @@ _NETWORK = (
     ),
 )
 _RINGS = (
-    Kind("rank_crash", "loses a rank", ("executor",), _operate),
+    Kind("rank_crash", "loses its ranks", ("executor",), _operate),
+    Kind("rank_fault", "has ranks that end by a fault of their own (SIGSEGV)", ("executor",), _operate),
+    Kind("trainer_crash", "loses its trainer", ("executor",), _operate),
     Kind("rank_hang", "has a rank that hangs", ("executor",), _operate, _end, (1.0, 12.0)),
 )
 _BROKER = (

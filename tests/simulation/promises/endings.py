@@ -15,6 +15,8 @@ AFTERMATH = 30.0
 """Seconds after a fault in which a gateway that has only just started, or has lost its broker, may refuse."""
 NEVER = ("internal_error",)
 """Codes that no page allows."""
+FATAL = "fatal_request"
+"""Of one that seems to end the rings that compute it."""
 AT_THEIR_OWN_PACE = ("slow", "limited")
 """Kinds of clients that make themselves wait."""
 
@@ -55,7 +57,7 @@ class AllowedRefusals(Promise):
 
     def after(self, evidence: Evidence) -> Iterator[Finding]:
         for request in evidence.history.requests:
-            if request.fault:
+            if request.fault and not (FATAL in request.fault and self._looks_guilty(evidence, request)):
                 yield f"{request.name}: {request.fault}.", request.identity or request.name
             for tried in request.tries:
                 if tried.ending == "refused" and not self._allowed(evidence, request, tried):
@@ -65,11 +67,19 @@ class AllowedRefusals(Promise):
                     )
                     yield told, request.identity or request.name
 
+    def _looks_guilty(self, evidence: Evidence, request: Request) -> bool:
+        """Two rings, one of which may have computed it alone, have ended by a fault of their own meanwhile."""
+        until = evidence.now if request.ended < 0 else request.ended
+        faults = evidence.during(request.started, until, AFTERMATH)
+        return sum(one.name == "rank_fault" for one in faults) > 1
+
     def _allowed(self, evidence: Evidence, request: Request, tried: Try) -> bool:
         if tried.code in NEVER:
             return False
         if tried.code == request.wanted.refusal or request.cancel_asked:
             return True
+        if tried.code == FATAL:
+            return self._looks_guilty(evidence, request)
         if tried.status == 429:
             return request.kind == "limited"
         if tried.code.startswith("model_") and request.kind == "models":

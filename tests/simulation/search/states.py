@@ -60,9 +60,9 @@ MACHINES: dict[str, Machine] = {
         {
             NEW: ("starting", "ready", "busy", "hung", "draining"),
             "starting": ("ready", "busy", "hung", "draining", "gone"),
-            "ready": ("busy", "hung", "draining", "gone"),
-            "busy": ("ready", "hung", "draining", "gone"),
-            "hung": ("ready", "busy", "draining", "gone"),
+            "ready": ("busy", "hung", "draining", "gone", "starting"),  # its next ring
+            "busy": ("ready", "hung", "draining", "gone", "starting"),
+            "hung": ("ready", "busy", "draining", "gone", "starting"),
             "draining": ("gone",),
             "gone": ("starting", "ready", "busy"),  # it comes back under its name
         },
@@ -76,7 +76,7 @@ MACHINES: dict[str, Machine] = {
             "loading": ("sleeping", "failed", "stored"),
             "sleeping": ("loading", "stored"),
             "failed": ("loading", "downloading", "stored"),
-            "stored": ("loading", "downloading"),
+            "stored": ("loading", "downloading", "sleeping"),
         },
     ),
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import signal
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,6 +125,14 @@ class ControlPlane:
         for rank in self._ranks(target):
             self.world.kill(rank)
 
+    async def _rank_fault(self, target: str) -> None:
+        for rank in self._ranks(target):
+            self.world.kill(rank, -signal.SIGSEGV)
+
+    async def _trainer_crash(self, target: str) -> None:
+        for trainer in self._children(target, "trainer"):
+            self.world.kill(trainer)
+
     async def _rank_hang(self, target: str) -> None:
         for rank in self._ranks(target):
             self.world.pause(rank)
@@ -134,8 +143,10 @@ class ControlPlane:
 
     def _ranks(self, target: str) -> list[Process]:
         """Of a host: the processes of its rings."""
-        host = self.deployment.members[target].host
-        return [one for one in self.world.processes if one.host is host and one.alive and one.name != target]
+        return self._children(target, "rank")
+
+    def _children(self, target: str, kind: str) -> list[Process]:
+        return [one for one in self.world.processes if one.alive and one.name == f"{target}/{kind}"]
 
     async def _store_full(self, target: str) -> None:
         disk_of(self.deployment.members[target].host).full = True

@@ -232,6 +232,11 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         "nothing was wrong there",
         lambda: evidence(refused("unavailable"), faults=[Fault("kill", "gateway-2", 99, 101)]),
     ),
+    (
+        "allowed_refusals",
+        "fatal_request, and nothing",
+        lambda: evidence(refused("fatal_request", 400), faults=[Fault("rank_fault", "executor-1", 99, 101)]),
+    ),
     ("allowed_refusals", "429", lambda: evidence(refused("queue_full", 429))),
     (
         "allowed_refusals",
