@@ -24,6 +24,10 @@ RERUN_FAILED ?=
 # make chaos: how long random faults come, and which.
 MINUTES ?=
 SEED ?=
+# make simulate: how many seeds, from SEED on, of which scenario.
+SEEDS ?= 100
+SCENARIO ?= everything
+BUGS ?=
 # make fuzz: requests for each operation.
 EXAMPLES ?= 1000
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
@@ -142,6 +146,12 @@ chaos: $(INSTALLED) ## Break everything under load, check every token (make chao
 	else \
 	  $(BIN)/pytest tests/chaos -m "" $(ARGS); \
 	fi
+
+# BUGS: names of mended bugs that are put back (python -m tests.simulation list).
+.PHONY: simulate
+simulate: $(INSTALLED) ## Simulate the control plane with faults (make simulate SEEDS=1000 SCENARIO=streams MINUTES=30)
+	@$(BIN)/python -m tests.simulation search --scenario $(SCENARIO) --seeds $(SEEDS) $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(SEED),--first $(SEED)) $(foreach bug,$(BUGS),--bug $(bug)) --coverage $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (make fuzz EXAMPLES=5000 SEED=7)
