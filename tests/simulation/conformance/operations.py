@@ -29,8 +29,6 @@ class Script:
     needed_by: str
     """The modules that depend on what it asks."""
     steps: tuple[Step, ...]
-    timed: bool = False
-    """Its outcome depends on times, which a machine that stood still may have missed: it is tried again."""
     room: int = 0
     """Bytes that the server has for its streams; 0: as much as it likes."""
     users: bool = False

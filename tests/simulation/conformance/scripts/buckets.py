@@ -3,9 +3,9 @@
 from tests.simulation.conformance.operations import Script, Step, do, script
 
 
-def _in_bucket(name: str, needed_by: str, *steps: Step, timed: bool = False, **config: object) -> Script:
+def _in_bucket(name: str, needed_by: str, *steps: Step, **config: object) -> Script:
     """On a bucket `B`."""
-    return script(name, needed_by, do("create_kv", bucket="B", **config), *steps, timed=timed)
+    return script(name, needed_by, do("create_kv", bucket="B", **config), *steps)
 
 
 SCRIPTS = (
@@ -121,7 +121,6 @@ SCRIPTS = (
         do("kv_create", bucket="B", key="x", value="2"),
         do("kv_updates", name="w", count=1),
         ttl=1.0,
-        timed=True,
     ),
     _in_bucket(
         "watchers of keys by their tokens",

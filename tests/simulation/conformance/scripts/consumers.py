@@ -5,7 +5,7 @@ from tests.simulation.conformance.operations import Script, Step, do, script
 _DURABLE = {"durable": "worker", "ack_policy": "explicit", "max_ack_pending": -1}
 
 
-def _on_queue(name: str, needed_by: str, *steps: Step, timed: bool = False) -> Script:
+def _on_queue(name: str, needed_by: str, *steps: Step) -> Script:
     """On a work queue `Q` of `q.>`, with three messages."""
     return script(
         name,
@@ -13,11 +13,10 @@ def _on_queue(name: str, needed_by: str, *steps: Step, timed: bool = False) -> S
         do("add_stream", name="Q", subjects=["q.>"], retention="workqueue"),
         *(do("stored", subject=f"q.{kind}", data=str(number)) for number, kind in enumerate("aba")),
         *steps,
-        timed=timed,
     )
 
 
-def _on_log(name: str, needed_by: str, *steps: Step, timed: bool = False) -> Script:
+def _on_log(name: str, needed_by: str, *steps: Step) -> Script:
     """On a stream `L` of `l.>`, with four messages."""
     return script(
         name,
@@ -25,7 +24,6 @@ def _on_log(name: str, needed_by: str, *steps: Step, timed: bool = False) -> Scr
         do("add_stream", name="L", subjects=["l.>"]),
         *(do("stored", subject=f"l.{kind}", data=str(number)) for number, kind in enumerate("abac")),
         *steps,
-        timed=timed,
     )
 
 
@@ -77,7 +75,6 @@ SCRIPTS = (
         do("ack", place=0),
         do("stream_info", name="Q", subjects=">"),
         do("consumer_info", stream="Q", consumer="worker"),
-        timed=True,
     ),
     _on_queue(
         "one that is being worked on is not given away",
@@ -88,7 +85,6 @@ SCRIPTS = (
         do("acknowledge", place=0, kind="+WPI"),
         do("fetch", name="w"),
         do("fetch", name="w"),
-        timed=True,
     ),
     _on_queue(
         "no more than so many times",
@@ -116,7 +112,6 @@ SCRIPTS = (
         do("received", name="pulled", count=1),
         do("consumer_info", stream="Q", consumer="worker"),
         do("left", name="pulled"),
-        timed=True,
     ),
     _on_queue(
         "a pull that does not wait, one of what is not there, and of nobody",
@@ -304,7 +299,6 @@ SCRIPTS = (
         do("pause", seconds=2.5),
         do("pull_info", name="s"),
         do("stream_info", name="L"),
-        timed=True,
     ),
     _on_log(
         "a watcher's consumer: in order, with what is left, and then what comes",

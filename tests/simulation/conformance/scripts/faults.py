@@ -45,7 +45,6 @@ def _restarted(how: str, *, kill: bool) -> Script:
         do("ack", place=1),
         do("stream_info", name="INTAKE", subjects=">"),
         do("publish_durable", subject="intake.batch.m", group="three"),
-        timed=True,
     )
 
 
@@ -70,7 +69,6 @@ SCRIPTS = (
         do("ack", place=1),
         do("ack", place=2),
         do("stream_info", name="Q"),
-        timed=True,
     ),
     script(
         "readings and watchers that are not durable are gone after a restart",

@@ -3,10 +3,10 @@
 from tests.simulation.conformance.operations import Script, Step, do, script
 
 
-def _in_bucket(name: str, needed_by: str, *steps: Step, timed: bool = False, **options: object) -> Script:
+def _in_bucket(name: str, needed_by: str, *steps: Step, **options: object) -> Script:
     """On a bucket `sessions`, opened by two."""
     opened = tuple(do("bucket", by, name="sessions", **options) for by in "ab")
-    return script(name, needed_by, *opened, *steps, timed=timed)
+    return script(name, needed_by, *opened, *steps)
 
 
 SCRIPTS = (

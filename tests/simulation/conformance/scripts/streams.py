@@ -9,11 +9,9 @@ _THREE = (
 )
 
 
-def _on_stream(name: str, needed_by: str, *steps: Step, timed: bool = False, **config: object) -> Script:
+def _on_stream(name: str, needed_by: str, *steps: Step, **config: object) -> Script:
     """On a stream `S` of `s.>`."""
-    return script(
-        name, needed_by, do("add_stream", name="S", subjects=["s.>"], **config), *steps, timed=timed
-    )
+    return script(name, needed_by, do("add_stream", name="S", subjects=["s.>"], **config), *steps)
 
 
 SCRIPTS = (
@@ -211,7 +209,6 @@ SCRIPTS = (
         do("get_last", stream="S", subject="s.a"),
         max_age=1.0,
         duplicate_window=1.0,
-        timed=True,
     ),
     script(
         "what cannot be read is refused with a reason",
