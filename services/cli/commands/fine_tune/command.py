@@ -305,7 +305,7 @@ def _action(name: str, about: str) -> None:
 
 
 _action("cancel", "End a job; the checkpoints that it has made are kept.")
-_action("pause", "Have a job stop after the step that is under way, and keep where it was.")
+_action("pause", "Have a job stop, and keep the steps that are done.")
 _action("resume", "Have a paused job go on where it was.")
 
 
