@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from shared.config import CommonSettings
+from shared.errors import RyzansteinError
 from shared.keys import KeyRecord, NewKey, new_key
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -80,7 +81,7 @@ class Models(Client):
 
 
 class Operator:
-    """Who makes and revokes keys; in a process of its own. Methods raise `BrokerUnavailable`."""
+    """Who makes and revokes keys; in a process of its own. It tries again while the broker does not answer."""
 
     def __init__(self, settings: CommonSettings, history: History) -> None:
         self._settings, self._history = settings, history
@@ -91,16 +92,25 @@ class Operator:
             self._bus = await Bus.connect(self._settings, "simulated operator")
         return await Bucket.open(self._bus, subjects.KEYS_BUCKET, KeyRecord)
 
+    async def _put(self, identity: str, record: KeyRecord) -> None:
+        """Returns once it is written."""
+        while True:
+            try:
+                await (await self._keys()).put(identity, record)
+            except RyzansteinError:
+                await asyncio.sleep(1.0)
+            else:
+                return
+
     async def make(self, tenant: str, **fields: object) -> NewKey:
         """`fields`: as of `new_key`."""
         key = new_key(tenant, time.time(), **fields)  # type: ignore[arg-type]
-        await (await self._keys()).put(key.identity, key.record)
+        await self._put(key.identity, key.record)
         return key
 
     async def revoke(self, key: NewKey) -> KeySeen:
-        """Returns once it is written."""
         record = msgspec.structs.replace(key.record, revoked=time.time())
-        await (await self._keys()).put(key.identity, record)
+        await self._put(key.identity, record)
         seen = KeySeen(key.identity, asyncio.get_running_loop().time(), key.record.tenant)
         self._history.keys.append(seen)
         return seen
