@@ -196,6 +196,8 @@ class Member:
         if subject.startswith("$JS.API.DIRECT."):
             return api.direct(self.local, subject.split(".")[2:], reply, payload)
         leader = self.cluster.leaders.get(where)
+        if leader is not None and self.cluster.members.get(leader.name) is not leader:
+            leader = None  # it was another life of that server, whose subscriptions have ended with it
         if leader is self:
             return self._lead(subject, reply, header, payload)
         if leader is not None and leader.name in self.routes:
