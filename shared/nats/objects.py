@@ -127,16 +127,25 @@ class Objects:
         """Stores what `parts` yields as `name`; returns its bytes. `nuid`: a name that was never used before.
 
         `fresh`: if the object is there already, that one stays. Raises `PayloadTooLarge` beyond `limit` bytes
-        (0: any number), `StorageFull`, and whatever `parts` raises; then nothing of it is left.
+        (0: any number), `StorageFull`, and whatever `parts` raises; then nothing of it is left. Who is cancelled, or
+        loses the broker, while its name is stored may have stored it: then it is whole.
         """
         try:
             size, count, digest = await self._write_chunks(nuid, parts, limit)
-            if await self._write_meta(name, nuid, size, count, digest, fresh):
-                return size
+            old = await self.info(name)
         except BaseException:
             await self._try_to_purge(nuid)
             raise
-        await self._try_to_purge(nuid)
+        if fresh and old is not None:
+            await self._try_to_purge(nuid)
+            return size
+        try:
+            await self._write_meta(name, nuid, size, count, digest)
+        except StorageFull:
+            await self._try_to_purge(nuid)
+            raise
+        if old is not None and old.nuid != nuid:
+            await self._try_to_purge(old.nuid)
         return size
 
     async def put(self, name: str, data: bytes, *, fresh: bool = False) -> None:
@@ -162,13 +171,7 @@ class Objects:
             count += 1
         return size, count, digest.digest()
 
-    async def _write_meta(
-        self, name: str, nuid: str, size: int, count: int, digest: bytes, fresh: bool
-    ) -> bool:
-        """False when `fresh` was asked for and somebody was first."""
-        old = await self.info(name)
-        if fresh and old is not None:
-            return False
+    async def _write_meta(self, name: str, nuid: str, size: int, count: int, digest: bytes) -> None:
         meta: dict[str, Any] = {
             "name": name,
             "options": {"max_chunk_size": CHUNK},
@@ -180,9 +183,6 @@ class Objects:
             "digest": _DIGEST + base64.urlsafe_b64encode(digest).decode(),
         }
         await self._publish(self._meta(name), json.dumps(meta).encode(), {Header.ROLLUP: "sub"})
-        if old is not None and old.nuid != nuid:
-            await self._try_to_purge(old.nuid)
-        return True
 
     async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
         try:

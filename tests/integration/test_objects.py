@@ -87,3 +87,29 @@ async def test_a_reader_with_patience_asks_again(bus: Bus, monkeypatch: pytest.M
     broken.lost = 1
     with pytest.raises(BrokerUnavailable, match="did not read an object of files"):
         await anext(hasty)
+
+
+class Stopped(Exception):
+    """Its writer ends before it hears that a message is stored."""
+
+
+async def test_who_is_stopped_while_the_name_is_stored_leaves_the_object_whole(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer finds the name, keeps what is there, and must not be left with a name without content."""
+    store, first = Objects(bus, "files"), Objects(bus, "files")
+    await store.open()
+    await first.open()
+    publish = first._publish
+
+    async def stopped_at_the_name(subject: str, data: bytes, headers: dict[str, str]) -> None:
+        await publish(subject, data, headers)
+        if subject == first._meta("file"):
+            raise Stopped
+
+    monkeypatch.setattr(first, "_publish", stopped_at_the_name)
+    with pytest.raises(Stopped):
+        await first.write("file", parts(b"content"), nuid="1", fresh=True)
+    await store.write("file", parts(b"content"), nuid="2", fresh=True)
+    assert await whole(store, "file") == b"content"
+    assert await store.writings("") == ["1"]
