@@ -156,6 +156,10 @@ class Network:
         for end in self._left_by(process):
             _drop(end, self._draw.randrange(sum(one.size for one in end.under_way) + 1))
             end.stuck.clear()
+            if (peer := end.peer) is not None and not peer.lost:
+                for segment in peer.under_way:  # it is never acknowledged, so it is sent again
+                    self._hold(peer, segment)
+                peer.under_way.clear()
 
     def _left_by(self, process: Process) -> Iterator[Transport]:
         for address in [at for at, server in self.servers.items() if server.process is process]:
@@ -317,6 +321,7 @@ class Network:
     def _sent_again(self, end: Transport) -> None:
         peer = end.peer
         if not end.stuck or peer is None:
+            self._stuck.pop(end, None)
             return
         if not self._links.passes(end.process.host.name, peer.process.host.name):
             return  # it was cut again

@@ -116,6 +116,7 @@ class Transport(asyncio.Transport):
     def abort(self) -> None:
         if not self.lost and self.process.alive:
             self._closing = True
+            self.stuck.clear()
             self._wire.reset(self)
             self.lose(None)
 
@@ -209,6 +210,7 @@ class Transport(asyncio.Transport):
     def broken(self, error: Exception) -> None:
         """The connection was reset, or the kernel has given it up."""
         self._closing = True
+        self.stuck.clear()
         self.lose(error)
 
     def lose(self, error: Exception | None) -> None:

@@ -39,9 +39,11 @@ EXPECTED: dict[str, Any] = {
     },
     "randomness_is_the_seeds": {"same": True, "other": True},
     "cuts_heal": [["", "back"], ["one ", []], "one two ", "one two three"],
+    "what_was_aborted_is_not_sent_again": ["", ["ConnectionResetError"]],
     "silence_ends_at_last": [[], ["TimeoutError"], 127],
     "nobody_listens": ["ConnectionRefusedError", "gaierror"],
-    "hosts_lose_power": [[], [], ["ConnectionResetError"], {"written": 1}, 1],
+    "hosts_lose_power": [[], ["ConnectionResetError"], {"written": 1}, 1],
+    "hosts_lose_power_with_bytes_under_way": [[], ["ConnectionResetError"], {"written": 1}, 1],
     "slow_readers_fill_the_writer": [[0, []], True, ["full", "room"], 0],
     "connections_break": ["one", ["ConnectionResetError"], ["ConnectionResetError"], 0],
     "what_spins_or_waits_for_nothing_is_seen": [
