@@ -25,7 +25,7 @@ _NAMES = st.sampled_from(("one", "two", "three"))
 
 @st.composite
 def messages(draw: st.DrawFn) -> Script:
-    """Subscriptions by patterns, on two connections; in queue groups only where any of a group is as good."""
+    """Subscriptions by patterns, some for so many messages, on two connections."""
     steps: list[Step] = []
     boxes: dict[str, str] = {}
     """Subscriptions by name, and whose they are."""

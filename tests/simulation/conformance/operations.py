@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """One operation: the name of a method of `plain.Plain`, `stored.Stored`, `shared.Shared` or `runner.Run`."""
+    """One operation: the name of a method of `plain.Plain`, `buckets.Buckets`, `services.Services` or `runner.Run`."""
 
     name: str
     by: str = "a"

@@ -25,8 +25,8 @@ _CONSUMER_STATE = ("num_ack_pending", "num_redelivered", "num_waiting", "num_pen
 _NO_JSON = "invalid JSON"
 _ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 _INBOX = re.compile(r"^_INBOX[A-Za-z_-]*\..*|^_inbox\..*")
-_TEXT_HEADERS = {"Nats-Time-Stamp": "<time>", "Nats-Expected-Last-Stream": None}
-"""Headers of which only the presence counts."""
+_TIME_HEADER = "Nats-Time-Stamp"
+"""Of which only the presence counts."""
 
 
 def of_error(error: BaseException) -> dict[str, Any]:
@@ -62,7 +62,9 @@ def subject(name: str) -> str:
 
 
 def headers(given: Mapping[str, str] | None) -> dict[str, str]:
-    return {name: _TEXT_HEADERS.get(name) or value for name, value in sorted((given or {}).items())}
+    return {
+        name: "<time>" if name == _TIME_HEADER else value for name, value in sorted((given or {}).items())
+    }
 
 
 def text(data: bytes | None) -> str:
