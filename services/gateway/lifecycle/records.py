@@ -37,7 +37,7 @@ from shared.errors import BrokerUnavailable, LinkLost, PayloadTooLarge, Ryzanste
 from shared.messages import SamplingParams
 from shared.messages.records import GenerationRecord
 from shared.nats import subjects
-from shared.nats.bus import Bus, encode
+from shared.nats.bus import ELECTION, Bus, encode
 from shared.nats.errors import BROKER_ERRORS, broker_error
 from shared.nats.journal import JournalEnd, recorded_in, recorded_since
 from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
@@ -243,11 +243,18 @@ class RecordWriter:
         self._task = None
 
     async def _store(self, batch: _Batch) -> None:
+        """Again where it is not known whether it is there: read twice it is one record."""
         subject, message = subjects.records(self._writer, batch.slot), {"records": batch.payloads}
-        try:
-            number = await self._bus.publish_durable(subject, message)
-        except LinkLost:  # it may be there: read twice it is one record
-            number = await self._bus.publish_durable(subject, message)
+        give_up = time.monotonic() + ELECTION
+        while True:
+            try:
+                number = await self._bus.publish_durable(subject, message)
+                break
+            except BrokerUnavailable as error:
+                # A leader that is stopped or cut off answers nothing, for longer than one question is patient.
+                silent = self._bus.clustered and isinstance(error.__cause__, TimeoutError)
+                if not (silent or isinstance(error, LinkLost)) or time.monotonic() >= give_up:
+                    raise
         self._journal.stored(number)
 
 

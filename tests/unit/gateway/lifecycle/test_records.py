@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from services.gateway.lifecycle import records
 from services.gateway.lifecycle.records import WINDOW, JournalLag, RecordReader, RecordWriter
 from shared.errors import BrokerUnavailable, LinkLost, RyzansteinError
 from shared.messages.records import GenerationRecord
@@ -38,8 +39,8 @@ class Lines:
 
     max_payload = 1 << 20
 
-    def __init__(self, lost: int, error: RyzansteinError) -> None:
-        self.lost, self.error = lost, error
+    def __init__(self, lost: int, error: RyzansteinError, *, clustered: bool = False) -> None:
+        self.lost, self.error, self.clustered = lost, error, clustered
         self.stored = 0
 
     async def publish_durable(self, subject: str, message: object) -> int:
@@ -71,6 +72,31 @@ async def test_what_was_lost_with_a_connection_is_stored_again() -> None:
     await writer.write(record())
     await writer.stop()
     assert bus.stored == 1
+
+
+def silence() -> BrokerUnavailable:
+    error = BrokerUnavailable("no answer in time")
+    error.__cause__ = TimeoutError()
+    return error
+
+
+async def test_a_cluster_that_chooses_a_leader_gets_a_record_again() -> None:
+    """The one that led may be stopped or cut off: then nobody answers, until the others have missed it."""
+    bus = Lines(2, silence(), clustered=True)
+    writer = writer_on(bus)
+    await writer.write(record())
+    await writer.stop()
+    assert bus.stored == 1
+
+
+async def test_a_cluster_that_stays_silent_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "ELECTION", 0.0)
+    bus = Lines(2, silence(), clustered=True)
+    writer = writer_on(bus)
+    with pytest.raises(BrokerUnavailable, match="no answer"):
+        await writer.write(record())
+    await writer.stop()
+    assert (bus.lost, bus.stored) == (1, 0)
 
 
 async def test_what_is_not_stored_is_told_to_whoever_waits() -> None:
