@@ -115,12 +115,10 @@ class Client:
             wanted.logprobs = True
         return body, wanted
 
-    async def until_answered(
-        self, request: Request, ask: Callable[[str, Try], Awaitable[None]], *, most: int = 0
-    ) -> bool:
-        """Calls `ask` with a gateway, again and again, until it returns: the request is answered then. `most`: tries
-        at most; 0: any number. Whether it was."""
-        while not most or len(request.tries) < most:
+    async def until_answered(self, request: Request, ask: Callable[[str, Try], Awaitable[None]]) -> bool:
+        """Calls `ask` with a gateway, again and again, until it returns: the request is answered then; or until it is
+        refused for good: False."""
+        while True:
             tried = Try(self.around.now, "", resumes=bool(request.identity and request.position != ""))
             request.tries.append(tried)
             wait = 0.0
@@ -143,7 +141,6 @@ class Client:
                 tried.until = self.around.now
             self.history.saw(request)
             await self.around.pause(wait)
-        return False
 
     def end_refused(self, request: Request, error: Refused) -> None:
         if error.code != request.wanted.refusal:

@@ -73,8 +73,6 @@ class Request:
     identities: set[str] = field(default_factory=set)
     """All that it was ever called, where it came under one idempotency key."""
     cancel_asked: bool = False
-    charged_for: int = 0
-    """Times that its client knows that it was computed, beyond the first: it had no key, and was sent again."""
 
     @property
     def name(self) -> str:
@@ -84,8 +82,6 @@ class Request:
 
     def begin_again(self) -> None:
         """It is sent once more, from its beginning."""
-        if self.identity:
-            self.charged_for += 1
         self.text, self.position, self.finish, self.usage, self.logprobs = "", "", "", None, []
         if not self.key:
             self.identity = ""
@@ -118,8 +114,6 @@ class BatchSeen:
     tenant: str
     wanted: dict[str, str]
     """Text of each line's answer by its custom_id."""
-    broken: frozenset[str] = frozenset()
-    """Lines that are to fail, by their custom_id."""
     started: float = 0.0
     ended: float = -1.0
     status: str = ""
@@ -140,7 +134,7 @@ class JobSeen:
     tenant: str
     seed: int
     examples: int
-    """Seed of the examples' content."""
+    """Says what its examples are: jobs that have the same, and the same seed, have the same adapter."""
     started: float = 0.0
     ended: float = -1.0
     status: str = ""

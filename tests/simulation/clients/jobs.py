@@ -6,6 +6,7 @@ file ──▶ job ──▶ looks at it now and then, cancels or pauses it some
 import asyncio
 import json
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -113,17 +114,20 @@ class Batches(Long):
 
 
 class Training(Long):
-    """The adapter's content follows from seed and examples alone, so whoever is given both knows its digest."""
+    """The adapter's content follows from seed and examples alone: of jobs that are alike, some are disturbed and some
+    are not, and all have the same."""
 
     kind: ClassVar[str] = "training"
 
     async def once(self) -> None:
-        seed, examples = self.draw.getrandbits(31), self.draw.getrandbits(31)
-        file = await self.upload("fine-tune", _examples(examples, max(2, self.draw.randint(*self.plan.size))))
+        seed, lines = self.draw.randint(1, 2), _examples(self.draw.randint(1, 2), self.plan.size)
+        file = await self.upload("fine-tune", lines)
         method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 2}}}
         body = {"model": self.around.model, "training_file": file, "method": method, "seed": seed}
         made, gateway = await self.create(JOBS, body)
-        job = JobSeen(self.name, made["id"], self.around.tenant, seed, examples, started=self.around.now)
+        job = JobSeen(
+            self.name, made["id"], self.around.tenant, seed, _number(lines), started=self.around.now
+        )
         self.acknowledged("job", job.identity, gateway)
         self.history.jobs.append(job)
         await self._follow(job, made)
@@ -193,8 +197,8 @@ class Training(Long):
         await self.until_answered(request, send)
 
 
-def _examples(seed: int, count: int) -> list[dict[str, Any]]:
-    """Conversations of two messages."""
+def _examples(seed: int, size: tuple[int, int]) -> list[dict[str, Any]]:
+    """Conversations of two messages: the same for the same seed, so that jobs of several clients are alike."""
     draw = random.Random(seed)
 
     def text() -> str:
@@ -202,5 +206,10 @@ def _examples(seed: int, count: int) -> list[dict[str, Any]]:
 
     return [
         {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]}
-        for _ in range(count)
+        for _ in range(max(2, draw.randint(*size)))
     ]
+
+
+def _number(lines: list[dict[str, Any]]) -> int:
+    """The same for the same lines."""
+    return zlib.crc32(json.dumps(lines).encode())

@@ -70,14 +70,14 @@ class OneResultPerJob(Promise):
     name: ClassVar[str] = "one_result_per_job"
 
     def after(self, evidence: Evidence) -> Iterator[Finding]:
-        same: dict[tuple[str, int, int], JobSeen] = {}
+        same: dict[tuple[int, int], JobSeen] = {}
         for job in evidence.history.jobs:
             if job.ended < 0:
                 continue
             for told in self._job(job):
                 yield f"Job {job.identity} of {job.client} ({job.status}) {told}.", job.identity
             if job.status == "succeeded" and job.digest:
-                first = same.setdefault((job.tenant, job.seed, job.examples), job)
+                first = same.setdefault((job.seed, job.examples), job)
                 wanted = job.wanted_digest or first.digest
                 if job.digest != wanted:
                     told = f"has the adapter {job.digest[:12]}, and the same job undisturbed {wanted[:12]}"
