@@ -132,6 +132,10 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
         )
 
 
+LOOP_BEAT = 0.5
+"""Seconds between two beats of the event loop, or half the time between two heartbeats where that is longer."""
+
+
 class Leader:
     def __init__(
         self,
@@ -487,7 +491,7 @@ class Leader:
     async def _beat(self) -> None:
         """Shows that the event loop turns, which a stopped process cannot; looks at the clock."""
         with contextlib.suppress(asyncio.CancelledError):
-            interval = min(self._settings.beat_interval / 2, self._settings.hung_after / 6)
+            interval = max(LOOP_BEAT, min(self._settings.beat_interval / 2, self._settings.hung_after / 6))
             while True:
                 self._board.loop_beat()
                 self._debug.beat(self._thread)

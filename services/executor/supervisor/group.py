@@ -300,7 +300,7 @@ class GroupSupervisor:
         """Gives the ring up when a rank, or the leader's event loop, has stood still for too long."""
         watch, loading = RingWatch(self.settings.hung_after), LoadWatch()
         while True:
-            await asyncio.sleep(min(self.settings.beat_interval / 2, self.settings.hung_after / 4))
+            await asyncio.sleep(min(max(0.5, self.settings.beat_interval / 2), self.settings.hung_after / 4))
             ring = self._ring
             if ring is None:
                 continue

@@ -67,8 +67,8 @@ MOST_GROUPS = 64
 """That a host has, is loading, or ends at a time."""
 MOST_TOLD = 256
 """Models that a host speaks of in its heartbeats; of those that have failed, the last."""
-IDLE_LOOKS = 10
-"""Between two heartbeats, whether a group has ended its work: so long a model waits beyond need for its memory."""
+IDLE_LOOK = 0.1
+"""Seconds between two looks whether a group has ended its work: so long a model waits beyond need for its memory."""
 
 
 def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
@@ -518,7 +518,7 @@ class ModelHost:
         """That a group has no work any more is told at once: another model may wait for its memory."""
         busy: set[str] = set()
         while True:
-            await asyncio.sleep(self._settings.beat_interval / IDLE_LOOKS)
+            await asyncio.sleep(max(IDLE_LOOK, self._settings.beat_interval / 10))
             before, busy = busy, {group.group for group in self.groups.values() if group.works}
             if self._loads and not before <= busy:
                 await self._beat()

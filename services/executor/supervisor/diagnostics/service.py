@@ -237,8 +237,8 @@ async def _wait(ring: Ring, paths: list[Path], timeout: float) -> None:
         end.cancel()
 
 
-LOOKS = 4
-"""At the counters of a ring, between two heartbeats."""
+LOOK_INTERVAL = 0.25
+"""Seconds between two looks at the counters of a ring, or a fourth of the heartbeats' where that is longer."""
 LONGEST_WAIT = 30.0
 HUNG_WAIT = 0.5
 """Seconds for which a dump that nobody has asked for waits for answers: the ring is to come back soon."""
@@ -269,7 +269,7 @@ class DebugService(Collector):
         """Watches the counters for as long as it is not cancelled: a dump says for how long they stand still."""
         while True:
             self._look_once()
-            await asyncio.sleep(self._settings.beat_interval / LOOKS)
+            await asyncio.sleep(max(LOOK_INTERVAL, self._settings.beat_interval / 4))
 
     async def close(self) -> None:
         if self._subscribed is not None:
