@@ -188,5 +188,6 @@ def _run_one(line: bytes) -> None:
 
 def _say(answer: _Answer) -> None:
     data = msgspec.json.encode(answer) + b"\n"
-    while data:
-        data = data[os.write(1, data) :]
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        while data:
+            data = data[os.write(1, data) :]
