@@ -37,7 +37,7 @@ def test_a_split_brain_is_found_where_it_is_put_back_and_only_there() -> None:
     with Worker() as worker:
         found = one(worker, scenario, schedule)
         mended = one(worker, scenario, msgspec.structs.replace(schedule, bugs=[]))
-    assert [broken.promise for broken in found.broken] == ["allowed_refusals"] * 2
+    assert {broken.promise for broken in found.broken} == {"allowed_refusals"}
     assert mended.broken == []
 
 
