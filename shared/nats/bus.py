@@ -37,6 +37,7 @@ from shared.nats.errors import (
     lacks_leader,
     reason_of,
     server_urls,
+    translated,
     without_password,
 )
 from shared.nats.permissions import inbox_of
@@ -401,10 +402,11 @@ class Bus:
             self._gap_callbacks.remove(entry)
 
     async def flush(self) -> None:
-        """Waits until the server has seen everything published and subscribed so far."""
-        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
-        await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
-        await self._client.flush()
+        """Waits until the server has seen everything published and subscribed so far. Raises `BrokerUnavailable`."""
+        with translated("say that it has read what was sent"):
+            # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
+            await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
+            await self._client.flush()
 
     def on_reconnect(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""

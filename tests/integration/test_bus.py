@@ -79,6 +79,12 @@ async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
     assert sent.index(b"PUB tokens.there") < question
 
 
+async def test_a_flush_that_nobody_answers_says_that_the_broker_is_away(bus: Bus) -> None:
+    await bus.close()
+    with pytest.raises(BrokerUnavailable, match="has read what was sent"):
+        await bus.flush()
+
+
 async def test_a_slow_consumer_is_told_of_the_gap(bus: Bus) -> None:
     gap, release, seen = asyncio.Event(), asyncio.Event(), []
 

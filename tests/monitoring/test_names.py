@@ -70,7 +70,7 @@ def test_every_metric_of_a_group_names_it_and_its_model() -> None:
         entry.name: set(entry.labels) for entry in catalogue()["executor"] if entry.name.startswith(prefix)
     }
     host = {name for name in names if name.removeprefix(prefix).startswith(OF_THE_HOST)}
-    assert len(host) == 12
+    assert len(host) == 13
     for name in names.keys() - host:
         assert {"group", "model"} <= names[name], name
 

@@ -72,9 +72,13 @@ class Member:
 class Deployment:
     """Its methods are called outside of the world's processes."""
 
-    def __init__(self, world: World, nats_url: str = f"nats://broker-1:{PORT}") -> None:
-        """`nats_url`: of the brokers that the services shall use."""
-        settings.apply_paces()
+    def __init__(
+        self, world: World, nats_url: str = f"nats://broker-1:{PORT}", slower: float = settings.SLOWER
+    ) -> None:
+        """`nats_url`: of the brokers that the services shall use; `slower`: how much rarer beats are than in
+        production."""
+        settings.apply_paces(slower)
+        self._slower = slower
         services.install()
         self.world = world
         world.loop.world = world  # type: ignore[attr-defined]  # executors start processes in it
@@ -106,7 +110,9 @@ class Deployment:
         name = name or self._free_name(role)
         if name in self.members:
             raise ValueError(f"there is a {name} already")
-        member = Member(name, role, self.world.host(host or name), settings.of(role, **changes), version)
+        member = Member(
+            name, role, self.world.host(host or name), settings.of(role, self._slower, **changes), version
+        )
         self.members[name] = member
         return member
 

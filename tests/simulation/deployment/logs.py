@@ -6,13 +6,17 @@ nats-py, logging ─────┴─▶ level? ──▶ sink(time, process, l
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from tests.simulation.core.processes import CURRENT
 
+FRAMES = 4
+"""Of an error's traceback that are told."""
 Sink = Callable[[str, str, str, dict[str, Any]], None]
 """Is called with process, level, event and its fields."""
 
@@ -43,15 +47,22 @@ def to(sink: Sink) -> None:
 
 def _hand_over(logger: Any, name: str, event: Any) -> Any:
     said = str(event.pop("event", ""))
-    if event.pop("exc_info", None):
-        event["error"] = repr(sys.exc_info()[1])
+    if given := event.pop("exc_info", None):
+        event["error"] = _told(given if isinstance(given, BaseException) else sys.exc_info()[1])
     _To.sink(CURRENT.get().name, name, said, event)
     raise structlog.DropEvent
+
+
+def _told(error: BaseException | None) -> str:
+    """With the innermost calls that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:] if error is not None else ()
+    at = "".join(f" in {Path(frame.filename).stem}.{frame.name}:{frame.lineno}" for frame in reversed(frames))
+    return f"{error!r}{at}"
 
 
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields = {"logger": record.name}
         if record.exc_info and record.exc_info[1] is not None:
-            fields["error"] = repr(record.exc_info[1])
+            fields["error"] = _told(record.exc_info[1])
         _To.sink(CURRENT.get().name, record.levelname.lower(), record.getMessage(), fields)

@@ -1,8 +1,8 @@
 """Settings of simulated services, and the pace of what ticks in them.
 
 A simulated hour has to cost seconds, and an idle deployment is beats, leases and looks at the clock. They come `SLOWER`
-times as rarely here, and what waits for them waits as much longer, so that each ratio is production's (`RATIOS`, held
-by a test). What a client waits for (dispatch, suspicion) keeps production's seconds.
+times as rarely here, or as a scenario says, and what waits for them waits as much longer, so that each ratio is
+production's (`RATIOS`, held by a test). What a client waits for (dispatch, suspicion) keeps production's seconds.
 """
 
 import importlib
@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 from tests.simulation.deployment import nats_client
 
 SLOWER = 5.0
-"""Times as long as in production."""
+"""Times as long as in production, unless a scenario says otherwise."""
 
 COMMON: dict[str, Any] = {
     "host": "127.0.0.1",
     "ops_port": 9000,  # each is on a host of its own
     "metrics_aliases": False,  # nobody scrapes them
     "log_level": "warning",
-    "beat_interval": 1.0 * SLOWER,
     "nats_replicas": 0,
 }
 BY_ROLE: dict[str, dict[str, Any]] = {
@@ -30,19 +29,11 @@ BY_ROLE: dict[str, dict[str, Any]] = {
         "drain_timeout": 20.0,
         "stall_timeout": 10.0,
     },
-    "scheduler": {"model_lease": 4.0 * SLOWER, "ack_wait": 2.0 * SLOWER},
-    "health-monitor": {
-        "hung_after": 2.5 * SLOWER,
-        "gone_after": 4.0 * SLOWER,
-        "forget_after": 60.0 * SLOWER,
-        "load_interval": 1.0 * SLOWER,
-    },
     "executor": {
         "engine": "stub",
         "stub_step_ms": 20.0,
         "stub_us_per_token": 50.0,
         "stub_blocks": 4096,
-        "hung_after": 3.0 * SLOWER,
         "drain_grace": 10.0,
         "host_memory": 16 << 30,  # not the machine's own
         "threads": 1,
@@ -54,9 +45,21 @@ BY_ROLE: dict[str, dict[str, Any]] = {
 }
 
 
-def of(role: str, **changes: Any) -> dict[str, Any]:
+SLOWED: dict[str, dict[str, float]] = {
+    "": {"beat_interval": 1.0},
+    "scheduler": {"model_lease": 4.0, "ack_wait": 2.0},
+    "health-monitor": {"hung_after": 2.5, "gone_after": 4.0, "forget_after": 60.0, "load_interval": 1.0},
+    "executor": {"hung_after": 3.0},
+}
+"""Production's seconds of what comes as many times as rarely; under no role what all have."""
+
+
+def of(role: str, slower: float = SLOWER, /, **changes: Any) -> dict[str, Any]:
     """What a simulated service of that kind is given, with `changes`."""
-    return ({} if role == "broker" else COMMON) | BY_ROLE.get(role, {}) | changes
+    if role == "broker":
+        return changes
+    slowed = {name: seconds * slower for name, seconds in (SLOWED[""] | SLOWED.get(role, {})).items()}
+    return COMMON | slowed | BY_ROLE.get(role, {}) | changes
 
 
 RATIOS = (
@@ -76,46 +79,38 @@ class Pace(NamedTuple):
 
     module: str
     name: str
-    seconds: float
-    """In simulations."""
+    share: float
+    """In simulations: seconds, for each time that they are slower."""
     why: str
 
 
 PACES = (
-    Pace("services.health_monitor.service", "TICK", 0.5 * SLOWER, "looks for silence, which takes 4 beats"),
-    Pace("services.health_monitor.service", "GATHER", 0.2 * SLOWER, "gathers beats"),
+    Pace("services.health_monitor.service", "TICK", 0.5, "looks for silence, which takes 4 beats"),
+    Pace("services.health_monitor.service", "GATHER", 0.2, "gathers beats"),
+    Pace("services.health_monitor.detector", "STALL", 1.0, "a monitor that did not tick blames nobody"),
+    Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 4.0, "confirms what beats confirm"),
+    Pace("services.health_monitor.metrics", "INTERVAL", 720.0, "figures of streams that nobody scrapes"),
     Pace(
-        "services.health_monitor.detector", "STALL", 1.0 * SLOWER, "a monitor that did not tick blames nobody"
+        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 0.4, "looks for time-outs of 10 s or more"
     ),
-    Pace("services.health_monitor.registry", "CONFIRM_INTERVAL", 4.0 * SLOWER, "confirms what beats confirm"),
-    Pace("services.health_monitor.metrics", "INTERVAL", 3600.0, "figures of streams that nobody scrapes"),
-    Pace(
-        "services.gateway.lifecycle.generations", "SWEEP_INTERVAL", 2.0, "looks for time-outs of 10 s or more"
-    ),
-    Pace(
-        "services.gateway.lifecycle.generations", "IDLE_MARGIN", 10.0 * SLOWER, "a beat's load may be older"
-    ),
-    Pace("services.gateway.core.catalog", "STALE", 15.0 * SLOWER, "beats that a record has missed"),
-    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 2.0, "looks for streams left for 5 s"),
-    Pace(
-        "services.gateway.core.job_runners", "TICK", 1.0 * SLOWER, "is woken by new jobs; looks for lost ones"
-    ),
-    Pace(
-        "services.gateway.core.cold_starts", "INTERVAL", 1.0 * SLOWER, "is woken by requests; says it again"
-    ),
-    Pace("services.gateway.ratelimit.limiter", "TELL", 1.0, "says what is in use, where it has changed"),
-    Pace("services.gateway.ratelimit.shared_windows", "SWEEP", 2.0, "gives back what is left of a minute"),
-    Pace("services.scheduler.intake", "LOOK", 0.2 * SLOWER, "touches what it holds, within `ack_wait`"),
-    Pace("services.scheduler.models.controller", "TICK", 1.0 * SLOWER, "is woken by changes"),
-    Pace("services.scheduler.models.demand", "KEPT", 5.0 * SLOWER, "what is said at each of these ticks"),
+    Pace("services.gateway.lifecycle.generations", "IDLE_MARGIN", 10.0, "a beat's load may be older"),
+    Pace("services.gateway.core.catalog", "STALE", 15.0, "beats that a record has missed"),
+    Pace("services.gateway.lifecycle.answers", "SWEEP_INTERVAL", 0.4, "looks for streams left for 5 s"),
+    Pace("services.gateway.core.job_runners", "TICK", 1.0, "is woken by new jobs; looks for lost ones"),
+    Pace("services.gateway.core.cold_starts", "INTERVAL", 1.0, "is woken by requests; says it again"),
+    Pace("services.gateway.ratelimit.limiter", "TELL", 0.2, "says what is in use, where it has changed"),
+    Pace("services.gateway.ratelimit.shared_windows", "SWEEP", 0.4, "gives back what is left of a minute"),
+    Pace("services.scheduler.intake", "LOOK", 0.2, "touches what it holds, within `ack_wait`"),
+    Pace("services.scheduler.models.controller", "TICK", 1.0, "is woken by changes"),
+    Pace("services.scheduler.models.demand", "KEPT", 5.0, "what is said at each of these ticks"),
     Pace(
         "services.scheduler.models.placement",
         "REPEAT",
-        10.0 * SLOWER,
+        10.0,
         "hosts show by their beats what they do",
     ),
-    Pace("services.scheduler.models.trainings", "SILENT_AFTER", 20.0 * SLOWER, "the same of trainings"),
-    Pace("tests.simulation.broker.jetstream", "EXPIRY", 5.0, "deletes what has lived for a minute or more"),
+    Pace("services.scheduler.models.trainings", "SILENT_AFTER", 20.0, "the same of trainings"),
+    Pace("tests.simulation.broker.jetstream", "EXPIRY", 1.0, "deletes what has lived for a minute or more"),
 )
 
 
@@ -125,10 +120,10 @@ def constants() -> Iterator[tuple[Pace, Any]]:
         yield pace, importlib.import_module(pace.module)
 
 
-def apply_paces() -> None:
+def apply_paces(slower: float) -> None:
     """In a process that does nothing but simulate. Idempotent."""
-    nats_client.install(5.0 * SLOWER)
+    nats_client.install(5.0 * slower)
     for pace, module in constants():
         if not hasattr(module, pace.name):
             raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")
-        setattr(module, pace.name, pace.seconds)
+        setattr(module, pace.name, pace.share * slower)

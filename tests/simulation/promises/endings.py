@@ -30,10 +30,8 @@ class EveryEnd(Promise):
         now, history = evidence.now, evidence.history
         for request in history.requests:
             if request.kind not in AT_THEIR_OWN_PACE:
-                since = max(request.started, evidence.quiet_since)
-                yield from self._late(
-                    request.name, request.identity, since, request.ended, now, REQUEST_WITHIN
-                )
+                since, within = max(request.started, evidence.quiet_since), REQUEST_WITHIN * evidence.patience
+                yield from self._late(request.name, request.identity, since, request.ended, now, within)
         for batch in history.batches:
             since, name = max(batch.started, evidence.quiet_since), f"batch {batch.identity} ({batch.status})"
             yield from self._late(name, batch.identity, since, batch.ended, now, BATCH_WITHIN)
@@ -70,7 +68,7 @@ class AllowedRefusals(Promise):
     def _looks_guilty(self, evidence: Evidence, request: Request) -> bool:
         """Two rings, one of which may have computed it alone, have ended by a fault of their own meanwhile."""
         until = evidence.now if request.ended < 0 else request.ended
-        faults = evidence.during(request.started, until, AFTERMATH)
+        faults = evidence.during(request.started, until, AFTERMATH * evidence.patience)
         return sum(one.name == "rank_fault" for one in faults) > 1
 
     def _allowed(self, evidence: Evidence, request: Request, tried: Try) -> bool:
@@ -85,7 +83,7 @@ class AllowedRefusals(Promise):
         if tried.code.startswith("model_") and request.kind == "models":
             return True
         host = tried.gateway.rpartition(":")[0]
-        faults = evidence.during(tried.at, tried.until, AFTERMATH)
+        faults = evidence.during(tried.at, tried.until, AFTERMATH * evidence.patience)
         return any(fault.target in ("", host) or fault.target.startswith("broker") for fault in faults)
 
 

@@ -135,6 +135,8 @@ class Evidence:
     """Whether clients came to their ends and what must become free had its time; else nothing is said of that."""
     settings: dict[str, Any] = field(default_factory=dict)
     """`model_lease`: of schedulers, in seconds."""
+    patience: float = 1.0
+    """How many times longer everything may take than usual, since services look more rarely."""
 
     @property
     def quiet_since(self) -> float:

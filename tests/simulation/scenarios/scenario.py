@@ -58,6 +58,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many of each role."""
     settings: dict[str, dict[str, Parameter]] = {}
     """By role: of its services, what is not as simulations have it anyway (`deployment/settings.py`)."""
+    slower: Annotated[float, msgspec.Meta(ge=1, le=15)] = 5.0
+    """How many times rarer beats, leases and looks at the clock are than in production, and what waits for them longer:
+    a day in which little happens is then soon over."""
     tenants: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 0
     """With an API key each, which clients share in turn; 0: nobody needs a key."""
     clients: dict[str, ClientRate] = {}

@@ -19,6 +19,7 @@ from tests.simulation.deployment import logs, versions
 from tests.simulation.deployment.brokers import PORT, disk_of
 from tests.simulation.deployment.deployment import Deployment, Member
 from tests.simulation.deployment.services import ROLES
+from tests.simulation.deployment.settings import SLOWER
 from tests.simulation.faults.injection import Happened
 from tests.simulation.faults.schedule import ClientPlan, Schedule
 from tests.simulation.promises import readings
@@ -61,7 +62,7 @@ class ControlPlane:
         self.world, self._scenario = world, scenario
         names = scenario.instances()
         self.deployment = Deployment(
-            world, ",".join(f"nats://{name}:{PORT}" for name in names.get("broker", ()))
+            world, ",".join(f"nats://{name}:{PORT}" for name in names.get("broker", ())), scenario.slower
         )
         for role in ROLES:
             for name in names.get(role, ()):
@@ -75,6 +76,10 @@ class ControlPlane:
         self._holdings, self._readings = Holdings(), list[Reading]()
         self._operations = asyncio.Lock()
         self._found: list[Broken] = []
+
+    @property
+    def _patience(self) -> float:
+        return self._scenario.slower / SLOWER
 
     @property
     def requests(self) -> int:
@@ -258,14 +263,22 @@ class ControlPlane:
 
         self._start_client(f"operator-{name or tenant}", main)
         key: NewKey = await made
+        while not all(self._knows(member, key) for member in self.deployment.gateways()):  # noqa: ASYNC110
+            await asyncio.sleep(NEWS)
         return key
+
+    def _knows(self, member: Member, key: NewKey) -> bool:
+        """Whether a gateway takes a new key, once it takes any: one that is cut off does not, and its operator hands
+        none out meanwhile."""
+        gateway = member.service
+        return not member.ready or gateway is None or key.identity in gateway._backend.authenticator.records
 
     async def settle(self) -> None:
         await self.deployment.ready()
         audited = asyncio.Event()
         self._start_client("auditor", self.crowd.auditor(audited.set))
         await audited.wait()
-        await asyncio.sleep(QUIET)
+        await asyncio.sleep(QUIET * self._patience)
         self._readings = list(self._read())
         self._looking.cancel()
 
@@ -310,6 +323,7 @@ class ControlPlane:
             self._readings,
             whole,
             settings,
+            self._patience,
         )
         found = [Broken(*one) for one in self._watch.after(evidence)]
         return [*self._found, *found, *map(_failed, self.world.failures)]

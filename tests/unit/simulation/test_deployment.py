@@ -25,7 +25,7 @@ def test_times_that_belong_together_stay_in_proportion(role: str, name: str, of:
 
 def test_what_ticks_is_there_and_ticks_less_often() -> None:
     for pace, module in settings.constants():
-        assert getattr(module, pace.name) <= pace.seconds, pace
+        assert getattr(module, pace.name) <= pace.share * settings.SLOWER, pace
 
 
 def test_the_previous_release_lacks_the_newest_fields() -> None:

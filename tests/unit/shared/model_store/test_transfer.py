@@ -212,17 +212,23 @@ class Half:
             self.reached.set()
 
 
+def preparing() -> list[psutil.Process]:
+    """Our processes that fetch; what has ended and was not waited for yet has no command line."""
+    ours = psutil.Process().children(recursive=True)
+    return [
+        process
+        for process in ours
+        if process.status() != psutil.STATUS_ZOMBIE and "shared.model_store.preparation" in process.cmdline()
+    ]
+
+
 async def test_a_process_that_is_killed_is_continued_where_it_was(served: Hub, store: Store) -> None:
     """SIGKILL in the middle; the second process fetches what the first has not, and a third waits for it."""
     gate = served.faults.gate = threading.Event()
     half = Half()
     first = asyncio.create_task(preparation.prepare_adapter("org/name", store, half.report))
     await half.reached.wait()
-    (process,) = (
-        child
-        for child in psutil.Process().children()
-        if child.cmdline()[-1] == "shared.model_store.preparation"
-    )
+    (process,) = preparing()
     process.send_signal(signal.SIGKILL)
     with pytest.raises(InternalError, match="could not be made ready"):
         await first
@@ -250,8 +256,7 @@ async def test_a_download_is_cancelled_and_continued(served: Hub, store: Store) 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    children = psutil.Process().children(recursive=True)
-    assert not [child for child in children if "shared.model_store.preparation" in child.cmdline()]
+    assert not preparing()
     gate.set()
     served.faults.gate = None
     assert fetch(store) == CONTENT

@@ -101,8 +101,9 @@ def test_a_worker_that_breaks_says_so_and_a_new_one_comes() -> None:
     broken = scenarios.Scenario("x", "y", system="counter", services={"broker": 1})
     schedule = Schedule("x", 1, 1.0, bugs=["crash"])
     with Worker() as worker:
-        worker._started("counter").kill()
-        worker._started("counter").wait()
+        process = worker._started("counter")
+        process.kill()
+        process.wait()
         assert not worker.run(Order(broken, schedule)).fails
 
 
