@@ -48,6 +48,29 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
+class SparseAttention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which earlier tokens a token reads, in the layers that attend to all: a function of its position alone.
+
+    Counted in tokens; what is read are whole KV blocks, so that a block of which a token counts is read whole.
+    """
+
+    kind: Literal["pages", "window"] = "pages"
+    """pages: those of the blocks between that score best, too; window: sinks and recent tokens alone, so that text
+    between is never seen again (StreamingLLM, arXiv:2309.17453)."""
+    threshold: int = 8192
+    """Tokens at positions below it read all that is before them."""
+    sinks: int = 64
+    """First tokens, which are always read."""
+    recent: int = 1024
+    """Last tokens, which are always read."""
+    budget: int = 2048
+    """Tokens in chosen blocks that are read at least; of kind pages."""
+    share: float = 0.125
+    """Of the position: as many tokens in chosen blocks, where that is more than the budget; of kind pages."""
+    dense_layers: int = 2
+    """First layers, in which all is read."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One generation: what a ring needs to produce it, and who reads its tokens."""
 
@@ -106,6 +129,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_ttl: float = 0.0
     """Seconds after its end for which its session's KV blocks stay pinned at least, while pins have room; 0: as long as
     those of any session; negative: they are not pinned."""
+    sparse: SparseAttention | None = None
+    """Not all earlier tokens are read from some position on; None: all are."""
 
     @property
     def pools(self) -> bool:

@@ -20,6 +20,7 @@ from shared.messages import (
     GroupLoad,
     Heartbeat,
     SamplingParams,
+    SparseAttention,
     TokenEntry,
     TokenFrame,
     TokenLogprobs,
@@ -79,6 +80,14 @@ def test_golden_request() -> None:
         "max_tokens": 8,
         "sampling": {"temperature": 0.0, "logit_bias": {5: -1.0}},
     }
+
+
+def test_golden_sparse_attention_tells_only_what_is_not_as_ever() -> None:
+    request = GenerationRequest("g", "r", "m", "c", [1], 8, sparse=SparseAttention("window", threshold=512))
+    assert read(encode(request))["sparse"] == {"kind": "window", "threshold": 512}
+    chosen = GenerationRequest("g", "r", "m", "c", [1], 8, sparse=SparseAttention())
+    assert read(encode(chosen))["sparse"] == {}, "asked for, with every default"
+    assert msgspec.msgpack.decode(encode(chosen), type=GenerationRequest).sparse == SparseAttention()
 
 
 def test_golden_frame() -> None:
