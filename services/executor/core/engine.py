@@ -7,7 +7,7 @@ computes nothing at a set speed. The leader cannot tell them apart.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -79,6 +79,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     whole_prompts: bool = False
     """Whether every token of a prompt is seen by all others: prompts are computed in one step each, nothing of them is
     kept, and the engine pools them itself."""
+    drafts: bool = False
+    """Whether it has a draft model (`Engine.draft`)."""
 
     @property
     def tasks(self) -> list[str]:
@@ -125,6 +127,30 @@ class SampledToken(msgspec.Struct, frozen=True):
 
     token: int
     logprobs: TokenLogprobs | None = None
+
+
+class DraftPlan(msgspec.Struct, frozen=True):
+    """What the draft model is to propose: `count` tokens behind the last one of each sequence.
+
+        first pass     the last token -> d1       in the slot of `plan`
+        pass k + 1     dk -> d(k + 1)             in column k - 1 of `slots`, until there are `count`
+    """
+
+    plan: StepPlan
+    """`of_draft`: one row of each sequence, its last token at its position, all of them sampled; `block_tables` and
+    `context_lens` cover the `count` tokens behind it too."""
+    count: int
+    """Tokens to propose, at least 1."""
+    slots: bytes
+    """int32 [S, count - 1]: where the proposals go; the last one is not computed."""
+
+
+class DraftToken(NamedTuple):
+    """A proposal of the draft model."""
+
+    token: int
+    probability: float
+    """That the draft model gives it, before temperature and filters."""
 
 
 class BadLogits(InternalError):
@@ -192,6 +218,15 @@ class Engine(Protocol):
         A token id of -1 - k stands for the token that row k (of `sample_rows`) of the step launched before samples.
         Where that step fails, this one is executed all the same, with any valid tokens: its copies count, its
         result does not, and may be any of `execute`'s errors.
+        """
+        ...
+
+    def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
+        """`plan.count` proposals for each sequence, in their order. Only with `EngineSpec.drafts`, and while no step
+        is under way.
+
+        They are drawn by (seed, position) as the model that is served draws, without grammars, edits of logits and
+        log probabilities; `samples` stay as they are. Raises `shared.errors.RingLost` when a rank is gone.
         """
         ...
 

@@ -94,6 +94,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     second_segments: bytes = b""
     """int32 [S]: position at which each sequence's second segment begins (`GenerationRequest.second_segment`); empty
     where none has one."""
+    of_draft: bool = False
+    """The draft model computes it, and not the model that is served (`core/engine.py`, `DraftPlan`)."""
+    followed: bool = False
+    """The draft model computes the rows too, for its own keys and values, beside the model that is served."""
 
 
 _encoder = msgspec.msgpack.Encoder()

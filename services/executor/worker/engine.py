@@ -17,7 +17,14 @@ from msgspec import structs
 
 from services.executor.collectives.base import Collectives
 from services.executor.core import spans
-from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken
+from services.executor.core.engine import (
+    DraftPlan,
+    DraftToken,
+    EngineSpec,
+    Launched,
+    ProgressCallback,
+    SampledToken,
+)
 from services.executor.core.layer_state import described
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
@@ -51,7 +58,7 @@ from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, context_of, load_share
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard
 from shared.model_store.locks import hold_model
 from shared.models import linked_gguf
@@ -133,6 +140,9 @@ class RingEngine:
 
     def launch(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Launched:
         return self._launches.launch(plan, samples)
+
+    def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
+        raise InternalError("This ring has no draft model.")
 
     def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         runner = self._loaded.runner

@@ -22,7 +22,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from services.executor.core.engine import EngineSpec, Launched, ProgressCallback, SampledToken, with_tasks
+from services.executor.core.engine import (
+    DraftPlan,
+    DraftToken,
+    EngineSpec,
+    Launched,
+    ProgressCallback,
+    SampledToken,
+    with_tasks,
+)
 from services.executor.core.prompt_results import Floats, Scores, no_scores
 from services.executor.core.sampling_state import Mask, SamplingState, TokenBans, random_bits
 from services.executor.core.step_plan import StepPlan, as_int32
@@ -382,6 +390,9 @@ class StubRing:
             return self._board.run(plan, launched.result)
         finally:
             self._board.end(plan.step)
+
+    def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
+        raise InternalError("This ring has no draft model.")
 
     def pooled(self) -> Floats:
         return self._stub.pooled()
