@@ -59,6 +59,10 @@ class JetStream:
         self.clients, self.draw, self.store, self.disk = clients, draw, store, disk
         self.streams: dict[str, Stream] = {}
         self.enabled = True
+        self.full = ""
+        """The name of a stream whose quota is reached; empty: none is."""
+        self.lost_acks = 0.0
+        """The share of acknowledgements that do not arrive."""
         self.cluster: Any = None
         """Who keeps streams with others; None: it is alone."""
         self._by_subject: dict[str, Stream | None] = {}
@@ -118,6 +122,8 @@ class JetStream:
             if self.disk is not None and self.disk.full:
                 self._out_of_space()
                 raise Refused(*NO_RESOURCES)
+            if name == self.full:
+                raise Refused(503, 10077, "maximum bytes exceeded")
             if self.store < STORE and self.used() > self.store:
                 raise Refused(*NO_RESOURCES)
             stored = stream.publish(subject, header, payload, time.time_ns())
@@ -296,6 +302,8 @@ class JetStream:
         stream = self.streams.get(tokens[2]) if len(tokens) == 9 and tokens[5].isdigit() else None
         consumer = stream.watchers.get(tokens[3]) if stream is not None else None
         if stream is None or not isinstance(consumer, Consumer):
+            return
+        if self.lost_acks and self.draw.random() < self.lost_acks:
             return
         number, word, _ = int(tokens[5]), *payload.partition(b" ")[::2]
         now = asyncio.get_running_loop().time()

@@ -19,11 +19,11 @@ def _toy() -> None:
     """The toy looks at its schedule."""
 
 
-def _of_gateways(name: str) -> Callable[[], None]:
+def _patch(name: str) -> Callable[[], None]:
     def put_back() -> None:
-        from tests.simulation.bugs import gateway
+        from tests.simulation.bugs import patches
 
-        getattr(gateway, name)()
+        getattr(patches, name)()
 
     return put_back
 
@@ -38,20 +38,44 @@ _ALL = (
     Bug(
         "split_brain",
         "A gateway that was cut off from NATS cancels, once it is back, what another one has claimed meanwhile.",
-        _of_gateways("split_brain"),
+        _patch("split_brain"),
         "partitions",
     ),
     Bug(
         "keys_without_compare_and_set",
         "Two requests under one idempotency key at the same time both generate.",
-        _of_gateways("keys_without_compare_and_set"),
+        _patch("keys_without_compare_and_set"),
         "streams",
     ),
     Bug(
         "lines_without_keys",
         "A batch's line that was under way when its gateway died is computed, and charged, twice.",
-        _of_gateways("lines_without_keys"),
+        _patch("lines_without_keys"),
         "batches",
+    ),
+    Bug(
+        "flush_ends_claims",
+        "A gateway that is cut off while it claims a dead one's generations stops in the middle.",
+        _patch("flush_ends_claims"),
+        "partitions",
+    ),
+    Bug(
+        "output_without_content",
+        "A batch is completed with an output file whose content its first gateway has removed.",
+        _patch("output_without_content"),
+        "releases",
+    ),
+    Bug(
+        "records_given_up",
+        "The record of an answer is given up before a cluster of brokers has a leader, and a repeat is computed again.",
+        _patch("records_given_up"),
+        "cluster",
+    ),
+    Bug(
+        "models_unknown_elsewhere",
+        "A model that one gateway has registered does not exist (404) at another one whose watch is behind.",
+        _patch("models_unknown_elsewhere"),
+        "models",
     ),
 )
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}

@@ -21,6 +21,8 @@ PAUSE = (0.1, 1.0)
 """Seconds before a client that nobody served tries again, from and to."""
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 """Statuses after which OpenAI's own client tries again."""
+NO_KEY = ("invalid_api_key", "16")
+"""Codes of an error about a key: the API's, and gRPC's UNAUTHENTICATED."""
 
 __all__ = ["AGAIN", "PAUSE", "SILENCE", "Lost", "Refused", "Reply", "Surroundings", "events_of", "exchange"]
 
@@ -67,6 +69,10 @@ class Surroundings:
         """Which gateway it asks first."""
         self._turn = number
 
+    def replaced(self, token: str, error: Refused) -> bool:
+        """Whether it was asked with a key that is another one by now, and refused for that."""
+        return error.code in NO_KEY and token != self.token
+
     @property
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -88,14 +94,14 @@ class Surroundings:
         """Asks one gateway after the other until one has answered, and says which. Raises `Refused` where it makes no
         sense to go on."""
         while True:
-            wait = 0.0
+            wait, token = 0.0, self.token
             try:
                 gateway = self.gateway()
                 return await self.ask(gateway, method, path, body, headers, **more), gateway
             except Lost:
                 pass
             except Refused as error:
-                if not error.again:
+                if not (error.again or self.replaced(token, error)):
                     raise
                 wait = error.retry_after
             await self.pause(wait)
@@ -190,7 +196,7 @@ def _checked(reply: Reply) -> Reply:
 def refusal(error: dict[str, Any]) -> Refused:
     """Of an error that came within a stream or a session, with the status that REST would have given it."""
     kind, code = str(error.get("type")), str(error.get("code"))
-    again = kind in ("server_error", "rate_limit_error", "overloaded_error")
+    again = kind in ("server_error", "rate_limit_error", "overloaded_error") or code == "rate_limit_exceeded"
     return Refused(503 if again else 400, code, str(error.get("message")))
 
 

@@ -121,7 +121,7 @@ class Client:
         while True:
             tried = Try(self.around.now, "", resumes=bool(request.identity and request.position != ""))
             request.tries.append(tried)
-            wait = 0.0
+            wait, token = 0.0, self.around.token
             try:
                 tried.gateway = self.around.gateway()
                 await ask(tried.gateway, tried)
@@ -129,7 +129,8 @@ class Client:
                 tried.ending = "lost"
             except Refused as error:
                 tried.ending, tried.status, tried.code = "refused", error.status, error.code
-                if not error.again or request.cancel_asked:
+                tried.replaced = self.around.replaced(token, error)
+                if not (error.again or tried.replaced) or request.cancel_asked:
                     self.end_refused(request, error)
                     return False
                 wait = error.retry_after

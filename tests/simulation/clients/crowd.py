@@ -79,6 +79,12 @@ class Crowd:
         around.turn(draw.randrange(64))
         return around
 
+    def replace_token(self, old: str, new: str) -> None:
+        """Who has the old API key uses the new one from now on."""
+        for one in [client.around for client in self.clients] + self.history.acknowledged:
+            if one.token == old:
+                one.token = new
+
     def start(self) -> None:
         for client in self.clients:
             self._start(client.name, client.run)

@@ -36,6 +36,8 @@ class Try:
     status: int = 0
     code: str = ""
     """Of the error, where it was refused."""
+    replaced: bool = False
+    """Whether it was refused with a key that its client had meanwhile changed for another."""
 
 
 @dataclass(eq=False)

@@ -108,6 +108,10 @@ class Operator:
         await self._put(key.identity, key.record)
         return key
 
+    async def change(self, key: NewKey) -> None:
+        """It has this record from now on."""
+        await self._put(key.identity, key.record)
+
     async def revoke(self, key: NewKey) -> KeySeen:
         record = msgspec.structs.replace(key.record, revoked=time.time())
         await self._put(key.identity, record)

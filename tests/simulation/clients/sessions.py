@@ -18,6 +18,8 @@ class Session(Client):
 
     scope: ClassVar[str]
     path: ClassVar[str]
+    _token = ""
+    """The key of its connection."""
 
     async def once(self) -> None:
         count = self.draw.randint(1, min(8, self.plan.size[1]))
@@ -26,7 +28,7 @@ class Session(Client):
             tries = [Try(self.around.now, "", resumes=bool(one.identity)) for one in going]
             for request, tried in zip(going, tries, strict=True):
                 request.tries.append(tried)
-            wait = 0.0
+            wait, self._token = 0.0, self.around.token
             try:
                 gateway = self.around.gateway()
                 for tried in tries:
@@ -37,9 +39,7 @@ class Session(Client):
             except Refused as error:  # the handshake was
                 wait = error.retry_after
                 for request, tried in zip(going, tries, strict=True):
-                    tried.ending, tried.status, tried.code = "refused", error.status, error.code
-                    if not error.again:
-                        self.end_refused(request, error)
+                    self._refused(request, tried, error)
             for request, tried in zip(going, tries, strict=True):
                 tried.ending = tried.ending or ("ended" if request.outcome != "open" else "lost")
                 tried.until = self.around.now
@@ -74,10 +74,7 @@ class Session(Client):
             return
         if isinstance(found, Refused):
             del waiting[int(name)]
-            tried = request.tries[-1]
-            tried.ending, tried.status, tried.code = "refused", found.status, found.code
-            if not found.again:
-                self.end_refused(request, found)
+            self._refused(request, request.tries[-1], found)
             return
         if found is None:
             del waiting[int(name)]
@@ -89,6 +86,12 @@ class Session(Client):
         if not request.cancel_asked and self.draw.random() < 0.002:
             request.cancel_asked = True
             await self._send(socket, self.cancelling(name))
+
+    def _refused(self, request: Request, tried: Try, error: Refused) -> None:
+        tried.ending, tried.status, tried.code = "refused", error.status, error.code
+        tried.replaced = self.around.replaced(self._token, error)
+        if not (error.again or tried.replaced):
+            self.end_refused(request, error)
 
     async def _message(self, socket: Exchange) -> Event:
         event = await next_event(socket)

@@ -183,8 +183,9 @@ class Probing(Client):
             self.answered(tried)
 
     def answered(self, tried: Try) -> None:
-        """What a gateway has said to a request sent at `tried.at`."""
+        """What a gateway has said to a request sent at `tried.at`. One that answers nobody (503) says nothing of it."""
         for key in self.history.keys:
-            if key.identity in self.around.token and tried.at >= key.revoked_at:
+            said = tried.status < 500 and tried.status != 429
+            if said and key.identity in self.around.token and tried.at >= key.revoked_at:
                 seen = key.refused if tried.status == 401 else key.accepted
                 seen.append((tried.at, tried.gateway))

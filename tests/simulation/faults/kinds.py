@@ -3,14 +3,15 @@
     process, host   kill, pause, power_loss, skew, clock_jump
     network         cut, cut_one_way, isolate, slow, lossy, reset
     executor        rank_crash, rank_fault, rank_hang, trainer_crash
-    broker          store_full, slow_consumer
-    operator        drain, rolling_restart, upgrade
+    broker          store_full, stream_full, lost_acks, slow_consumer
+    operator        drain, rolling_restart, upgrade, new_key, lower_limits
 
 A process that was killed is started again by the deployment, as its supervisor would.
 """
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tests.simulation.core.processes import Process
 from tests.simulation.faults.schedule import Fault, Unusable
@@ -18,6 +19,8 @@ from tests.simulation.faults.system import System
 
 Act = Callable[[System, Fault], Awaitable[None]]
 Range = tuple[float, float]
+Refuses = Literal["anything", "limits", "nothing"]
+"""What a service that it befalls may refuse for now: whatever it is asked, what is beyond a limit (429), nothing."""
 SERVICES = ("gateway", "scheduler", "health-monitor", "executor")
 
 
@@ -38,6 +41,7 @@ class Kind:
     """Roles of the instance at the other end of a link: the parameter `other`."""
     between_awaits: bool = False
     """Whether it may be timed by the target's own steps."""
+    refuses: Refuses = "anything"
 
 
 def _process(system: System, fault: Fault) -> Process | None:
@@ -203,12 +207,49 @@ _RINGS = (
 )
 _BROKER = (
     Kind("store_full", "has no room on its disk", BROKER, _operate, _end, (1.0, 15.0)),
+    Kind(
+        "stream_full",
+        "has a stream whose quota is reached",
+        BROKER,
+        _operate,
+        _end,
+        (1.0, 15.0),
+        {"number": (0.0, 1.0)},
+    ),
+    Kind(
+        "lost_acks",
+        "loses acknowledgements, and delivers again what it takes for unacknowledged",
+        BROKER,
+        _operate,
+        _end,
+        (1.0, 20.0),
+        {"share": (0.2, 1.0)},
+        refuses="nothing",
+    ),
     Kind("slow_consumer", "closes a connection whose client reads too slowly", SERVICES, _operate),
 )
 _OPERATOR = (
     Kind("drain", "is asked to end (SIGTERM), and is started again", SERVICES, _operate),
     Kind("rolling_restart", "is restarted one instance after another", (), _operate),
     Kind("upgrade", "gets the next version one instance after another", (), _operate),
+    Kind(
+        "new_key",
+        "gives the clients of a tenant another key, and the one that they had is revoked",
+        (),
+        _operate,
+        parameters={"tenant": (0.0, 1.0)},
+        refuses="nothing",
+    ),
+    Kind(
+        "lower_limits",
+        "lowers the limits of a tenant's key",
+        (),
+        _operate,
+        _end,
+        (5.0, 40.0),
+        {"tenant": (0.0, 1.0), "requests": (5.0, 60.0), "concurrent": (1.0, 3.0)},
+        refuses="limits",
+    ),
 )
 _ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR)
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}

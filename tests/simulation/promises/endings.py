@@ -13,10 +13,16 @@ BATCH_WITHIN = 1800.0
 JOB_WITHIN = 3600.0
 AFTERMATH = 30.0
 """Seconds after a fault in which a gateway that has only just started, or has lost its broker, may refuse."""
+WINDOW = 60.0
+"""Seconds that a limit which was lowered is felt by what was asked before it was raised again."""
 NEVER = ("internal_error",)
 """Codes that no page allows."""
 FATAL = "fatal_request"
 """Of one that seems to end the rings that compute it."""
+LIMITED = ("rate_limit_exceeded", "8")
+"""Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED."""
+FULL = ("queue_full", "8")
+"""And beyond the places of a gateway."""
 AT_THEIR_OWN_PACE = ("slow", "limited")
 """Kinds of clients that make themselves wait."""
 
@@ -78,13 +84,25 @@ class AllowedRefusals(Promise):
             return True
         if tried.code == FATAL:
             return self._looks_guilty(evidence, request)
+        if tried.replaced:
+            return True
+        if self._limited(evidence, request, tried):
+            return True
         if tried.status == 429:
-            return request.kind == "limited"
+            return False
         if tried.code.startswith("model_") and request.kind == "models":
             return True
         host = tried.gateway.rpartition(":")[0]
         faults = evidence.during(tried.at, tried.until, AFTERMATH * evidence.patience)
-        return any(fault.target in ("", host) or fault.target.startswith("broker") for fault in faults)
+        return any(fault.concerns(host) for fault in faults)
+
+    def _limited(self, evidence: Evidence, request: Request, tried: Try) -> bool:
+        """Its client tries limits, or an operator has lowered them; or gateways have few places."""
+        if tried.code in FULL and evidence.settings.get("max_generations"):
+            return True
+        lowered = evidence.during(tried.at, tried.until, WINDOW)
+        tries = request.kind == "limited" or any(fault.refuses == "limits" for fault in lowered)
+        return tried.code in LIMITED and tries
 
 
 class NoSurprises(Promise):

@@ -28,6 +28,12 @@ class Fault(NamedTuple):
     begun: float
     ended: float
     """When it was undone; what is not undone, such as a death, ends when its process is back."""
+    refuses: str = "anything"
+    """What its target may refuse for now: `limits` is what is beyond one, `nothing` is nothing."""
+
+    def concerns(self, host: str) -> bool:
+        """Whether what is asked there may be refused: it befalls that host, a broker, or the deployment."""
+        return self.refuses == "anything" and (self.target in ("", host) or self.target.startswith("broker"))
 
     def meets(self, begun: float, ended: float, margin: float) -> bool:
         """Whether it overlaps that time."""

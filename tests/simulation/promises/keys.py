@@ -10,6 +10,9 @@ from tests.simulation.promises.promise import Finding, Promise
 
 REVOKED_WITHIN = 5.0
 """Virtual seconds in which every gateway that is reached by the broker knows of a revoked key."""
+RECONNECTED = 60.0
+"""And in which one that was not reached, or that has just started, is reached again: silence of a line is noticed by
+beats, and TCP sends again after up to half a minute."""
 
 
 class OneAnswerPerKey(Promise):
@@ -57,10 +60,17 @@ class RevokedKeys(Promise):
     def after(self, evidence: Evidence) -> Iterator[Finding]:
         for key in evidence.history.keys:
             for at, gateway in key.accepted:
-                late = at - key.revoked_at
-                if late > REVOKED_WITHIN and not evidence.during(key.revoked_at, at, REVOKED_WITHIN):
+                if at > self._known(evidence, key.revoked_at, at, gateway) + REVOKED_WITHIN:
+                    late = at - key.revoked_at
                     told = f"{gateway} took the key rz-{key.identity} {late:.1f} s after it had been revoked."
                     yield told, key.identity
-            if key.accepted and key.refused and max(key.accepted)[0] > max(key.refused)[0] + REVOKED_WITHIN:
-                at, gateway = max(key.accepted)
-                yield f"{gateway} took the key rz-{key.identity} again at {at:.1f} s.", key.identity
+            known = {gateway: at for at, gateway in sorted(key.refused, reverse=True)}
+            for at, gateway in key.accepted:
+                if at > known.get(gateway, at):
+                    yield f"{gateway} took the key rz-{key.identity} again at {at:.1f} s.", key.identity
+
+    def _known(self, evidence: Evidence, revoked_at: float, at: float, gateway: str) -> float:
+        """Since when the gateway must have known of it, at the latest; no earlier than that."""
+        host, patience = gateway.rpartition(":")[0], RECONNECTED * evidence.patience
+        faults = evidence.during(revoked_at, at, patience)
+        return max([revoked_at, *(fault.ended + patience for fault in faults if fault.concerns(host))])

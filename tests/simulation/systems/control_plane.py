@@ -2,25 +2,23 @@
 
 import asyncio
 import math
-import signal
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shared.config import CommonSettings
-from shared.keys import KeyLimits, NewKey
 from tests.simulation.bugs.table import BUGS
-from tests.simulation.clients.client import Client, Plan
+from tests.simulation.clients.client import Plan
 from tests.simulation.clients.crowd import Crowd
-from tests.simulation.clients.registry import REGISTRY, Operator
+from tests.simulation.clients.registry import REGISTRY
 from tests.simulation.core.loop import Failure
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
-from tests.simulation.deployment import logs, versions
-from tests.simulation.deployment.brokers import PORT, disk_of
+from tests.simulation.deployment import logs
+from tests.simulation.deployment.brokers import PORT
 from tests.simulation.deployment.deployment import Deployment, Member
 from tests.simulation.deployment.services import ROLES
 from tests.simulation.deployment.settings import SLOWER
 from tests.simulation.faults.injection import Happened
+from tests.simulation.faults.kinds import kind_of
 from tests.simulation.faults.schedule import ClientPlan, Schedule
 from tests.simulation.promises import readings
 from tests.simulation.promises.all import promises
@@ -28,24 +26,20 @@ from tests.simulation.promises.evidence import Evidence, Holdings, Reading, Stor
 from tests.simulation.promises.evidence import Fault as HappenedFault
 from tests.simulation.promises.promise import Watch
 from tests.simulation.scenarios.scenario import Scenario
+from tests.simulation.systems.keys import Keys
 from tests.simulation.systems.observation import Records, watch_generations, watch_store
+from tests.simulation.systems.operations import Operations
 from tests.simulation.systems.outcome import Broken
 from tests.simulation.systems.transitions import Transitions
 
 DEFAULTS: dict[str, dict[str, Any]] = {"broker": {"sync_interval": 0.0}}
 """By role. A single broker that loses power keeps what it has acknowledged only where it syncs always."""
-NEWS = 2.0
-"""Virtual seconds until every gateway has heard what the health monitors have written."""
 QUIET = 60.0
 """Virtual seconds after everything has ended, in which what was held must become free."""
 SERVED_WITHIN = 300.0
 """Virtual seconds in which an undisturbed deployment serves its model."""
 LOOK = 5.0
 """Virtual seconds between two looks at who has what."""
-LIMITS = KeyLimits(requests_per_minute=600, concurrent=4)
-"""Of the keys of clients that ask for more than they may."""
-REVOKED_AFTER = 20.0
-"""Virtual seconds that the key of a client is good that probes whether it still is."""
 SECONDS = ("pause", "wait")
 """Of plans: what may have fractions."""
 
@@ -71,11 +65,12 @@ class ControlPlane:
         self._store, self._records = StoreLog(), Records(transitions)
         watch_store(self._stored)
         self._watch = Watch(self.crowd.history, promises())
-        self._keys: list[tuple[str, NewKey]] = []
-        """By tenant."""
+        self._keys = Keys(self.crowd, self.deployment, self._start_client)
         self._holdings, self._readings = Holdings(), list[Reading]()
-        self._operations = asyncio.Lock()
         self._found: list[Broken] = []
+        self._operations = Operations(
+            world, self.deployment, self._keys, lambda told: self._found.append(Broken("operator", told))
+        )
 
     @property
     def _patience(self) -> float:
@@ -121,87 +116,14 @@ class ControlPlane:
                 await member.until(lambda member=member: member.ready, math.inf)
 
     async def operate(self, verb: str, target: str, parameters: Mapping[str, object]) -> None:
-        act = getattr(self, f"_{verb}", None)
-        if act is None:
-            raise NotImplementedError(f"The deployment knows no {verb}.")
-        await act(target)
-
-    async def _rank_crash(self, target: str) -> None:
-        for rank in self._ranks(target):
-            self.world.kill(rank)
-
-    async def _rank_fault(self, target: str) -> None:
-        for rank in self._ranks(target):
-            self.world.kill(rank, -signal.SIGSEGV)
-
-    async def _trainer_crash(self, target: str) -> None:
-        for trainer in self._children(target, "trainer"):
-            self.world.kill(trainer)
-
-    async def _rank_hang(self, target: str) -> None:
-        for rank in self._ranks(target):
-            self.world.pause(rank)
-
-    async def _end_rank_hang(self, target: str) -> None:
-        for rank in self._ranks(target):
-            self.world.resume(rank)
-
-    def _ranks(self, target: str) -> list[Process]:
-        """Of a host: the processes of its rings."""
-        return self._children(target, "rank")
-
-    def _children(self, target: str, kind: str) -> list[Process]:
-        return [one for one in self.world.processes if one.alive and one.name == f"{target}/{kind}"]
-
-    async def _store_full(self, target: str) -> None:
-        disk_of(self.deployment.members[target].host).full = True
-
-    async def _end_store_full(self, target: str) -> None:
-        """There is room again, and somebody starts it again: it takes nothing else."""
-        broker = self.deployment.members[target]
-        disk_of(broker.host).full = False
-        self.deployment.kill(broker)
-
-    async def _slow_consumer(self, target: str) -> None:
-        for broker in self.deployment.of("broker"):
-            for end in self.world.network.connections(target, broker.name)[:1]:
-                self.world.network.break_connection(end)
-
-    async def _drain(self, target: str) -> None:
-        await self._in_order(self._restart(self.deployment.members[target]), f"{target} was to drain")
-
-    async def _restart(self, member: Member) -> None:
-        await self.deployment.restart(member)
-
-    async def _rolling_restart(self, target: str) -> None:
-        await self._in_order(self.deployment.roll(), "A rolling restart was under way")
-
-    async def _upgrade(self, target: str) -> None:
-        """All to the other of two versions."""
-        some = next(iter(self.deployment.members.values()))
-        version = (
-            versions.CURRENT_RELEASE
-            if some.version == versions.PREVIOUS_RELEASE
-            else versions.PREVIOUS_RELEASE
-        )
-        await self._in_order(self.deployment.roll(version=version), f"An upgrade to {version} was under way")
-
-    async def _in_order(self, work: Awaitable[None], what: str) -> None:
-        """One operator does one thing at a time."""
-        try:
-            async with self._operations:
-                await work
-        except TimeoutError as error:
-            self._found.append(Broken("operator", f"{what} at {self.world.now:.3f} s: {error}."))
+        await self._operations.operate(verb, target, parameters)
 
     # --- the run ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self.deployment.start()
         await self._until_served()
-        for number in range(self._scenario.tenants):
-            tenant = f"tenant-{number + 1}"
-            self._keys.append((tenant, await self._made_key(tenant)))
+        await self._keys.open(self._scenario.tenants)
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def _until_served(self) -> None:
@@ -221,57 +143,9 @@ class ControlPlane:
     async def _serve(self, plan: ClientPlan) -> None:
         await asyncio.sleep(plan.at)
         spans = {name: _whole(name, span) for name, span in plan.parameters.items()}
-        tenant, key = await self._key_of(plan)
-        token = key.token if key is not None else ""
+        tenant, token = await self._keys.of(plan)
         made = Plan(requests=plan.requests, **spans)
-        client = self.crowd.add(plan.client, made, name=plan.name, tenant=tenant, token=token)
-        over = asyncio.get_running_loop().create_future()
-
-        async def main(client: Client = client) -> None:
-            await client.run()
-            over.set_result(None)
-
-        self._start_client(plan.name, main)
-        await over
-
-    # --- keys ------------------------------------------------------------------------------------------
-
-    async def _key_of(self, plan: ClientPlan) -> tuple[str, NewKey | None]:
-        """The tenant and the key of a client. Who tries limits, or whether a key still holds, has one of its own."""
-        if not self._keys:
-            return "", None
-        tenant, key = self._keys[plan.seed % len(self._keys)]
-        if plan.client == "limited":
-            key = await self._made_key(tenant, plan.name, limits=LIMITS)
-        elif plan.client == "probing":
-            key = await self._made_key(tenant, plan.name, revoked_after=REVOKED_AFTER)
-        return tenant, key
-
-    async def _made_key(
-        self, tenant: str, name: str = "", *, revoked_after: float = 0.0, **fields: object
-    ) -> NewKey:
-        """As `ryzanstein keys` makes one, in a process of its own, which may revoke it later."""
-        made = asyncio.get_running_loop().create_future()
-
-        async def main() -> None:
-            operator = Operator(CommonSettings(nats_url=self.deployment.nats_url), self.crowd.history)
-            made.set_result(await operator.make(tenant, manage_models=True, **fields))
-            if revoked_after:
-                await asyncio.sleep(revoked_after)
-                await operator.revoke(made.result())
-            await operator.close()
-
-        self._start_client(f"operator-{name or tenant}", main)
-        key: NewKey = await made
-        while not all(self._knows(member, key) for member in self.deployment.gateways()):  # noqa: ASYNC110
-            await asyncio.sleep(NEWS)
-        return key
-
-    def _knows(self, member: Member, key: NewKey) -> bool:
-        """Whether a gateway takes a new key, once it takes any: one that is cut off does not, and its operator hands
-        none out meanwhile."""
-        gateway = member.service
-        return not member.ready or gateway is None or key.identity in gateway._backend.authenticator.records
+        await self._keys.run(self.crowd.add(plan.client, made, name=plan.name, tenant=tenant, token=token))
 
     async def settle(self) -> None:
         await self.deployment.ready()
@@ -279,7 +153,7 @@ class ControlPlane:
         self._start_client("auditor", self.crowd.auditor(audited.set))
         await audited.wait()
         await asyncio.sleep(QUIET * self._patience)
-        self._readings = list(self._read())
+        self._readings += self._read()
         self._looking.cancel()
 
     async def _look(self) -> None:
@@ -292,6 +166,7 @@ class ControlPlane:
             self._holdings.look(
                 self.world.now, readings.held((one.name, one.role, one.service) for one in reached)
             )
+            self._readings += [one for one in self._read_services() if one.always and one.count > one.most]
 
     def _is_away(self, member: Member) -> bool:
         process = member.process
@@ -301,18 +176,30 @@ class ControlPlane:
         return process is None or process.stopped or cut
 
     def _read(self) -> Iterator[Reading]:
+        yield from self._read_services()
+        yield from readings.of_groups(self._store)
+
+    def _read_services(self) -> Iterator[Reading]:
         for member in self.deployment.members.values():
             if member.ready and member.role in readings.BY_ROLE:
                 yield from readings.BY_ROLE[member.role](member.name, member.service)
-        yield from readings.of_groups(self._store)
 
     def broken(self, happened: Sequence[Happened], *, whole: bool) -> list[Broken]:
         faults = [
-            HappenedFault(one.fault.fault, one.fault.target, one.begun, min(one.ended, self.world.now))
+            HappenedFault(
+                one.fault.fault,
+                one.fault.target,
+                one.begun,
+                min(one.ended, self.world.now),
+                kind_of(one.fault.fault).refuses,
+            )
             for one in happened
         ]
         settings = {
-            "model_lease": next((one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0)
+            "model_lease": next(
+                (one.settings["model_lease"] for one in self.deployment.of("scheduler")), 0.0
+            ),
+            "max_generations": self._scenario.settings.get("gateway", {}).get("max_generations", 0),
         }
         evidence = Evidence(
             self.crowd.history,

@@ -65,6 +65,12 @@ def refused(code: str, status: int = 503, **changes: Any) -> Request:
     return stream(started=100.0, ended=101.0, tries=[tried], **changes)
 
 
+def refused_later(code: str, status: int, *, replaced: bool = False) -> Request:
+    tried = Try(300.0, "gateway-1:8000", until=300.1, ending="refused", status=status, code=code)
+    tried.replaced = replaced
+    return stream(started=300.0, ended=301.0, tries=[tried])
+
+
 def batch(**changes: Any) -> BatchSeen:
     wanted = {f"line-{number}": stub_text(number, 5) for number in range(3)}
     lines = [
@@ -160,11 +166,18 @@ SOUND = evidence(
     keyed(),
     refused("broker_unavailable"),
     refused("rate_limit_exceeded", 429, kind="limited"),
+    refused_later("rate_limit_exceeded", 429),
+    refused_later("8", 503),
+    refused_later("invalid_api_key", 401, replaced=True),
     batches=[batch()],
     jobs=[job(), job(identity="ftjob-2")],
     keys=[REVOKED],
     acknowledged=[FILE, GONE],
-    faults=[Fault("kill", "broker-1", 90.0, 95.0)],
+    faults=[
+        Fault("kill", "broker-1", 90.0, 95.0),
+        Fault("lower_limits", "", 280.0, 290.0, "limits"),
+        Fault("new_key", "", 280.0, 299.0, "nothing"),
+    ],
     readings=[Reading("gateway-1", "open connections", 0), Reading("gateway-1", "keys", 5, 10, always=True)],
     holdings=together(110.0),
     settings={"model_lease": 20.0},
@@ -240,6 +253,25 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     ("allowed_refusals", "429", lambda: evidence(refused("queue_full", 429))),
     (
         "allowed_refusals",
+        "rate_limit_exceeded, and nothing",
+        lambda: evidence(
+            refused("rate_limit_exceeded", 429), faults=[Fault("kill", "gateway-1", 99.0, 101.0)]
+        ),
+    ),
+    (
+        "allowed_refusals",
+        "unavailable, and nothing",
+        lambda: evidence(
+            refused("unavailable"),
+            faults=[
+                Fault("lost_acks", "broker-1", 99.0, 101.0, "nothing"),
+                Fault("lower_limits", "", 99.0, 101.0, "limits"),
+            ],
+        ),
+    ),
+    ("allowed_refusals", "401 invalid_api_key", lambda: evidence(refused("invalid_api_key", 401))),
+    (
+        "allowed_refusals",
         "the stream ended",
         lambda: evidence(stream(fault="the stream ended without [DONE]")),
     ),
@@ -266,6 +298,14 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         "revoked_keys",
         "6.0 s after it had been revoked",
         lambda: evidence(keys=[KeySeen("0123456789ab", 100.0, "acme", [(106.0, "gateway-1:8000")])]),
+    ),
+    (
+        "revoked_keys",
+        "71.0 s after it had been revoked",
+        lambda: evidence(
+            keys=[KeySeen("0123456789ab", 100.0, "acme", [(171.0, "gateway-1:8000")])],
+            faults=[Fault("cut", "gateway-1", 99.0, 105.0), Fault("cut", "gateway-2", 99.0, 170.0)],
+        ),
     ),
     (
         "revoked_keys",

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.simulation.faults.schedule import load
+from tests.simulation.faults.schedule import ClientPlan, Fault, Schedule, load
 from tests.simulation.scenarios import scenario as scenarios
 from tests.simulation.scenarios.drawing import draw
 from tests.simulation.search.runner import Worker
@@ -41,8 +41,29 @@ def test_a_split_brain_is_found_where_it_is_put_back_and_only_there() -> None:
     assert mended.broken == []
 
 
+def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
+    """A key that is replaced while its clients ask, limits that are lowered, acknowledgements that are lost, a stream
+    that is full."""
+    faults = [
+        Fault("new_key", "", 3.0, parameters={"tenant": 0.0}),
+        Fault("lower_limits", "", 6.0, 0, 9.0, {"tenant": 0.99, "requests": 6.0, "concurrent": 1.0}),
+        Fault("lost_acks", "broker-1", 1.0, 0, 12.0, {"share": 1.0}),
+        Fault("stream_full", "broker-1", 16.0, 0, 2.0, {"number": 0.5}),
+    ]
+    clients = [
+        ClientPlan(kind, f"{kind}-{seed}", 0.0, 2, seed, {"pause": (0, 3), "tokens": (100, 300)})
+        for kind in ("stream", "websocket", "grpc", "response")
+        for seed in (0, 1)
+    ]
+    schedule = Schedule("limits", 1, 30.0, faults, clients)
+    with Worker() as worker:
+        outcome = one(worker, scenarios.load("limits"), schedule)
+    assert outcome.broken == []
+    assert set(outcome.faults) == {fault.fault for fault in faults}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["streams", "partitions"])
+@pytest.mark.parametrize("name", ["streams", "partitions", "limits"])
 def test_seeds_break_no_promise(name: str) -> None:
     scenario = scenarios.load(name)
     with Worker() as worker:

@@ -1,0 +1,104 @@
+"""Bugs that were mended, put back by replacing methods of their classes in the process of a run.
+
+Each is the code as it was before the commit that it names, as far as it was wrong.
+"""
+
+import functools
+import time
+from typing import Any
+
+from services.gateway.batches import line_runner
+from services.gateway.core.cold_starts import ColdStarts
+from services.gateway.lifecycle.answers import Answers
+from services.gateway.lifecycle.cancellation import Cancellations
+from services.gateway.lifecycle.idempotency import IdempotencyKeys
+from services.gateway.lifecycle.records import RecordWriter
+from shared.errors import LinkLost
+from shared.messages.records import Idempotency
+from shared.nats import subjects
+from shared.nats.bus import Bus
+from shared.nats.objects import Objects
+
+
+def split_brain() -> None:
+    """As before 7d2112fa: whose reader has gone is cancelled without asking who owns it, and the cancellation is kept
+    until the broker is reached again, under no claim."""
+    cancel = Cancellations.cancel
+
+    def without_claim(self: Cancellations, generation: Any, *, by_owner: bool) -> None:
+        cancel(self, generation, by_owner=False)
+
+    def give_up(self: Answers, answer: Any) -> None:
+        self.cancel(answer, by_owner=True)
+
+    Cancellations.cancel = without_claim  # type: ignore[method-assign]
+    Answers._give_up = give_up  # type: ignore[method-assign]
+
+
+def keys_without_compare_and_set() -> None:
+    """Who comes last has an idempotency key, and who came first generates too."""
+
+    async def take(self: IdempotencyKeys, name: str, identity: str, print_: str, stale: object) -> bool:
+        await self.bucket.put(name, Idempotency(identity, print_, time.time()))
+        return True
+
+    IdempotencyKeys.take = take  # type: ignore[method-assign]
+
+
+def lines_without_keys() -> None:
+    """A batch's line that was begun by a gateway that died is computed once more."""
+    context = line_runner.Context
+
+    @functools.wraps(context)
+    def without_key(*args: Any, **named: Any) -> Any:
+        return context(*args, **{**named, "key": ""})
+
+    line_runner.Context = without_key  # type: ignore[misc,assignment]
+
+
+def flush_ends_claims() -> None:
+    """As before 4edb18ab: a flush that takes too long raises nats-py's own error, which nobody expects."""
+
+    async def flush(self: Bus) -> None:
+        await self._client._flush_pending(force_flush=True)
+        await self._client.flush()
+
+    Bus.flush = flush  # type: ignore[method-assign]
+
+
+def output_without_content() -> None:
+    """As before 24a956b3: who is stopped while an object's name is stored removes its content, and leaves the name."""
+    write_meta = Objects._write_meta
+
+    async def write_or_purge(self: Objects, name: str, nuid: str, *about: Any) -> None:
+        try:
+            await write_meta(self, name, nuid, *about)
+        except BaseException:
+            await self._try_to_purge(nuid)
+            raise
+
+    Objects._write_meta = write_or_purge  # type: ignore[method-assign,assignment]
+
+
+def records_given_up() -> None:
+    """As before 074aa6a7: a record is stored a second time where the link was lost, and given up where nobody
+    answers."""
+
+    async def store(self: RecordWriter, batch: Any) -> None:
+        subject, message = subjects.records(self._writer, batch.slot), {"records": batch.payloads}
+        try:
+            number = await self._bus.publish_durable(subject, message)
+        except LinkLost:
+            number = await self._bus.publish_durable(subject, message)
+        self._journal.stored(number)
+
+    RecordWriter._store = store  # type: ignore[method-assign]
+
+
+def models_unknown_elsewhere() -> None:
+    """As before 9f597b4d: a gateway whose watch of the registry is behind says that a model does not exist."""
+
+    async def resolve(self: ColdStarts, name: str, tenant: str | None) -> Any:
+        return self._catalog.resolve(name, tenant)
+
+    ColdStarts._resolve = resolve  # type: ignore[method-assign]
