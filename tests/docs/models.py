@@ -35,10 +35,6 @@ _BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
         "which keys are attended to would then follow from all of them",
     ),
     (
-        "contexts beyond the length of first training with LongRoPE (Phi-3 128k, Phi-4-mini: 4096 tokens)",
-        "its frequencies would then follow the longest sequence of the batch, and a text depend on its neighbours",
-    ),
-    (
         "configurations that contradict themselves (heads that do not divide, layers that do not exist)",
         "they are damaged, or of another model",
     ),
@@ -200,6 +196,45 @@ def _text_alone() -> list[str]:
     ).splitlines()
 
 
+_LENGTHS = (
+    "## Length of texts",
+    "",
+    "A model is served with texts as long as its `max_position_embeddings`, or `--context-length` where that is set.",
+    "Where rotary positions follow the length of a text, they are fixed when the model is loaded, by the longest text",
+    "that it is served with, as vLLM does it: every text turns by the same, long or short, alone or beside others.",
+    "",
+    *(
+        f"| {kind} | {positions} | {longest} |"
+        for kind, positions, longest in (
+            ("rotary positions", "frequencies", "`--context-length` at most"),
+            ("---", "---", "---"),
+            (
+                "LongRoPE (Phi-3 128k, Phi-3.5, Phi-4-mini)",
+                "the long factors where the context is longer than `original_max_position_embeddings`, else the short",
+                "`max_position_embeddings`",
+            ),
+            (
+                "dynamic NTK",
+                "those of the context where it is longer than `max_position_embeddings`, else the plain ones",
+                "`factor` times `max_position_embeddings`",
+            ),
+            (
+                "YaRN",
+                "as the configuration says, for any context",
+                "`factor` times `original_max_position_embeddings`, where that is more",
+            ),
+            ("linear, Llama 3, proportional", "as the configuration says, for any context", "the default"),
+        )
+    ),
+    "",
+    "So a LongRoPE model that shall answer short texts alone does so best with `--context-length` at its original",
+    "length (4096), which also takes less memory: blocks for one text of full length are always set aside. Groups with",
+    "different frequencies have different fingerprints and give no blocks to each other. transformers takes the short",
+    "factors for each batch of short texts, so its texts differ from those of a long context.",
+    "",
+)
+
+
 def _encoders() -> list[str]:
     lines = [
         "## Encoders",
@@ -258,6 +293,7 @@ def page() -> str:
         *_text_alone(),
         "",
         *_by_kind(),
+        *_LENGTHS,
         *_encoders(),
         "## Refused",
         "",

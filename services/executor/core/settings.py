@@ -190,7 +190,8 @@ class ExecutorSettings(ModelStoreSettings):
     weight_cache_directory: Path | None = None
     """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
     context_length: int = Field(default=0, ge=0)
-    """Maximum sequence length, prompt plus output. 0: the model's max_position_embeddings."""
+    """Maximum sequence length, prompt plus output. 0: the model's max_position_embeddings. LongRoPE and dynamic NTK
+    have their frequencies by it, and with dynamic NTK and YaRN it may be longer (docs/models.md, Length of texts)."""
     max_sequences: int = Field(default=64, ge=1)
     """Most sequences in one step."""
     max_batch_tokens: int = Field(default=512, ge=1)

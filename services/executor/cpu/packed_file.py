@@ -24,6 +24,7 @@ from services.executor.core.sharding import HeadCounts
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.loading.arena import NO_RESERVE, fresh
+from services.executor.model.rotary import RotaryScaling
 
 _MAGIC = b"RYZPACK1"
 _TRAILER = struct.Struct("<8sQQ")
@@ -47,12 +48,15 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """What its layers keep on this rank."""
     hidden_size: int
     context_length: int
-    """Most tokens of one sequence."""
+    """Most tokens of one sequence, where nothing else is set."""
     heads: HeadCounts
     widths: list[int]
     """Each rank's share of the vocabulary."""
     adapter_targets: list[AdapterTarget] = []
     """The linears that LoRA adapters may change, as this rank holds them."""
+    rotary: RotaryScaling = RotaryScaling()
+    made_for: str = ""
+    """What sets the rotary frequencies among the weights apart (`RotaryScaling.made_for`)."""
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):

@@ -356,7 +356,7 @@ _UNLIMITED = WITHOUT_ATTENTION | {"recurrent_gemma"}
 """RecurrentGemma attends within windows alone, and names no length."""
 _LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len")
 """What configurations call the most tokens of one sequence, the commonest first (BLOOM: seq_length)."""
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 _MOST = {
@@ -425,12 +425,11 @@ def _family(name: str) -> str:
 
 
 def longest_context(config: Any) -> int:
-    """Most tokens of one sequence. Raises `ModelLoadError` where the configuration does not say.
+    """Most tokens of one sequence, where nothing else is set. Raises `ModelLoadError` where the configuration does not
+    say.
 
-    Rotary embeddings of type longrope have other frequencies for a batch whose longest sequence passes the
-    length of the first training, so that a text would depend on its neighbours: such models are served up
-    to that length. Those of type dynamic change only beyond the length named here. Doge chooses, of more than
-    keep_window_size keys, those with the largest biases. A model without attention to all of a text takes any length.
+    Doge chooses, of more than keep_window_size keys, those with the largest biases. A model without attention to all
+    of a text takes any length.
     """
     if config.model_type in _UNLIMITED:
         return _LONGEST_STATE
@@ -440,10 +439,6 @@ def longest_context(config: Any) -> int:
     kept = getattr(config, "keep_window_size", None)
     if isinstance(kept, int) and kept > 0:
         length = min(length, kept)
-    for rope in _ropes(config):
-        original = rope.get(_ORIGINAL, getattr(config, _ORIGINAL, None))
-        if rope.get("rope_type") == "longrope" and isinstance(original, int):
-            length = min(length, original)
     return length
 
 
@@ -490,7 +485,7 @@ def _of_encoder(config: Any) -> str | None:
     return "is an encoder's, made to read in one direction (is_decoder)" if made else None
 
 
-def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+def ropes_of(config: Any) -> Iterator[dict[str, Any]]:
     """The parameters of each rotary embedding, whether the configuration has one or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]

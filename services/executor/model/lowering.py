@@ -82,7 +82,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True)
@@ -511,10 +510,6 @@ class _Frequencies:
         names = [
             name for name, _ in rotary.named_buffers() if name.endswith("inv_freq") and "original" not in name
         ]
-        kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}
-        for kind in kinds.values():
-            if kind in _BY_LENGTH:
-                raise CannotLower(f"rotary embeddings of type {kind} follow the length of the text")
         if not 1 <= len(names) <= 2:
             raise CannotLower(f"the model has {len(names)} sets of rotary frequencies")
         self._names = names

@@ -308,7 +308,8 @@ class RingMember:
             return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
         laps.over("weights")
-        context = context_of(settings, share.facts.context_length)
+        facts = share.facts
+        context = context_of(settings, facts.context_length, facts.rotary.longest)
         storage = _Storage.make(settings, share, context, device, collectives)
         laps.over("kv_cache")
         limits = step_limits(settings, context) if device.type == "cuda" else None
@@ -337,7 +338,7 @@ class RingMember:
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=share.imports,
-            numerics=_numerics(settings, runner.kernels, storage.shape.format),
+            numerics=_numerics(settings, runner.kernels, storage.shape.format, facts.made_for),
             kernels=runner.kernels,
             exact=runner.is_exact,
             layers=described(share.facts.states),
@@ -423,10 +424,10 @@ class _Storage(NamedTuple):
         }
 
 
-def _numerics(settings: ExecutorSettings, kernels: str, kv_format: str) -> str:
-    """What the bits of results depend on, beside the model's files."""
-    adapters = "" if settings.adapter_dtype == "auto" else f" adapters-{settings.adapter_dtype}"
-    return f"{kernels} {kv_format}{adapters}"
+def _numerics(settings: ExecutorSettings, kernels: str, kv_format: str, rotary: str) -> str:
+    """What the bits of results depend on, beside the model's files. `rotary`: `ModelFacts.made_for`."""
+    adapters = "" if settings.adapter_dtype == "auto" else f"adapters-{settings.adapter_dtype}"
+    return " ".join(part for part in (kernels, kv_format, adapters, rotary) if part)
 
 
 def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":

@@ -90,6 +90,9 @@ def load_share(
     cache = _cache_of(settings, spec, directory, device, collectives, threads)
     if cache is not None:
         file = cache.find()
+        if file is not None and not _turns_as_served(settings, file.facts):
+            file.close()
+            file = None
         # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
         if smallest((int(file is not None),), device, collectives)[0] and file is not None:
             _check_cached(settings, file, device)
@@ -100,19 +103,27 @@ def load_share(
     return _BuiltShare(settings, spec, directory, device, collectives, report, cache)
 
 
-def context_of(settings: ExecutorSettings, longest: int) -> int:
-    """Most tokens of one sequence, of a model that was made for `longest`. Raises `ConfigurationError`."""
+def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
+    """Most tokens of one sequence, of a model that is served with `usual` where nothing is set, and with `longest` at
+    most (0: the same). Raises `ConfigurationError`."""
+    longest = longest or usual
     if settings.context_length > longest:
         raise ConfigurationError(
             f"--context-length {settings.context_length} is more than the model was made for; "
             f"choose {longest} or less."
         )
-    return settings.context_length or longest
+    return settings.context_length or usual
+
+
+def _turns_as_served(settings: ExecutorSettings, facts: ModelFacts) -> bool:
+    """Whether the rotary frequencies among weights that were kept are those of sequences as long as are served now."""
+    context = settings.context_length or facts.context_length
+    return facts.made_for == facts.rotary.made_for(context)
 
 
 def _check_cached(settings: ExecutorSettings, file: PackedFile, device: torch.device) -> None:
     facts = file.facts
-    context = context_of(settings, facts.context_length)
+    context = context_of(settings, facts.context_length, facts.rotary.longest)
     try:
         check_room(settings, facts.states, torch.bfloat16, context, device, file.size)
     except ConfigurationError:
@@ -182,6 +193,7 @@ class _BuiltShare(Share):
         from services.executor.model.catalogue import check_supported
         from services.executor.model.layer_states import layer_states
         from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
+        from services.executor.model.rotary import rotary_scaling
 
         adopt_loggers()  # of transformers
         config = load_config(directory)
@@ -193,7 +205,8 @@ class _BuiltShare(Share):
         keep_codes = settings.weight_dtype == "auto" and self.dtype is torch.bfloat16
         self.widths = widths_of(config, spec.world_size)
         states = layer_states(config, self.layout)
-        context = context_of(settings, context_length(config))
+        rotary = rotary_scaling(config)
+        context = context_of(settings, context_length(config), rotary.longest)
         enough = partial(check_room, settings, states, self.dtype, context, device, widths=self.widths)
         self._model: Any = load_model(
             directory,
@@ -206,6 +219,7 @@ class _BuiltShare(Share):
             keep_codes=keep_codes,
             defer_codes=keep_codes,
             before_reading=enough,
+            context=context,
         )
         self._device, self._collectives = device, collectives
         self.reads_compressed = backend.reads_compressed(
@@ -225,6 +239,8 @@ class _BuiltShare(Share):
             heads=HeadCounts.from_config(config),
             widths=vocabulary_widths(self._model),
             adapter_targets=targets_of(self._model),
+            rotary=rotary,
+            made_for=rotary.made_for(context),
         )
         self._cache = cache
         self._keeping: threading.Thread | None = None

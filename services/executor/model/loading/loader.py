@@ -71,6 +71,7 @@ from services.executor.model.parallel.splitting import apply_plan
 from services.executor.model.pooling import is_classifier
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
+from services.executor.model.rotary import fix_frequencies
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError, reason_of
 from shared.models import linked_gguf
@@ -179,6 +180,7 @@ def load_model(
     keep_codes: bool = False,
     defer_codes: bool = False,
     before_reading: Callable[[int], None] = lambda least: None,
+    context: int | None = None,
 ) -> nn.Module:
     """This rank's share of the model in `directory`, ready for `ModelRunner`.
 
@@ -186,6 +188,7 @@ def load_model(
     embedding too. With `keep_codes` weights that the files have quantized stay so; else they are unpacked. Codes with
     scales for groups lie on the host, whatever `device` is; with `defer_codes` they are read when they are packed.
     `before_reading` is told how many bytes the weights will take at least, when all is known of them but their values.
+    `context`: most tokens of one sequence, by which rotary frequencies may be chosen; None: `context_length`'s.
     Raises `ModelLoadError`: one sentence with the remedy.
     """
     config = load_config(directory)
@@ -201,7 +204,17 @@ def load_model(
         kernels = device.type == "cuda" or config.model_type in FAMILIES
         with_experts = dtype is torch.bfloat16 and kernels
         model, plan = _planned(
-            directory, config, dtype, layout, collectives, files, codec, keep_codes, defer_codes, with_experts
+            directory,
+            config,
+            dtype,
+            layout,
+            collectives,
+            files,
+            codec,
+            keep_codes,
+            defer_codes,
+            with_experts,
+            context,
         )
         reads = [read for _, read in plan]
         before_reading(sum(read.least_bytes for read in reads))
@@ -277,11 +290,13 @@ def _planned(
     keep_codes: bool = False,
     defer_codes: bool = False,
     with_experts: bool = False,
+    context: int | None = None,
 ) -> tuple[Any, "list[tuple[_Parameter, Read]]"]:
     """A rank's share of the model, without memory for its weights, and what to read of them; with `LOADING` held."""
     if isinstance(files, WeightFiles) and not has_output_layer(directory, config, files.shapes):
         config.tie_word_embeddings = True  # one is built that nobody asks
     model, ties = _build(config, dtype)
+    fix_frequencies(model, context or longest_context(config))
     if isinstance(files, GgufWeights):
         sources = files.sources(model)
         files.scale_frequencies(model)

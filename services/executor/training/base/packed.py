@@ -25,6 +25,7 @@ from services.executor.model.catalogue import longest_context
 from services.executor.model.layer_states import layer_states
 from services.executor.model.loading.loader import load_model
 from services.executor.model.lowering import CannotLower
+from services.executor.model.rotary import rotary_scaling
 from services.executor.native.library import choose_level, load_library
 from services.executor.training.base.weights import FrozenWeight, PackedRows, PackedWeight
 from shared.process import give_back
@@ -117,13 +118,16 @@ def _packed(
         defer_codes=keeps,
     )
     lowered = lower(model, torch.bfloat16, collectives.world_size)
+    context, rotary = longest_context(config), rotary_scaling(config)
     facts = ModelFacts(
         states=layer_states(config, layout),
         hidden_size=config.hidden_size,
-        context_length=longest_context(config),
+        context_length=context,
         heads=HeadCounts.from_config(config),
         widths=model.get_output_embeddings().widths,
         adapter_targets=targets_of(model),
+        rotary=rotary,
+        made_for=rotary.made_for(context),
     )
     return facts, pack(library, lowered, layout, threads)
 

@@ -43,8 +43,6 @@ from tests.unit.executor.model.tiny import GEMMA4_EXPERTS, auto_class, make_mode
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-
 
 def runner_of(
     directory: Path,
@@ -486,10 +484,9 @@ def ring_errors(directory: Path, world_size: int, expected: list[Tensor]) -> Ten
     [
         {"head_dim": 16},
         {"hidden_act": "relu"},
-        {"rope_parameters": DYNAMIC},
         {"intermediate_size": 100},
     ],
-    ids=["narrow heads", "unknown activation", "rotation by length", "odd inner width"],
+    ids=["narrow heads", "unknown activation", "odd inner width"],
 )
 def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
     runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)

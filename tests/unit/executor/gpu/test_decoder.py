@@ -247,8 +247,7 @@ def test_weights_are_not_kept_twice(tmp_path: Path, model_type: str) -> None:
 
 
 def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    directory = small_model(tmp_path, "llama", rope_parameters=rope)
+    directory = small_model(tmp_path, "llama", hidden_act="relu")
     runner = runner_of(directory, SingleRank())
     assert runner._decoder is None
     assert runner._attention is not None

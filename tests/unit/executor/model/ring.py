@@ -93,11 +93,12 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     kv_dtype: BlockDType = "bf16",
     num_cold: int = 0,
+    context: int | None = None,
 ) -> ModelRunner:
-    """A rank's model and store, ready to run."""
+    """A rank's model and store, ready to run; `context` as of `load_model`."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
-    model = load_model(directory, dtype, layout, collectives, CPU, lambda done, total: None)
+    model = load_model(directory, dtype, layout, collectives, CPU, lambda *_: None, context=context)
     return runner_around(model, directory, collectives, dtype, kv_dtype, num_cold)
 
 

@@ -79,7 +79,8 @@ def served(proof: Proof, ranks: int, dtype: torch.dtype) -> Served:
     steps = decode_script()[1]
 
     def work(collectives: Collectives) -> tuple[list[torch.Tensor | None], list[str]]:
-        runner = make_runner(proof.directory, collectives, dtype)
+        # The longest sequence: transformers chooses frequencies that follow the length by it (test_rotary.py).
+        runner = make_runner(proof.directory, collectives, dtype, context=40)
         runner.warm_up()
         return [runner.forward(plan) for plan, _ in steps], whole(runner._model)
 

@@ -24,7 +24,7 @@ from services.executor.model.loading.loader import context_length, load_config, 
 from services.executor.model.parallel.plans import PLANS, Style, as_regex, plan_for
 from services.executor.model.parallel.rewiring import rewire_attention
 from shared.errors import ModelLoadError
-from tests.unit.executor.model.architectures import ARCHITECTURES, LONGROPE, settings_of
+from tests.unit.executor.model.architectures import ARCHITECTURES, settings_of
 from tests.unit.executor.model.ring import CPU, ThreadMember, ThreadRing
 from tests.unit.executor.model.tiny import build
 
@@ -212,14 +212,6 @@ def test_sizes_without_end_are_refused_before_anything_is_built(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **changes}))
     with pytest.raises(ModelLoadError, match=r"and no model with more than \d+ is served"):
         load_config(tmp_path)
-
-
-def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:
-    for model_type in ("phi3", "phimoe"):
-        settings = settings_of(f"{model_type}/longrope")
-        assert settings["max_position_embeddings"] > LONGROPE["original_max_position_embeddings"]
-        CONFIG_MAPPING[model_type](**settings).save_pretrained(str(tmp_path))
-        assert context_length(load_config(tmp_path)) == LONGROPE["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize("rotary_dim", [3, 40, -2])

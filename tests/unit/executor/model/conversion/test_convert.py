@@ -14,6 +14,9 @@ from gguf.constants import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from services.executor.collectives.base import SingleRank
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.catalogue import longest_context
 from services.executor.model.conversion.check import compare
 from services.executor.model.conversion.convert import convert
 from services.executor.model.conversion.gguf_header import interleaved, rope_factors
@@ -21,11 +24,13 @@ from services.executor.model.conversion.gguf_tokenizer import pre_tokenizer
 from services.executor.model.conversion.gguf_types import _BLOCKS, DTYPES, encoded, nbytes_of, type_of
 from services.executor.model.conversion.inspection import inspect
 from services.executor.model.conversion.safetensors_file import packed
-from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ConfigurationError, ModelLoadError, RyzansteinError
 from tests.unit.executor.model.conversion.conftest import TOKENIZER, MakeModel
+from tests.unit.executor.model.ring import CPU
 from tests.unit.executor.model.tiny import reference_logits
 
 TOKENS = [[3, 17, 42, 99, 5, 6, 7, 130, 0, 12] * 3]
@@ -542,3 +547,26 @@ def split(file: Path) -> list[Path]:
         writer.write_tensors_to_file()
         writer.close()
     return paths
+
+
+@pytest.mark.parametrize("context", [64, 65])
+def test_long_rope_of_a_file_is_that_of_its_model_at_any_length(
+    model_of: MakeModel, tmp_path: Path, context: int
+) -> None:
+    changes = {"hidden_size": 144, "original_max_position_embeddings": 64, "rope_parameters": LONG_ROPE}
+    source = model_of("phi3", **changes)
+    convert(source, tmp_path / "model.gguf", "gguf", "f32", ignore)
+    convert_gguf(tmp_path / "model.gguf", tmp_path / "linked", lambda *_: None)
+    assert longest_context(load_config(tmp_path / "linked")) == longest_context(load_config(source)) > 64
+    layout = ShardLayout.from_config(load_config(source), 1, 0)
+    ours, theirs = (
+        load_model(
+            where, torch.float32, layout, SingleRank(), CPU, lambda *_: None, context=context
+        ).get_submodule("model.rotary_emb")
+        for where in (tmp_path / "linked", source)
+    )
+    assert torch.equal(ours.inv_freq, theirs.inv_freq)
+    assert ours.attention_scaling == theirs.attention_scaling > 1
+    factors = LONG_ROPE["long_factor" if context > 64 else "short_factor"]
+    plain = 1e4 ** (-torch.arange(0, 8, 2).float() / 8)
+    assert torch.allclose(ours.inv_freq, plain / torch.tensor(factors))
