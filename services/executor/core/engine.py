@@ -82,6 +82,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     drafts: bool = False
     """Whether it has a draft model (`Engine.draft`)."""
 
+    sparse: list[str] = []
+    """Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none."""
+
     @property
     def tasks(self) -> list[str]:
         """`ModelCard.tasks`"""

@@ -38,6 +38,8 @@ class Pages(msgspec.Struct, frozen=True):
     tokens: int = 1
     """Of which one line is made. It stands in the block of the last of them, so that blocks of the same text are the
     same whatever follows."""
+    summary: bool = False
+    """Whether its line is the mean and the deviation of a block's keys (`sparse_attention.py`): never compressed."""
 
     def lines(self, block_size: int) -> int:
         """In one block: of tokens that fill several blocks one in each, which only the last of them uses."""
@@ -114,6 +116,15 @@ def page_of(states: LayerStates, layer: int) -> int:
 def slot_of(states: LayerStates, layer: int) -> int:
     """Which of the layers with a slot `layer` is."""
     return sum(bool(before.slot) for before in states[:layer])
+
+
+def choosing_pages(states: LayerStates) -> tuple[int, ...]:
+    """The page layers of attention that sees all tokens before it, of which a request may choose to read some."""
+    return tuple(
+        page_of(states, layer)
+        for layer, state in enumerate(states)
+        if state.kind == "full" and [pages.parts for pages in state.pages] == [2]
+    )
 
 
 def layer_of_pages(states: LayerStates) -> tuple[int, ...]:

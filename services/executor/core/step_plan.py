@@ -99,6 +99,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     followed: bool = False
     """The draft model computes the rows too, for its own keys and values, beside the model that is served."""
 
+    sparse: bytes = b""
+    """int32 [S, 7]: which earlier blocks each sequence's tokens read (`sparse_attention.py`); empty where all read
+    all."""
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StepPlan)

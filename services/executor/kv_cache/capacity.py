@@ -26,7 +26,14 @@ from typing import NamedTuple
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.layer_state import LayerStates, Pages, StateTensor, layer_of_pages, page_layers
+from services.executor.core.layer_state import (
+    LayerStates,
+    Pages,
+    StateTensor,
+    choosing_pages,
+    layer_of_pages,
+    page_layers,
+)
 from services.executor.core.settings import BlockDType, ExecutorSettings, layer_dtypes, parse_layers
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.store_shape import StoreShape, state_bytes
@@ -363,7 +370,8 @@ def store_shape(
     pages = page_layers(states)
     if not pages:
         pages, codecs = (_pages_of_snapshots(slot, settings.block_size, dtype),), (None,)
-    return StoreShape(settings.block_size, dtype, pages, codecs, slot)
+    shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states))
+    return shape.with_summaries() if settings.sparse_attention else shape
 
 
 def _pages_of_snapshots(

@@ -56,6 +56,24 @@ class BlockKey(NamedTuple):
 
 _STATE = b"state:"
 _MOST_DIGITS = 9
+_CHOICE = b"sparse:"
+CHOICE_SIZE = 16
+"""Bytes of what names a choice of sparse attention (`core/sparse_attention.py`)."""
+
+
+def with_choice(tokens: bytes, salt: bytes) -> bytes:
+    """The tokens of the first block whose keys and values are other ones because of the choice named by `salt`
+    (`CHOICE_SIZE` bytes): its digest, and so those of all blocks behind it, are no other choice's."""
+    return tokens + _CHOICE + salt
+
+
+def holds(tokens: bytes, block_size: int) -> bool:
+    """Whether `tokens` can be those of a key: of a block of so many tokens, with a choice or without, or of a
+    snapshot."""
+    sizes = (4 * block_size, 4 * block_size + len(_CHOICE) + CHOICE_SIZE)
+    if len(tokens) == sizes[1]:
+        return tokens[sizes[0] :].startswith(_CHOICE)
+    return len(tokens) == sizes[0] or is_state(tokens)
 
 
 def state_key(parent: bytes, part: int) -> BlockKey:
@@ -78,9 +96,14 @@ def is_state(tokens: bytes) -> bool:
 class BlockChain:
     """The digests of a sequence's full blocks. Every token is hashed once, as blocks fill."""
 
-    def __init__(self, tokens: "array[int]", block_size: int, root: bytes) -> None:
-        """`tokens` (int32) is the sequence's own array: the chain follows it as it grows."""
+    def __init__(
+        self, tokens: "array[int]", block_size: int, root: bytes, choice: tuple[int, bytes] | None = None
+    ) -> None:
+        """`tokens` (int32) is the sequence's own array: the chain follows it as it grows. `choice`: (first position
+        that is computed after a choice of sparse attention, what names it); None: there is none."""
         self._tokens = tokens
+        self._chosen_from = -1 if choice is None else choice[0] // block_size
+        self._salt = b"" if choice is None else choice[1]
         self._block_size = block_size
         self._digests = [root]
         self.grow()
@@ -103,7 +126,8 @@ class BlockChain:
         return len(self._digests) - 1
 
     def _tokens_of(self, block: int) -> bytes:
-        return self._tokens[block * self._block_size : (block + 1) * self._block_size].tobytes()
+        tokens = self._tokens[block * self._block_size : (block + 1) * self._block_size].tobytes()
+        return with_choice(tokens, self._salt) if block == self._chosen_from else tokens
 
 
 class PrefixIndex:

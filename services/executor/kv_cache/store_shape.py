@@ -6,7 +6,7 @@
 Snapshots of slots are kept in full blocks, as many as their bytes take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,8 @@ class StoreShape:
     """How each page layer compresses its cold blocks, None: not; empty: none does."""
     slot: tuple[tuple[StateTensor, ...], ...] = ()
     """What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state."""
+    choosing: tuple[int, ...] = ()
+    """Page layers of which a request may choose what is read (`core/sparse_attention.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.codecs) not in (0, self.num_layers):
@@ -55,6 +57,19 @@ class StoreShape:
     ) -> "StoreShape":
         """Of a model whose layers all keep keys and values of `kv_heads` heads (this rank's), `head_dim` wide."""
         return cls(block_size, dtype, (Pages(2, kv_heads, head_dim),) * num_layers, codecs)
+
+    def with_summaries(self) -> "StoreShape":
+        """The same, and a further page layer for each of `choosing`, in their order, behind all others: the mean and
+        the deviation of each block's keys."""
+        own = [self.pages[page] for page in self.choosing]
+        summaries = tuple(Pages(2, pages.heads, pages.width, self.block_size, summary=True) for pages in own)
+        codecs = (*self.codecs, *(None for _ in summaries)) if self.codecs else ()
+        return replace(self, pages=(*self.pages, *summaries), codecs=codecs)
+
+    def summary_of(self, page: int) -> int | None:
+        """The page layer with the summaries of page layer `page`; None: it has none."""
+        summaries = [at for at, pages in enumerate(self.pages) if pages.summary]
+        return summaries[self.choosing.index(page)] if summaries and page in self.choosing else None
 
     @property
     def num_layers(self) -> int:
@@ -149,7 +164,9 @@ class StoreShape:
 def _described(pages: Pages) -> str:
     """In a store's format."""
     shape = f"{pages.parts}x{pages.heads}x{pages.width}"
-    return shape if pages.tokens == 1 else f"{shape}/{pages.tokens}"
+    return (
+        shape if pages.tokens == 1 and not pages.summary else f"{shape}/{pages.tokens}{'s' * pages.summary}"
+    )
 
 
 def state_bytes(tensor: StateTensor, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
-from services.executor.kv_cache.prefix_index import PARENT_SIZES, is_state
+from services.executor.kv_cache.prefix_index import PARENT_SIZES, holds
 from services.executor.kv_transfer.board import (
     POLL,
     HandoverBoard,
@@ -83,7 +83,7 @@ class HandoverReceiver:
             return "Its KV blocks are of another format, or of another model."
         sizes_are_right = all(
             len(block.parent) in PARENT_SIZES
-            and (len(block.tokens) == 4 * self._ring.block_size or is_state(block.tokens))
+            and holds(block.tokens, self._ring.block_size)
             and 0 <= block.session < len(offer.sessions)
             for block in offer.blocks
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from services.executor.model.sparse_attention import choose, keep_summaries
 from services.executor.model.step_context import (
     AttentionBackend,
     Chunks,
@@ -92,7 +93,12 @@ def paged_attention(
     lines = (key[0], value[0])
     page = page_of(module)
     if block_indices is not None:
+        keep_lines(step, page, lines)
         out = _attend_to_blocks(step, page, grouped, lines, rule, block_indices)
+    elif reach is None and not reads_only and step.chooses(page, _layer_of(module)):
+        keep_lines(step, page, lines)
+        chosen = choose(step, page, _layer_of(module), grouped)
+        out = _attend_to_blocks(step, page, grouped, lines, rule, chosen)
     else:
         out = attend(step, page, grouped, lines, rule, reach, value.shape[-1], reads_only=reads_only)
     step.on_layer()
@@ -102,6 +108,11 @@ def paged_attention(
 def page_of(module: nn.Module) -> int:
     """The page layer that holds what an attention module attends to."""
     layer: int = module.__dict__.get(PAGE_ATTRIBUTE, module.layer_idx)
+    return layer
+
+
+def _layer_of(module: nn.Module) -> int:
+    layer: int = module.layer_idx  # type: ignore[assignment]
     return layer
 
 
@@ -140,15 +151,15 @@ def attend(
 def _attend_to_blocks(
     step: StepContext, page: int, query: Tensor, lines: tuple[Tensor, ...], rule: ScoreRule, choice: Any
 ) -> Tensor:
-    """As `attend`, of keys of chosen blocks: `choice` is a `BlockChoice`."""
-    out = torch.empty_like(query)
-    keep_lines(step, page, lines)
+    """As `attend`, of keys of chosen blocks, once the step's are stored: `choice` is a `BlockChoice`."""
+    out = torch.empty((*query.shape[:-1], lines[1].shape[-1]), dtype=query.dtype, device=query.device)
     if step.num_decodes:
         batch = step.decodes(None)
         attend_all_decodes(step, page, batch, query[: step.num_decodes], rule, out, choice.decodes)
     for chunk, (chosen, blocks) in zip(step.prefills(None), choice.prefills, strict=True):
         rows = slice(chunk.start, chunk.stop)
-        keys, values = lines_of(step, page, chunk, lines)
+        found = lines_of(step, page, chunk, lines)
+        keys, values = _keys_and_values(found, query.shape[-1], out.shape[-1])
         for head in range(query.shape[1]):
             seen = chosen[head][:, blocks]
             seen = seen.tril() if chunk.mask is None else seen & (chunk.mask == 0)
@@ -176,6 +187,7 @@ def keep_lines(
     step.store.write(page, step.slots if slots is None else slots, *rows)
     if step.compressions is not None:
         step.store.compress_layer(page, *step.compressions)
+    keep_summaries(step, page)
 
 
 def attend_all_decodes(

@@ -9,7 +9,6 @@ keys and values; each rank scores for its own KV heads. transformers' modules ar
 goes from indexer to attention in place of indices.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,11 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotar
 
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.attention import keep_lines, lines_of
-from services.executor.model.step_context import PrefillChunk, StepContext
+from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from shared.errors import ModelLoadError
 
 _MOST_BYTES = 32 << 20
 """Scores of the rows that are scored at once: memory is bounded whatever the context is."""
-
-
-@dataclass(frozen=True)
-class BlockChoice:
-    """The keys that rows attend to."""
-
-    decodes: list[Tensor]
-    """bool [n, kv heads, K] of each bucket"""
-    prefills: list[tuple[Tensor, Tensor]]
-    """Of each chunk bool [kv heads, rows, blocks], and int64 [K]: the block of each key"""
 
 
 def choose_blocks(attention: Any, layout: ShardLayout, page: int) -> None:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.executor.core.sparse_attention import FIELDS, Choice
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.store import KvStore
 
@@ -207,6 +208,16 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True)
+class BlockChoice:
+    """The keys that rows attend to."""
+
+    decodes: list[Tensor]
+    """bool [n, kv heads, K] of each bucket"""
+    prefills: list[tuple[Tensor, Tensor]]
+    """Of each chunk bool [kv heads, rows, blocks], and int64 [K]: the block of each key"""
+
+
+@dataclass(frozen=True)
 class RecurrentPiece:
     """Rows [start, stop) of the flat batch of one sequence, whose state is in `slot`."""
 
@@ -259,6 +270,8 @@ class StepContext:
         self._tables = as_int32(plan.block_tables)
         blocks = -(-self._context_lens // store.block_size)
         self._table_starts: Int64Array = np.cumsum(blocks) - blocks
+        choices = as_int32(plan.sparse).reshape(-1, FIELDS).tolist()
+        self._choices = [Choice(*choice) for choice in choices]
         self._recurrent: RecurrentBatch | None = None
         self._plan = plan
         self._decodes: dict[Reach, DecodeBatch] = {}
@@ -287,6 +300,32 @@ class StepContext:
         """(hot, cold) int64 [C] each: the blocks that the step fills; a backend has them its own way."""
         pairs = as_int32(self._plan.compressions).reshape(-1, 2)
         return (self.to_device(pairs[:, 0]), self.to_device(pairs[:, 1])) if len(pairs) else None
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """(as they are written, as they are kept) int64 [C] each: the blocks that the step fills; the same ids where
+        nothing is compressed."""
+        if self.compressions is not None:
+            return self.compressions
+        size = self.store.block_size
+        last = self.positions_on_host % size == size - 1
+        blocks = self.to_device(self._slots[last] // size if not self.store.num_cold else self._slots[:0])
+        return blocks, blocks
+
+    def choice_of(self, sequence: int) -> Choice:
+        """What the tokens of the step's `sequence`-th sequence read."""
+        return self._choices[sequence] if self._choices else Choice.of(None)
+
+    def chooses(self, page: int, layer: int) -> bool:
+        """Whether some row may not read everything in layer `layer`, whose page layer is `page`."""
+        own = page in self.store.shape.choosing
+        return own and any(choice.kind and choice.dense_layers <= layer for choice in self._choices)
+
+    def table_of(self, sequence: int) -> Tensor:
+        """int64: the block table of the step's `sequence`-th sequence."""
+        first = self._table_starts[sequence]
+        blocks = -(-self._context_lens[sequence] // self.store.block_size)
+        return self.to_device(self._tables[first : first + blocks])
 
     def decodes(self, reach: Reach) -> DecodeBatch:
         """The decodes, for layers that see as far back as `reach`."""

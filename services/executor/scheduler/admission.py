@@ -4,6 +4,7 @@ import msgspec
 
 from services.executor.core.engine import EngineSpec
 from services.executor.core.sampling_state import problem_with, problem_with_bans, token_bans_of
+from services.executor.core.sparse_attention import problem_with as problem_with_choice
 from services.executor.scheduler.sequence import finish_reason
 from shared import limits
 from shared.errors import (
@@ -83,7 +84,7 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
             )
     if request.adapter and (wrong := _adapter_problem(request.adapter, spec)) is not None:
         return wrong
-    if (wrong := _task_problem(request, spec)) is not None:
+    if (wrong := _task_problem(request, spec) or _sparse_problem(request, spec)) is not None:
         return wrong
     if (
         request.grammar is not None
@@ -119,6 +120,11 @@ def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidReques
             f"{len(request.prompt)} tokens."
         )
     return None
+
+
+def _sparse_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
+    wanted = request.sparse
+    return None if wanted is None else problem_with_choice(wanted, spec.block_size, spec.sparse)
 
 
 def _adapter_problem(adapter: str, spec: EngineSpec) -> InvalidRequest | None:

@@ -274,6 +274,8 @@ class ContinuousBatcher:
             plan = steps.with_scored(plan, scored, named)
         if self._spec.whole_prompts:
             plan = steps.with_segments(plan, batch)
+        if self._spec.sparse:
+            plan = steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
         rows = rows_of(sampled)
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named))
         return plan, list(rows)
@@ -294,6 +296,8 @@ class ContinuousBatcher:
             plan = msgspec.structs.replace(plan, **states)
         if not self._planner.slots.empty:
             plan = self._with_adapters(plan, [one.sequence for one in successors])
+        if self._spec.sparse:
+            plan = steps.with_choices(plan, (one.sequence for one in successors))
         step = step_ahead(successors)
         self._steps.begin(step)
         return plan, list(step.rows)

@@ -18,6 +18,7 @@ import msgspec
 from services.executor.core.engine import SampledToken
 from services.executor.core.prompt_results import NamedScores, PromptScores, Vector
 from services.executor.core.sampling_state import SamplingState
+from services.executor.core.sparse_attention import Choice
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.scheduler.adapter_slots import NO_SLOT
 from services.executor.scheduler.speculation import Guesser
@@ -112,7 +113,10 @@ class Sequence:
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)
-        self.chain = BlockChain(self.tokens, block_size, root)
+        self.choice = Choice.of(request.sparse)
+        """Which earlier blocks its tokens read."""
+        chosen = (self.choice.threshold, self.choice.salt()) if self.choice.kind else None
+        self.chain = BlockChain(self.tokens, block_size, root, chosen)
         self.sampling = SamplingState(
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )

@@ -299,6 +299,14 @@ def with_segments(plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
     return msgspec.structs.replace(plan, second_segments=to_bytes(begins)) if any(begins) else plan
 
 
+def with_choices(plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:
+    """`plan`, told what the tokens of its sequences, in their order, read."""
+    choices = [sequence.choice for sequence in sequences]
+    if not [choice for choice in choices if choice.kind]:  # nearly always
+        return plan
+    return msgspec.structs.replace(plan, sparse=to_bytes([number for choice in choices for number in choice]))
+
+
 def take_scores(scored: Seq[PromptPart], found: Scores) -> list[Sequence]:
     """Counts what a step has given. Returns those whose prompts are scored and that have nothing else to give, or
     whose scores are no numbers."""

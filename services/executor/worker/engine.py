@@ -25,7 +25,7 @@ from services.executor.core.engine import (
     ProgressCallback,
     SampledToken,
 )
-from services.executor.core.layer_state import described
+from services.executor.core.layer_state import LayerStates, choosing_pages, described
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
@@ -286,6 +286,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        _check_sparse(settings, device, None)
         laps = LoadTimings()
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
@@ -302,6 +303,7 @@ class RingMember:
             from services.executor.worker.encoder import load_encoder_rank
 
             where = (config, directory, device, collectives, report)
+            _check_sparse(settings, device, ())
             encoder, engine_spec = load_encoder_rank(settings, *where)
             laps.over("weights")
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
@@ -309,6 +311,7 @@ class RingMember:
         share = load_share(settings, spec, directory, device, collectives, report)
         laps.over("weights")
         facts = share.facts
+        _check_sparse(settings, device, facts.states)
         context = context_of(settings, facts.context_length, facts.rotary.longest)
         storage = _Storage.make(settings, share, context, device, collectives)
         laps.over("kv_cache")
@@ -341,12 +344,36 @@ class RingMember:
             numerics=_numerics(settings, runner.kernels, storage.shape.format, facts.made_for),
             kernels=runner.kernels,
             exact=runner.is_exact,
+            sparse=_sparse_kinds(settings, storage.shape, device),
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
             **storage.facts,
             **task_facts,
         )
         return cls(runner, collectives, engine_spec, share, head)
+
+
+def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape, device: torch.device) -> list[str]:
+    """`EngineSpec.sparse`"""
+    if device.type != "cpu" or not shape.choosing:
+        return []
+    return ["pages", "window"] if settings.sparse_attention else ["window"]
+
+
+def _check_sparse(settings: ExecutorSettings, device: torch.device, states: LayerStates | None) -> None:
+    """Raises `ConfigurationError` where page summaries are asked for and would be of no use; `states`: None while they
+    are not known."""
+    if not settings.sparse_attention:
+        return
+    if device.type != "cpu":
+        raise ConfigurationError(
+            "--sparse-attention is not computed on GPUs; leave it out, or set RYZANSTEIN_DEVICE to cpu."
+        )
+    if states is not None and not choosing_pages(states):
+        raise ConfigurationError(
+            "No layer of this model attends to all tokens with keys and values of its own, so that --sparse-attention "
+            "has nothing to choose from; leave it out."
+        )
 
 
 def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[str, Any]]":

@@ -237,6 +237,7 @@ class StubEngine:
             max_adapters=settings.max_adapters,
             labels=[STUB_LABEL],
             activation="sigmoid",
+            sparse=["pages", "window"],
         )
 
     def adapter_digest(self, directory: Path) -> str:

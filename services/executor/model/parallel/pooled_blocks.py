@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRotaryEmbedding, apply_rotary_pos_emb
 
 from services.executor.model.attention import paged_attention
-from services.executor.model.chosen_blocks import BlockChoice
 from services.executor.model.indexing import chosen, scores_of
-from services.executor.model.step_context import PrefillChunk, StepContext
+from services.executor.model.step_context import BlockChoice, PrefillChunk, StepContext
 from services.executor.model.token_lines import TokenLines
 
 _MOST_BYTES = 32 << 20

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.kv_cache.prefix_index import (
+    CHOICE_SIZE,
     BlockChain,
     BlockKey,
     PrefixIndex,
     block_digest,
+    holds,
     is_root,
     is_state,
     root_digest,
@@ -122,3 +124,23 @@ def test_a_snapshot_follows_the_block_that_it_is_behind() -> None:
     assert is_state(state_key(b"", 12345).tokens)
     wrong = (b"", b"state:", b"state:x", b"state:-1", b"state:1234567890", b"State:1", chain.key(0).tokens)
     assert not any(is_state(tokens) for tokens in wrong)
+
+
+def test_what_ends_below_the_threshold_is_shared_and_nothing_behind() -> None:
+    """Blocks of 4: the choice counts from position 10, in the third block."""
+    tokens, root = array("i", range(20)), root_digest("m")
+    dense = BlockChain(tokens, 4, root)
+    one, other = (BlockChain(tokens, 4, root, (10, bytes([salt]) * CHOICE_SIZE)) for salt in (1, 2))
+    for block in range(5):
+        keys = {chain.key(block) for chain in (dense, one, other)}
+        assert len(keys) == len({key.digest for key in keys}) == (1 if block < 2 else 3)
+        assert all(holds(key.tokens, 4) for key in keys)
+    assert BlockChain(tokens, 4, root, (8, bytes(16))).key(1) == dense.key(1)
+    assert BlockChain(tokens, 4, root, (7, bytes(16))).key(1) != dense.key(1)
+    index = PrefixIndex()
+    for block in range(5):
+        index.put(block, one.key(block))
+    assert index.chains([4], root) == [0, 1, 2, 3, 4]
+    assert index.find(dense.key(2)) is None
+    assert not holds(dense.key(0).tokens + bytes(23), 4)
+    assert not holds(dense.key(0).tokens[:-1], 4)

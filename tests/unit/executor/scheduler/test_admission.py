@@ -8,7 +8,7 @@ import pytest
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import malformed, too_long
 from shared import limits
-from shared.messages import GenerationRequest, Grammar, SamplingParams
+from shared.messages import GenerationRequest, Grammar, SamplingParams, SparseAttention
 
 SPEC = EngineSpec(block_size=16, num_blocks=1 << 20, context_length=256, vocab_size=1 << 21)
 MANY = 1 << 20
@@ -20,7 +20,7 @@ HUGE: dict[Any, list[Any]] = {
     Grammar | None: [Grammar("regex", "a" * MANY)],
 }
 """By type, the ways in which a field of it can be large."""
-SMALL = (int, float, bool)
+SMALL = (int, float, bool, SparseAttention | None)
 
 
 def request(sampling: SamplingParams | None = None, **fields: Any) -> GenerationRequest:
@@ -100,3 +100,13 @@ def test_an_adapter_is_named_by_its_digest(adapter: str) -> None:
 def test_a_ring_without_slots_for_adapters_refuses_them() -> None:
     assert "computes no LoRA adapters" in refused(request(adapter="ab" * 32))
     assert malformed(request(adapter="ab" * 32), msgspec.structs.replace(SPEC, max_adapters=1)) is None
+
+
+def test_sparse_attention_that_the_group_does_not_compute_is_refused() -> None:
+    asked = request(sparse=SparseAttention())
+    assert "no sparse attention" in refused(asked)
+    windows = msgspec.structs.replace(SPEC, sparse=["window"])
+    problem = malformed(asked, windows)
+    assert problem is not None
+    assert "--sparse-attention" in problem.message
+    assert malformed(request(sparse=SparseAttention("window")), windows) is None

@@ -43,6 +43,7 @@ def test_a_stream_is_what_stub_token_says() -> None:
         exact=True,
         labels=["relevant"],
         activation="sigmoid",
+        sparse=["pages", "window"],
     )
     assert progress == [(1, 1)]
     batcher = ContinuousBatcher(spec, BatchSettings())

@@ -1,0 +1,98 @@
+"""Which earlier blocks a token reads where its request asks for sparse attention: a function of its position alone.
+
+    position p    [ sinks | between: the `top` best of these | recent | own block ]
+    blocks          0 ..    first .. recent - 1                          own
+
+Arithmetic over whole numbers, the same here and in the native kernels (`native/sparse.c`): what a token reads must
+not depend on who computes it. A request's choice travels in `StepPlan.sparse` as `FIELDS` numbers a sequence.
+"""
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from services.executor.core.step_plan import to_bytes
+from shared.errors import InvalidRequest
+from shared.messages import SparseAttention
+
+FIELDS = 7
+"""Numbers of a choice in a plan: kind, threshold, sinks, recent, budget, share in millionths, dense layers."""
+DENSE, PAGES, WINDOW = 0, 1, 2
+"""Kinds, as plans and kernels number them."""
+MILLION = 1_000_000
+KINDS = {"pages": PAGES, "window": WINDOW}
+LARGEST = (1 << 31) - 1
+DEVIATIONS = 1.0
+"""How many times its keys' deviation a page's score is above that of their mean: `native/sparse.h` has the same."""
+
+NO_CHOICE = (DENSE, 0, 0, 0, 0, 0, 0)
+"""Of a sequence whose tokens read everything."""
+
+
+class Reading(NamedTuple):
+    """What a token reads of the blocks before its own."""
+
+    first: int
+    """Blocks of sinks: [0, first) are read."""
+    recent: int
+    """And [recent, own)."""
+    top: int
+    """How many of [first, recent) are read besides; fewer than there are."""
+
+
+class Choice(NamedTuple):
+    """A request's choice, as plans have it; in tokens."""
+
+    kind: int
+    threshold: int
+    sinks: int
+    recent: int
+    budget: int
+    share: int
+    dense_layers: int
+
+    @classmethod
+    def of(cls, wanted: SparseAttention | None) -> "Choice":
+        if wanted is None:
+            return cls(*NO_CHOICE)
+        share = round(wanted.share * MILLION)
+        sizes = (wanted.threshold, wanted.sinks, wanted.recent, wanted.budget, share, wanted.dense_layers)
+        return cls(KINDS[wanted.kind], *sizes)
+
+    def reading(self, position: int, block_size: int) -> Reading | None:
+        """What the token at `position` reads; None: all that is before it."""
+        if self.kind == DENSE or position < self.threshold:
+            return None
+        own = position // block_size
+        first = min(-(-self.sinks // block_size), own)
+        recent = max(first, min(own, max(0, position - self.recent + 1) // block_size))
+        wanted = 0 if self.kind == WINDOW else max(self.budget, position * self.share // MILLION)
+        top = min(recent - first, -(-wanted // block_size))
+        return None if top == recent - first else Reading(first, recent, top)
+
+    def salt(self) -> bytes:
+        """What distinguishes keys and values that were computed with this choice."""
+        return blake2b(to_bytes(list(self)), digest_size=16).digest()
+
+
+def problem_with(wanted: SparseAttention, block_size: int, kinds: list[str]) -> InvalidRequest | None:
+    """Why a ring that computes these `kinds`, in blocks of `block_size` tokens, cannot compute `wanted`."""
+    if not kinds:
+        return InvalidRequest("This group computes no sparse attention; leave out sparse_attention.")
+    if wanted.kind not in kinds:
+        return InvalidRequest(
+            f"This group keeps no page summaries, so sparse_attention of kind {wanted.kind!r} cannot be computed; "
+            "start it with --sparse-attention, ask for kind 'window', or leave sparse_attention out."
+        )
+    for name in ("threshold", "sinks", "recent", "budget", "dense_layers"):
+        if not 0 <= getattr(wanted, name) <= LARGEST:
+            return InvalidRequest(
+                f"sparse_attention's {name} is {getattr(wanted, name)} and must be between 0 and {LARGEST}."
+            )
+    if not 0.0 <= wanted.share <= 1.0:
+        return InvalidRequest(f"sparse_attention's share is {wanted.share} and must be between 0 and 1.")
+    if wanted.kind == "pages" and wanted.budget < block_size:
+        return InvalidRequest(
+            f"sparse_attention's budget is {wanted.budget} tokens, less than one KV block of {block_size}; ask for "
+            f"{block_size} or more."
+        )
+    return None
