@@ -3,7 +3,7 @@
     position p    [ sinks | between: the `top` best of these | recent | own block ]
     blocks          0 ..    first .. recent - 1                          own
 
-Arithmetic over whole numbers, the same here and in the native kernels (`native/sparse.c`): what a token reads must
+Arithmetic over whole numbers, the same here and in the native kernels: what a token reads must
 not depend on who computes it. A request's choice travels in `StepPlan.sparse` as `FIELDS` numbers a sequence.
 """
 
@@ -22,7 +22,7 @@ MILLION = 1_000_000
 KINDS = {"pages": PAGES, "window": WINDOW}
 LARGEST = (1 << 31) - 1
 DEVIATIONS = 1.0
-"""How many times its keys' deviation a page's score is above that of their mean: `native/sparse.h` has the same."""
+"""How many times its keys' deviation a page's score is above that of their mean; native kernels have the same."""
 
 NO_CHOICE = (DENSE, 0, 0, 0, 0, 0, 0)
 """Of a sequence whose tokens read everything."""

@@ -5,7 +5,7 @@
     score for a row        the highest, over the query heads of a KV head, of query · mean + |query| · deviation
     chosen                 the best, of those that tie the earlier (`core/sparse_attention.py` says how many)
 
-Rows attend to what they have chosen by masks: this is what the native kernels (`native/sparse.c`) are held against, and
+Rows attend to what they have chosen by masks: this is what the native kernels are held against, and
 no faster than dense attention.
 """
 
