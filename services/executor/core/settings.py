@@ -84,6 +84,20 @@ def most_drafts(setting: str) -> int:
     return int(setting)
 
 
+def longest_stretch(setting: str) -> float:
+    """How many times as long as without it a step with part of a long prompt may take; 0: any time. Raises ValueError
+    with a phrase that says what is wrong."""
+    if setting == "off":
+        return 0.0
+    found = re.fullmatch(r"\d{1,3}(\.\d{1,6})?", setting, re.ASCII)
+    if found is None or float(setting) < LEAST_STRETCH:
+        raise ValueError(f"{setting!r} is not off or a number of at least {LEAST_STRETCH}, such as 1.5")
+    return float(setting)
+
+
+LEAST_STRETCH = 1.05
+"""Below that a step's time is not known well enough."""
+
 SLOW_STEP_FACTOR = 4.0
 """How many times as long as usual, by default."""
 SLOW_STEP_LEAST = 0.25
@@ -196,6 +210,10 @@ class ExecutorSettings(ModelStoreSettings):
     """Most sequences in one step."""
     max_batch_tokens: int = Field(default=512, ge=1)
     """Token budget of one step: longer prompts are prefilled in chunks (chunked prefill)."""
+    prefill_stretch: str = "1.5"
+    """How many times as long as usual steps may take beside a prompt that needs more than one of them, while
+    interactive requests decode; what fits into that time of the prompt is computed. `off`: as much as
+    `max_batch_tokens` allows, however long that takes."""
     max_waiting: int = Field(default=1024, ge=1)
     """Most accepted sequences that wait for a place in the batch; more are refused for the time being. Sequences of
     the batch lane take none of these places from others."""
@@ -347,6 +365,11 @@ class ExecutorSettings(ModelStoreSettings):
         """Most drafts of one sequence in a step, after `speculation`."""
         return most_drafts(self.speculation)
 
+    @property
+    def longest_stretch(self) -> float:
+        """The most of a step's usual time, after `prefill_stretch`; 0: any time."""
+        return longest_stretch(self.prefill_stretch)
+
     @field_validator("ring_host")
     @classmethod
     def _find_host(cls, host: str) -> str:
@@ -382,10 +405,15 @@ class ExecutorSettings(ModelStoreSettings):
             )
         return self
 
-    @field_validator("speculation", "slow_step", "kv_dtype_layers")
+    @field_validator("speculation", "slow_step", "kv_dtype_layers", "prefill_stretch")
     @classmethod
     def _check_text(cls, text: str, field: ValidationInfo) -> str:
-        parsers = {"speculation": most_drafts, "slow_step": SlowSteps.of, "kv_dtype_layers": parse_layers}
+        parsers = {
+            "speculation": most_drafts,
+            "slow_step": SlowSteps.of,
+            "kv_dtype_layers": parse_layers,
+            "prefill_stretch": longest_stretch,
+        }
         parsers[str(field.field_name)](text)
         return text
 

@@ -187,6 +187,7 @@ class Leader:
                 max_waiting=self._settings.max_waiting,
                 session_ttl=self._settings.kv_session_ttl,
                 max_drafts=max_drafts(self._settings, engine_spec),
+                prefill_stretch=self._settings.longest_stretch,
             ),
             self._model,
             board=self._board,

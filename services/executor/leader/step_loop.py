@@ -116,6 +116,8 @@ OF_ROWS = (BadLogits, GrammarFailed, RestoreFailed)
 class _Flight:
     def __init__(self, plan: StepPlan, rows: list[Row], traced: bool) -> None:
         self.plan, self.rows, self.traced = plan, rows, traced
+        self.measured = True
+        """Whether its time says how fast the ring is."""
         self.began = time.perf_counter_ns()
         self.masks = 0.0
         """Seconds spent on beginning masks."""
@@ -190,6 +192,7 @@ class Stepping:
         if traced:
             plan = self._attempts.begin_step(plan, self._batcher.under_way)
         flight = _Flight(plan, rows, traced)
+        flight.measured = not self._batcher.shares_time
         self._grammars.begin_masks([row.sampling for row in rows])
         flight.masks = (time.perf_counter_ns() - flight.began) / 1e9
         self._flights.append(flight)
@@ -248,9 +251,10 @@ class Stepping:
             self._attempts.end_step(taken / 1e9)
         if plan.token_ids:  # else it has only copied blocks: no measure of anything
             computed = prompt_tokens(plan, rows)
-            expected = self.throughput.expected(computed)
+            expected = self.throughput.expected(computed) if flight.measured else 0.0
             self._debug.took(plan, rows, taken / 1e9, computed, expected, flight.masks)
-            self.throughput.observe(taken / 1e9, computed)
+            if flight.measured:
+                self.throughput.observe(taken / 1e9, computed)
             self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)
 
 

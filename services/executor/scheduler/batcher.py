@@ -328,6 +328,7 @@ class ContinuousBatcher:
         self._now += seconds
         if step.ahead:
             step, sampled = drop_wasted_rows(step, sampled)
+        self._planner.took(step.batch, seconds)
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
         for chunk in step.batch:
@@ -412,6 +413,12 @@ class ContinuousBatcher:
     @property
     def preemptions(self) -> int:
         return self._planner.preemptions
+
+    @property
+    def shares_time(self) -> bool:
+        """Whether the step that was scheduled last computes part of a long prompt beside decodes: how long it takes
+        says nothing of how fast prompts are computed."""
+        return self._planner.shared
 
     @property
     def adapter_loads(self) -> int:

@@ -109,7 +109,9 @@ class Sequence:
         self.alone = bool(request.suspected)
         """Whether no step computes it beside others."""
         self.turn = 0
-        """Of such a one: when it had its last step."""
+        """Of such a one, and of a long prompt that shares steps: when it had its last step."""
+        self.is_long = False
+        """Whether its prompt needed more than one step when it got its place."""
         self.prompt_tokens = len(request.prompt)
         self.tokens: array[int] = array("i", request.prompt)
         self.tokens.extend(request.generated)

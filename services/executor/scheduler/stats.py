@@ -40,7 +40,7 @@ def view_of(
 def load_of(
     planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
 ) -> GroupLoad:
-    unfinished = sum(s.remaining for s in planner.running if s.remaining > 1)
+    unfinished = sum(planner.keeps_waiting(s) for s in planner.running if s.remaining > 1)
     return GroupLoad(
         running=len(planner.running),
         waiting=len(planner.waiting) + len(held),

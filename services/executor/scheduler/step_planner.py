@@ -10,17 +10,22 @@ blocks and share of the tokens within one step:
 Requests that may have killed another ring are each computed in steps of their own, every other step at most; what
 runs beside them keeps its place meanwhile.
 
+A prompt that needs more than one step gets a share of the time of each while somebody waits for decodes
+(`prefill_pace.py`); several such prompts take turns, a step each. Shorter ones are computed at once.
+
 Batch work may starve while others keep the ring full: that is what the lane is for. What bounds it is the
 request's deadline (`ContinuousBatcher.expire`).
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import Beginning, BlockTables
+from services.executor.scheduler.prefill_pace import PrefillPace
 from services.executor.scheduler.sequence import Sequence, SequenceState
 from services.executor.scheduler.steps import Chunk
 from shared.messages import LANES
@@ -46,6 +51,12 @@ class _Step:
         """Those whose prompts were looked at, most urgent first."""
         self.only: Sequence | None = None
         """Who is computed alone; None: all who need not be."""
+        self.paced = False
+        """Whether long prompts share its time with decodes that somebody waits for."""
+        self.turn: Sequence | None = None
+        """Whose long prompt it computes then, if anybody's."""
+        self.allowed = 0
+        """Tokens of that."""
         self.preempted: set[bool] = set()
         """Whether sequences that had to give up their blocks for it were of the batch lane."""
 
@@ -89,6 +100,11 @@ class StepPlanner:
         """Sequences that have had to give up their blocks."""
         self.isolates = False
         """Whether some sequence may have to be computed alone."""
+        self.paced = False
+        """Whether the last step had decodes that somebody waits for, so that long prompts share its time."""
+        self.shared = False
+        """Whether it computes a part of one then."""
+        self._pace = PrefillPace(settings.prefill_stretch) if settings.prefill_stretch else None
         self._turn = 0
         self._was_alone = False
 
@@ -98,7 +114,10 @@ class StepPlanner:
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
+                if not batch_lane:
+                    self._share_time(step)
                 self._add_prefills(step, batch_lane)
+            self.paced, self.shared = step.paced, step.turn is not None and step.allowed > 0
             if step.chunks:
                 self._took(step.only)
                 break
@@ -117,6 +136,21 @@ class StepPlanner:
         if only is not None:
             self._turn += 1
             only.turn = self._turn
+
+    def took(self, batch: Collection[Chunk], seconds: float) -> None:
+        """A step of `batch`, whose sequences have not moved on yet, took `seconds`; 0: nobody knows."""
+        if self._pace is None:
+            return
+        prompts = [(c.sequence.num_computed, c.length) for c in batch if c.length > 1 or not c.samples]
+        rows = sum(chunk.width for chunk in batch) - sum(length for _, length in prompts)
+        self._pace.observe(rows, prompts, seconds)
+
+    def keeps_waiting(self, sequence: Sequence) -> int:
+        """Tokens of a running sequence's prompt that lie before a new request's: of one that shares the time with
+        decodes not more than a step's."""
+        if sequence.is_long and self.paced:
+            return min(sequence.remaining, self._settings.max_batch_tokens)
+        return sequence.remaining
 
     def could_admit(self) -> bool:
         """Whether the first that waits, of those that can have a slot for their adapter, would get a place now, were a
@@ -200,6 +234,22 @@ class StepPlanner:
 
     # --- prompts ---------------------------------------------------------------------------------
 
+    def _share_time(self, step: _Step) -> None:
+        """Decides whose long prompt the step computes beside its decodes, and how many tokens of it. One of the batch
+        lane's only where there is no other."""
+        if self._pace is None or not step.chunks:
+            return
+        step.paced = True
+        long = [s for s in self.running if s.is_long and s.remaining > 1 and step.takes(s)]
+        if not long:
+            return
+        step.turn = turn = min(long, key=lambda sequence: (sequence.is_batch, sequence.turn))
+        decodes = sum(s.remaining == 1 for s in self.running)
+        step.allowed = self._pace.tokens(decodes, turn.num_computed, turn.remaining)
+        if step.allowed:
+            self._turn += 1
+            turn.turn = self._turn
+
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
         token only."""
@@ -223,7 +273,8 @@ class StepPlanner:
             length = self._prefill(step, sequence)
             if length:
                 step.add(sequence, length)
-            step.before.append(sequence)
+            if not (step.paced and sequence.is_long):  # nobody waits for what comes slowly
+                step.before.append(sequence)
 
     def _prefill(self, step: _Step, sequence: Sequence) -> int:
         """How many tokens of a prompt the step computes; 0 when it has to wait.
@@ -231,6 +282,8 @@ class StepPlanner:
         What one of those before it is about to compute as well, it waits for, to share it then.
         """
         if sequence.begins_later and not self._tables.restore(sequence):
+            return 0
+        if self._sits_out(step, sequence):
             return 0
         self._tables.share_more(sequence)
         if self._tables.is_being_computed(sequence, step.before):
@@ -248,6 +301,10 @@ class StepPlanner:
             self._preempt_for(step, victim)
         return end - sequence.num_computed
 
+    def _sits_out(self, step: _Step, sequence: Sequence) -> bool:
+        """Whether its prompt is a long one and the step has no time for it."""
+        return step.paced and sequence.is_long and not (sequence is step.turn and step.allowed)
+
     def _end_within(self, step: _Step, sequence: Sequence) -> int:
         """How far of a prompt the step may compute: its tokens before that position."""
         room = min(step.budget, step.scorable) if sequence.scoring else step.budget
@@ -255,6 +312,8 @@ class StepPlanner:
             if step.chunks:
                 return sequence.num_computed
             room = sequence.remaining  # the step is its own: it is never cut
+        if step.paced and sequence.is_long:
+            room = min(room, step.allowed)
         end = sequence.num_computed + min(sequence.remaining, room)
         # the last row's logits may have to be computed by another step
         return end - (end == len(sequence.tokens) and not self._may_name(step, sequence))
@@ -318,8 +377,16 @@ class StepPlanner:
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING
+        sequence.is_long = self._is_long(sequence)
+        if sequence.is_long and not sequence.alone:
+            self._turn += 1
+            sequence.turn = self._turn
         self.admitted.append(sequence)
         return True
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        """Whether its prompt needs more than one step, and may be cut."""
+        return sequence.remaining > self._settings.max_batch_tokens and not self._spec.whole_prompts
 
     def _place(self, sequence: Sequence) -> Beginning | None:
         """What is in the cache of a waiting sequence's beginning; None when there is no room for it now."""

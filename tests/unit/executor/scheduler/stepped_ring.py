@@ -37,13 +37,17 @@ class Ring:
         drafts: int = 0,
         right: float = 0.7,
         lookahead: bool = False,
+        stretch: float = 0.0,
         **spec: int,
     ) -> None:
         """`drafts` of a sequence at most, `right` with this probability. `lookahead`: plans ahead where it may.
+        `stretch`: steps may take so many times as long beside a long prompt; then each takes 10 ms and 1 ms a token.
         `spec`: further fields of `EngineSpec`."""
         self.lookahead = lookahead
         self.spec = EngineSpec(BLOCK, blocks, context, VOCAB, **spec)
-        settings = BatchSettings(tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts)
+        settings = BatchSettings(
+            tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts, prefill_stretch=stretch
+        )
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
         self.engine = FakeEngine(self.spec)
@@ -97,7 +101,9 @@ class Ring:
         if self.lookahead and self.later is None:
             self.look_ahead()
         try:
-            entries = self.batcher.update(self.execute(step))
+            timed = self.batcher._settings.prefill_stretch > 0
+            seconds = 0.010 + 0.001 * len(as_int32(step[0].token_ids)) if timed else 0.0
+            entries = self.batcher.update(self.execute(step), seconds)
         except RestoreFailed as error:
             entries = self.batcher.fail_restores(error.slots)
         self.batcher.check()

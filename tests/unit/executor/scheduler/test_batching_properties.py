@@ -62,6 +62,7 @@ class BatcherMachine(RuleBasedStateMachine):
         context=st.integers(16, 60),
         ttl=st.sampled_from([0.0, 5.0, 100.0]),
         drafts=st.sampled_from([0, 0, 1, 3, 9]),
+        stretch=st.sampled_from([0.0, 1.5]),
         lookahead=st.booleans(),
         rng=st.randoms(use_true_random=False),
     )
@@ -77,12 +78,14 @@ class BatcherMachine(RuleBasedStateMachine):
         context: int,
         ttl: float,
         drafts: int,
+        stretch: float,
         lookahead: bool,
         rng: random.Random,
     ) -> None:
         hot = blocks if cold else max(blocks, 5)
         spec = EngineSpec(BLOCK, hot, context, VOCAB, cold, host, disk, copies)
-        self.begin(spec, BatchSettings(budget, sequences, 8, ttl, drafts), lookahead, rng)
+        settings = BatchSettings(budget, sequences, 8, ttl, drafts, prefill_stretch=stretch)
+        self.begin(spec, settings, lookahead, rng)
 
     def begin(self, spec: EngineSpec, settings: BatchSettings, lookahead: bool, rng: random.Random) -> None:
         self.spec, self.settings = spec, settings
@@ -198,7 +201,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if any(s.alone for s in (*before, *planner.running, *planner.waiting)):
             return  # steps are taken in turns
         for sequence, chunk in chunks.items():
-            short = not sequence.is_batch and not chunk.samples
+            short = not sequence.is_batch and not chunk.samples and not (planner.paced and sequence.is_long)
             cut = chunk.end % BLOCK in ((0, BLOCK - 1) if self.spec.num_cold else (0,))
             assert not short or cut, "a prompt is cut though tokens were left"
         preempted = [s for s in before if not s.is_batch and s not in planner.running]
@@ -210,7 +213,8 @@ class BatcherMachine(RuleBasedStateMachine):
     def update(self) -> None:
         sampled = self.execute()
         if sampled is not None:
-            self.receive(self.batcher.update(sampled))
+            tokens = sum(chunk.width for chunk in self.batcher.under_way)
+            self.receive(self.batcher.update(sampled, 0.01 * (2 + tokens)))
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data())
