@@ -8,6 +8,7 @@
         pinned: true
         aliases: [gpt-4o-mini]
         settings: {tp: 1, context_length: 8192}
+        sparse_attention: {budget: 4096}
         adapters:
           sql: /models/adapters/sql
           legal: {source: org/legal-lora, revision: v2}
@@ -38,6 +39,8 @@ MAX_BYTES = 4 << 20
 MAX_TOLD = 100
 """Errors that are told of one file."""
 _KEYS = (*DECLARED, "adapters")
+_MAPPINGS = ("settings", "sparse_attention")
+"""Fields of a model that may be mappings."""
 _ADAPTER_KEYS = ("source", "revision")
 
 
@@ -226,8 +229,8 @@ def _fields(
     values: dict[str, Any] = {}
     for name, (key, value) in pairs.items():
         at[f"{within}{name}"] = _line(key)
-        if name == "settings" and not within and isinstance(value, yaml.MappingNode):
-            values[name] = _fields(_pairs(value, "settings.", found), "settings.", at, found)
+        if name in _MAPPINGS and not within and isinstance(value, yaml.MappingNode):
+            values[name] = _fields(_pairs(value, f"{name}.", found), f"{name}.", at, found)
         else:
             values[name] = _plain(value)
     return values

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from shared import sparse_attention
 from shared.config import seconds_of
 from shared.messages.registry import MAX_ALIASES, MAX_MODELS, ModelSettings, ModelSpec
 from shared.models import HUB, REASONING_PARSERS, TOOL_PARSERS
@@ -45,7 +46,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "reasoning_parser": REASONING_PARSERS,
 }
 
-DECLARED = ("name", "source", "revision", "settings", "least", "most", "pinned", "idle", "aliases")
+DECLARED = (
+    *("name", "source", "revision", "settings", "least", "most", "pinned", "idle", "aliases"),
+    "sparse_attention",
+)
 """Fields that people write; the others are kept by those who write the registry."""
 SETTINGS = tuple(field.name for field in msgspec.structs.fields(ModelSettings))
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(ModelSpec)}
@@ -349,7 +353,12 @@ def _convert(
     key: str, value: Any, kind: Any, values: dict[str, Any], found: list[Problem], within: str = ""
 ) -> None:
     try:
-        values[key] = msgspec.convert(value, kind)
+        values[key] = (
+            sparse_attention.read(value) if key == "sparse_attention" else msgspec.convert(value, kind)
+        )
+    except sparse_attention.WrongChoice as error:
+        path = f"{key}.{error.field}" if error.field else key
+        found.append(Problem(path, f"`{path}` cannot be so: {error}."))
     except msgspec.ValidationError:
         found.append(Problem(f"{within}{key}", f"`{within}{key}` is {_wanted(kind)}, not {_told(value)}."))
 

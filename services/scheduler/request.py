@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from shared import tracing
-from shared.messages import GenerationRequest, Lane
+from shared.messages import GenerationRequest, Lane, SparseAttention
 from shared.nats.bus import encode
+from shared.sparse_attention import told
 from shared.tracing import NONE, Span, Value
 
 NO_FAULT = ("cancelled", "deferred", "settled")
@@ -138,9 +139,16 @@ class Prefix(NamedTuple):
     tokens: int
 
 
-def prefixes(model: str, prompt: Sequence[int], salt: str = "", adapter: str = "") -> tuple[Prefix, ...]:
+def prefixes(
+    model: str,
+    prompt: Sequence[int],
+    salt: str = "",
+    adapter: str = "",
+    sparse: SparseAttention | None = None,
+) -> tuple[Prefix, ...]:
     """The named beginnings of `prompt`, longest first; none for a short one, or one that no model could take.
-    Prompts of different `salt` or LoRA `adapter` share no cache, hence no name."""
+    Prompts of different `salt` or LoRA `adapter` share no cache, hence no name; nor do those of different `sparse`
+    attention, beyond its threshold."""
     found: list[Prefix] = []
     digest, start = (
         "\0".join([model, salt, adapter] if adapter else [model, salt] if salt else [model]).encode(),
@@ -153,6 +161,8 @@ def prefixes(model: str, prompt: Sequence[int], salt: str = "", adapter: str = "
             tokens = array("i", prompt[start:length]).tobytes()
         except OverflowError:  # the ring will say so
             break
+        if sparse is not None and length > sparse.threshold:
+            digest += told(sparse).encode()
         digest = blake2b(digest + tokens, digest_size=16).digest()
         found.append(Prefix(int.from_bytes(digest[:8], "little"), length))
         start = length
@@ -280,7 +290,7 @@ class WaitingRequest:
             priority=request.priority,
             prefixes=()
             if request.session
-            else prefixes(request.model, request.prompt, request.cache_salt, request.adapter),
+            else prefixes(request.model, request.prompt, request.cache_salt, request.adapter, request.sparse),
             adapter=request.adapter,
             arrived=arrived,
         )

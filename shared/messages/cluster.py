@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shared.messages.generations import SparseKind
 from shared.messages.groups import GroupLoad
 from shared.messages.registry import HostBeat
 
@@ -235,6 +236,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""
     """How its safetensors hold them: BF16, F16, F32, or the method of their quantization; empty: not known, as of GGUF
     files, whose names say it."""
+    sparse: list[SparseKind] = []
+    """Kinds of sparse attention that its groups compute."""
+    page_tokens: int = 0
+    """Tokens of a KV block, of which sparse attention chooses whole ones; 0: not known."""
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""

@@ -12,6 +12,10 @@ FinishReason = Literal["", "stop", "length", "cancelled", "error"]
 """Why a generation ended; empty while it goes on."""
 
 
+SparseKind = Literal["pages", "window"]
+"""What of earlier tokens is read beside the first and the last ones: the pages (KV blocks) that score best, or none."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the next token is chosen. Neutral values mean "off"."""
 
@@ -54,7 +58,7 @@ class SparseAttention(msgspec.Struct, frozen=True, omit_defaults=True):
     Counted in tokens; what is read are whole KV blocks, so that a block of which a token counts is read whole.
     """
 
-    kind: Literal["pages", "window"] = "pages"
+    kind: SparseKind = "pages"
     """pages: those of the blocks between that score best, too; window: sinks and recent tokens alone, so that text
     between is never seen again (StreamingLLM, arXiv:2309.17453)."""
     threshold: int = 8192

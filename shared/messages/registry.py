@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.messages.generations import SparseAttention
+
 MAX_MODELS = 1024
 """Models in the registry."""
 MAX_ADAPTERS = 16_384
@@ -83,6 +85,9 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     pinned_by_request: bool = False
     """Whether it is pinned by a request's `keep_alive`, which a later one takes back; a pin by hand or of a file
     stays."""
+    sparse_attention: bool | SparseAttention | None = None
+    """How its requests attend that do not say it themselves, and whether its groups keep what that takes; None: to
+    everything, on groups that are as their host's settings say."""
 
     def declared(self) -> "ModelSpec":
         """Without what those who write the registry keep for themselves."""

@@ -23,6 +23,7 @@ from services.executor.ipc.board import RankTime
 from services.executor.scheduler.steps import Chunk, Row
 from shared import tracing
 from shared.messages import GenerationRequest, Refusal, TokenEntry
+from shared.sparse_attention import told
 from shared.tracing import NONE, Attributes, Span, Value
 
 MOST_CHUNKS = 64
@@ -189,6 +190,7 @@ class Attempts:
             attempt=request.attempt,
             prompt_tokens=len(request.prompt),
             reason=refusal.code if refusal else "",
+            **({} if request.sparse is None else {"sparse_attention": told(request.sparse)}),
             **self._ids(request.generation_id),
         )
 

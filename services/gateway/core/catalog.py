@@ -11,11 +11,12 @@ import msgspec
 from services.gateway.core.adapters import AdapterRegistry, not_read
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
-from shared.messages import GroupRecord, ModelCard
+from shared.messages import GroupRecord, ModelCard, SparseAttention
 from shared.model_status import ModelStatus, status_of, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from shared.sparse_attention import chosen
 
 
 class RingListener(Protocol):
@@ -49,6 +50,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Of that adapter."""
     defaults: Mapping[str, float] = {}
     """Sampling defaults of that name, which go before the model's own."""
+    sparse: SparseAttention | None = None
+    """How its requests attend that do not say it; None: to everything."""
 
 
 class ModelNotLoaded(Unavailable):
@@ -116,17 +119,22 @@ class Catalog:
         `Unavailable` of an adapter that is declared and was not read yet."""
         model = self.registry.model_of(name)
         if self._accepts(model):
-            return Resolved(model, defaults=self._defaults(model, name))
+            return Resolved(model, defaults=self._defaults(model, name), sparse=self._sparse(model))
         record = self.adapters.find(name, tenant)
         if record is None and name in self.adapters.wanted:
             raise not_read(self.adapters.wanted[name])
         if record is None or not self._accepts(record.model):
             raise self._unknown(name, tenant)
-        return Resolved(record.model, record.digest, name, self._defaults(record.model, name))
+        defaults, sparse = self._defaults(record.model, name), self._sparse(record.model)
+        return Resolved(record.model, record.digest, name, defaults, sparse)
 
     def _defaults(self, model: str, name: str) -> Mapping[str, float]:
         spec = self.registry.specs.get(model)
         return spec.defaults.get(name, {}) if spec is not None else {}
+
+    def _sparse(self, model: str) -> SparseAttention | None:
+        spec = self.registry.specs.get(model)
+        return chosen(spec.sparse_attention) if spec is not None else None
 
     def is_model(self, name: str) -> bool:
         """Whether it names a model, or is an alias of one."""

@@ -31,6 +31,7 @@ class ModelMetrics:
         self.between_tokens = metrics.between_tokens.labels(model)
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.cached_tokens = metrics.cached_tokens.labels(model)
+        self.sparse_tokens = metrics.sparse_tokens.labels(model)
         self.output_tokens = metrics.output_tokens.labels(model)
         self.delivery = metrics.delivery.labels(model)
         self.generation = metrics.generation.labels(model)
@@ -81,6 +82,9 @@ class GatewayMetrics:
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.", ["model"])
         self.cached_tokens = counter("cached_tokens", "Prompt tokens found in the KV cache.", ["model"])
+        self.sparse_tokens = counter(
+            "sparse_tokens", "Tokens that have not read everything before them (sparse attention).", ["model"]
+        )
         self.output_tokens = counter("output_tokens", "Output tokens.", ["model"])
         self.in_flight = gauge("generations_in_flight", "Unfinished generations.")
         self.replays = counter("journal_replays", "Readings of the journal.")

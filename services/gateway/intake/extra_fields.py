@@ -8,6 +8,7 @@
 | prediction | drafts in the ring |
 | prompt_cache_options, prompt_cache_retention, a part's prompt_cache_breakpoint | the ring's pins of KV blocks |
 | priority, cache_salt | the scheduler's queue, the ring's prefix cache |
+| sparse_attention | the ring: which earlier tokens a token reads |
 | min_tokens, allowed_token_ids, bad_words | what the ring's sampler may draw |
 | verbosity, add_generation_prompt, continue_final_message | the chat template |
 | store, metadata, user, safety_identifier | the record |
@@ -27,13 +28,16 @@ from services.gateway.intake.schemas import (
     CompletionRequest,
     ContentPart,
     GenerationFields,
+    SparseAttentionField,
+    SparseAttentionOptions,
     marked,
 )
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded
-from shared.messages import GenerationRequest, Lane, ModelCard
+from shared.messages import GenerationRequest, Lane, ModelCard, SparseAttention
 from shared.messages.records import GenerationRecord
+from shared.sparse_attention import FIELDS, WrongChoice, check
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -190,6 +194,41 @@ def applied(
         lane=lane_of(request, wire.lane),
         prediction=extras.prediction,
         cache_ttl=cache_ttl(request),
+    )
+
+
+def sparse_of(
+    given: SparseAttentionField | None, usual: SparseAttention | None, card: ModelCard
+) -> SparseAttention | None:
+    """Which earlier tokens the request's tokens read; None: all. `usual`: as the model's entry says, of requests that
+    say nothing; while its groups cannot do that, these read all. Raises `InvalidParameter`."""
+    if given is None:
+        return usual if usual is not None and usual.kind in card.sparse else None
+    if given is False:
+        return None
+    choice = usual or SparseAttention()
+    if isinstance(given, SparseAttentionOptions):
+        fields = {name: value for name in FIELDS if (value := getattr(given, name)) is not None}
+        choice = msgspec.structs.replace(choice, **fields)
+    try:
+        check(choice, card.page_tokens)
+    except WrongChoice as error:
+        name = f"sparse_attention.{error.field}"
+        raise InvalidParameter(f"Invalid '{name}': {error}.", param=name, reason="invalid_value") from None
+    if choice.kind in card.sparse:
+        return choice
+    raise unsupported("sparse_attention", _why_not(choice, card))
+
+
+def _why_not(choice: SparseAttention, card: ModelCard) -> str:
+    if "window" not in card.sparse:
+        return (
+            f"no layer of {card.model} attends to all earlier tokens, or its executors are of an earlier version; "
+            "leave it out"
+        )
+    return (
+        f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "
+        f"model loaded with them (ryzanstein models set {card.model} --sparse-attention on)"
     )
 
 

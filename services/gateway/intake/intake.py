@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -336,16 +336,18 @@ class Intake:
 
     def _as_named(self, name: str, card: ModelCard, context: Context) -> tuple[ModelCard, Context]:
         """The card with the sampling defaults of the client's `name`, and `context` with the LoRA adapter that it
-        stands for now: the request keeps it to its end. Raises `UnknownModel`."""
+        stands for now, and with how its requests attend: the request keeps it to its end. Raises `UnknownModel`."""
         resolved = self._catalog.resolve(name, context.tenant)
         if resolved.model != card.model:  # while the model was waited for
             raise Unavailable(f"'{name[:128]}' has just become another model; try again.", retry_after=1)
         if resolved.defaults:
             card = msgspec.structs.replace(card, defaults={**card.defaults, **resolved.defaults})
-        if not resolved.adapter:
-            return card, context
-        named = msgspec.structs.replace(context, adapter=resolved.adapter, adapter_name=resolved.name)
-        return card, named
+        named: dict[str, Any] = (
+            {"adapter": resolved.adapter, "adapter_name": resolved.name} if resolved.adapter else {}
+        )
+        if resolved.sparse is not None:
+            named["sparse"] = resolved.sparse
+        return card, msgspec.structs.replace(context, **named) if named else context
 
     def context_length(self, model: str, tenant: str) -> int:
         """Tokens that `model` reads at most. Raises `UnknownModel`."""

@@ -25,7 +25,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
-from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams
+from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams, SparseAttention
 from shared.messages.records import GenerationRecord, Parsing, RecordedEndpoint, ResponseRecord
 from shared.nats.bus import encode
 
@@ -69,6 +69,8 @@ class Context(msgspec.Struct, frozen=True):
     adapter: str = ""
     """Digest of the LoRA adapter that the request names; set by the intake."""
     adapter_name: str = ""
+    sparse: SparseAttention | None = None
+    """How requests attend that do not say it, as the model's entry has it; set by the intake."""
     endpoint: RecordedEndpoint | Literal[""] = ""
     """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
 
@@ -130,6 +132,7 @@ def record_of(
         cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
         priority=request.priority or 0,
         adapter=context.adapter,
+        sparse=extra_fields.sparse_of(request.sparse_attention, context.sparse, card),
     )
     stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)

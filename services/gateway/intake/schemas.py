@@ -22,7 +22,8 @@ from services.gateway.tool_calls.schemas import (
     ToolCall,
     ToolChoice,
 )
-from shared import limits
+from shared import limits, sparse_attention
+from shared.messages import SparseKind
 
 MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31
@@ -151,6 +152,33 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
     """vLLM's: usage so far in every chunk."""
 
+
+_Tokens = Annotated[int, Meta(ge=0, le=sparse_attention.MOST_TOKENS)] | None
+
+
+class SparseAttentionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which earlier tokens a token reads; what is left out is as the model's entry says, else the default. Counted in
+    tokens, and read in whole blocks of the KV cache."""
+
+    kind: SparseKind | None = None
+    """`pages` (the default): the pages that score best, too; `window`: what is neither first nor recent is never read
+    again."""
+    threshold: _Tokens = None
+    """Tokens at positions below it read everything. 8192."""
+    sinks: _Tokens = None
+    """First tokens, which are always read. 64."""
+    recent: _Tokens = None
+    """Last tokens, which are always read. 1024."""
+    budget: _Tokens = None
+    """Tokens in chosen pages at least. 2048."""
+    share: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Part of the position that chosen pages have, where that is more than the budget. 0.125."""
+    dense_layers: Annotated[int, Meta(ge=0, le=sparse_attention.MOST_LAYERS)] | None = None
+    """First layers, in which everything is read. 2."""
+
+
+SparseAttentionField = bool | SparseAttentionOptions
+"""true: as the model's entry says, else with the defaults; false: everything is read, whatever the entry says."""
 
 CacheTtl = Literal["30m", "12h"]
 Retention = Literal["in_memory", "in-memory", "24h"]
@@ -292,6 +320,9 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     request_id: RequestId | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+
+    # this server's own
+    sparse_attention: SparseAttentionField | None = None
 
     # vLLM's, about beam search and texts: ignored or refused
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None

@@ -27,13 +27,21 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import TokenLogprobs
 from shared.messages.records import Parsing
+from shared.sparse_attention import NO_SPARSE, SparseTokens
 
 _json = msgspec.json.Encoder()
 PROMPT_IDS = "prompt_token_ids"
+SPARSE = "sparse_tokens"
+
+
+def with_sparse(details: dict[str, int], tokens: int) -> dict[str, int]:
+    """`details` of a usage, in any API, with `sparse_tokens` where there are any."""
+    return details | {SPARSE: tokens} if tokens else details
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request; `cached_tokens` of the prompt were found in the KV cache."""
+    """Tokens of a request; `cached_tokens` of the prompt were found in the KV cache, and `sparse_tokens` of either,
+    where there are any, have not read everything before them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,16 +50,31 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: dict[str, int] = {}
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int, predicted: int = 0, rejected: int = 0) -> "Usage":
+    def of(
+        cls,
+        prompt: int,
+        completion: int,
+        cached: int,
+        predicted: int = 0,
+        rejected: int = 0,
+        sparse: SparseTokens = NO_SPARSE,
+    ) -> "Usage":
         """`predicted`: tokens of the request's prediction that came; `rejected`: those that did not."""
+        of_prompt = with_sparse({"cached_tokens": cached, "audio_tokens": 0}, sparse.prompt)
         details = {
             "reasoning_tokens": 0,
             "audio_tokens": 0,
             "accepted_prediction_tokens": predicted,
             "rejected_prediction_tokens": rejected,
         }
-        return cls(
-            prompt, completion, prompt + completion, {"cached_tokens": cached, "audio_tokens": 0}, details
+        total = prompt + completion
+        return cls(prompt, completion, total, of_prompt, with_sparse(details, sparse.output))
+
+    @property
+    def sparse(self) -> SparseTokens:
+        """Tokens that have not read everything before them."""
+        return SparseTokens(
+            self.prompt_tokens_details.get(SPARSE, 0), self.completion_tokens_details.get(SPARSE, 0)
         )
 
 

@@ -22,6 +22,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord
+from shared.sparse_attention import sparse_tokens
 
 _json = msgspec.json.Encoder()
 
@@ -114,13 +115,17 @@ class OllamaFormat(Format):
         that a rate made of it is too low and never absurd."""
         now = time.perf_counter_ns()
         first = self._began if self._open else self._first
+        request = self._answer.generations[0].request
+        sparse = sparse_tokens(request.sparse, len(request.prompt), tokens)
         return {
             "total_duration": max(1, now - self._began),
             "load_duration": 0,
-            "prompt_eval_count": len(self._answer.generations[0].request.prompt),
+            "prompt_eval_count": len(request.prompt),
             "prompt_eval_duration": max(1, first - self._began),
             "eval_count": tokens,
             "eval_duration": max(1, now - first),
+            **({"prompt_eval_sparse_count": sparse.prompt} if sparse.prompt else {}),
+            **({"eval_sparse_count": sparse.output} if sparse.output else {}),
         }
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:

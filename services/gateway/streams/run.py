@@ -18,6 +18,7 @@ from services.gateway.streams.formats import Format, PredictionTally, Usage, pad
 from services.gateway.streams.output import Output, Piece
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
+from shared.sparse_attention import NO_SPARSE, SparseTokens, sparse_tokens
 
 LARGE = 32 << 10
 """Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
@@ -368,8 +369,20 @@ class Run:
             cached[id(prompt)] = max(cached.get(id(prompt), 0), generation.cached_tokens)
         tokens = sum([output.tokens for output in self._outputs])
         prediction = self.answer.generations[0].request.prediction
-        predicted = self._predictions(prediction) if prediction else ()
-        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *predicted)
+        predicted = self._predictions(prediction) if prediction else (0, 0)
+        sparse = self._sparse() if self.answer.generations[0].request.sparse is not None else NO_SPARSE
+        return Usage.of(sum(lengths.values()), tokens, sum(cached.values()), *predicted, sparse)
+
+    def _sparse(self) -> SparseTokens:
+        """Tokens that have not read everything before them; each prompt counts once."""
+        prompts: dict[int, int] = {}
+        outputs = 0
+        for generation, output in zip(self.answer.generations, self._outputs, strict=True):
+            request = generation.request
+            found = sparse_tokens(request.sparse, len(request.prompt), output.tokens)
+            prompts[id(request.prompt)] = found.prompt
+            outputs += found.output
+        return SparseTokens(sum(prompts.values()), outputs)
 
     def _predictions(self, prediction: Sequence[int]) -> tuple[int, int]:
         """Tokens of the prediction that came, and that did not, over all choices."""
@@ -428,6 +441,7 @@ def count_tokens(metrics: ModelMetrics, usage: Usage) -> None:
     metrics.prompt_tokens.inc(usage.prompt_tokens)
     metrics.output_tokens.inc(usage.completion_tokens)
     metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
+    metrics.sparse_tokens.inc(sum(usage.sparse))
 
 
 def _reason(finish: str, *, failed: bool) -> str:

@@ -23,6 +23,7 @@ from services.cli.commands.models.tables import (
 from services.cli.declarations import Applied, apply, plan_apply, watch_adapters
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
 from services.cli.ui import ModelBars, console, megabytes, say
+from shared import sparse_attention
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
 from shared.messages.registry import ModelSpec, PullModel, RemoveModel
@@ -84,6 +85,17 @@ Setting = Annotated[
     ),
 ]
 
+Sparse = Annotated[
+    str | None,
+    typer.Option(
+        "--sparse-attention",
+        help="How its requests attend that do not say it: on, off, or pages or window and FIELD=VALUE with commas "
+        f"(window,recent=4096); '': as without. Fields: {', '.join(sparse_attention.FIELDS[1:])}.",
+        metavar="CHOICE",
+        show_default="off",
+    ),
+]
+
 
 def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What clients call it.")],
@@ -95,6 +107,7 @@ def add(
     idle: Idle = None,
     alias: Alias = None,
     setting: Setting = None,
+    sparse: Sparse = None,
     wait: Wait = True,
     timeout: Timeout = 0,
     json: AsJson = False,
@@ -102,7 +115,7 @@ def add(
     nats_url: NatsUrl = "",
 ) -> None:
     """Add a model to the registry: with --least it is loaded at once, else by the first request for it."""
-    fields = _fields(source, revision, least, most, pin, idle, alias, setting)
+    fields = _fields(source, revision, least, most, pin, idle, alias, setting, sparse)
     spec = _checked({"name": name, **fields})
     spec = msgspec.structs.replace(spec, source=_absolute(spec.source), created=int(time.time()))
 
@@ -126,12 +139,13 @@ def set_(
     idle: Idle = None,
     alias: Alias = None,
     setting: Setting = None,
+    sparse: Sparse = None,
     json: AsJson = False,
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
     """Change a model's entry in the registry. What is not given stays as it is."""
-    fields = _fields(source, revision, least, most, pin, idle, alias, setting)
+    fields = _fields(source, revision, least, most, pin, idle, alias, setting, sparse)
     if not fields:
         raise ConfigurationError("Nothing is to be changed; see `ryzanstein models set --help`.")
     if "source" in fields:
@@ -147,11 +161,7 @@ def set_(
         if "most" in given and given["most"] is None:  # a higher floor raises the roof with it
             given["most"] = max(spec.most, least or 0)
         new = _checked(given, spec)
-        runs_otherwise = (new.source, new.revision, new.settings) != (
-            spec.source,
-            spec.revision,
-            spec.settings,
-        )
+        runs_otherwise = _run_as(new) != _run_as(spec)
         return new
 
     async def run(models: ClusterModels) -> Snapshot:
@@ -164,6 +174,11 @@ def set_(
     if runs_otherwise and not json and any(found.groups_of(model)):
         anew = f"`ryzanstein models unload {model}`, and the next request or `models load` brings it back with these."
         say(console(), f"Its groups keep the settings that they were loaded with: {anew}", "yellow")
+
+
+def _run_as(spec: ModelSpec) -> tuple[object, ...]:
+    """What its groups are loaded with."""
+    return spec.source, spec.revision, spec.settings, sparse_attention.keeps_pages(spec.sparse_attention)
 
 
 def load(
@@ -372,6 +387,7 @@ def _fields(
     idle: str | None,
     aliases: list[str] | None,
     settings: list[str] | None,
+    sparse: str | None,
 ) -> dict[str, Any]:
     """What was given, as `read_spec` takes it."""
     named = {"source": source, "revision": revision, "least": least, "most": most, "pinned": pinned}
@@ -382,7 +398,16 @@ def _fields(
         fields["aliases"] = [alias for alias in aliases if alias]
     if settings:
         fields["settings"] = dict(map(_setting, settings))
+    if sparse is not None:
+        fields["sparse_attention"] = _sparse(sparse)
     return fields
+
+
+def _sparse(text: str) -> bool | dict[str, Any] | None:
+    try:
+        return sparse_attention.parse(text)
+    except sparse_attention.WrongChoice as error:
+        raise ConfigurationError(f"--sparse-attention: {error}.") from None
 
 
 def _setting(text: str) -> tuple[str, str | int | None]:

@@ -8,6 +8,7 @@ import msgspec
 from services.cli.cluster_models import ClusterModels, Snapshot
 from services.cli.declarations import declared_adapters
 from services.cli.ui import console, megabytes, print_columns, say
+from shared import sparse_attention
 from shared.config import CommonSettings
 from shared.messages.registry import ModelSpec
 from shared.model_status import ModelStatus
@@ -98,6 +99,8 @@ def declared_fields(spec: ModelSpec) -> dict[str, Any]:
     usual = ModelSpec("", "")
     fields = {name: getattr(spec, name) for name in DECLARED if getattr(spec, name) != getattr(usual, name)}
     settings = msgspec.structs.asdict(fields.pop("settings", usual.settings))
+    if "sparse_attention" in fields:
+        fields["sparse_attention"] = sparse_attention.told(spec.sparse_attention)
     return fields | {f"settings.{name}": value for name, value in settings.items() if value is not None}
 
 

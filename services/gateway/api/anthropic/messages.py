@@ -32,6 +32,8 @@ class MessageUsage(msgspec.Struct):
     output_tokens: int
     output_tokens_details: dict[str, int]
     service_tier: Literal["standard", "batch"]
+    input_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    """Where sparse attention has read them."""
 
 
 class AnthropicMessage(msgspec.Struct):

@@ -85,11 +85,14 @@ class EventFormat(Format):
 
     def usage(self, usage: Usage) -> bytes:
         cached = usage.prompt_tokens_details["cached_tokens"]
-        return field(
-            4,
-            b"\x08%b\x10%b\x18%b"
-            % (varint(usage.prompt_tokens), varint(usage.completion_tokens), varint(cached)),
+        told = b"\x08%b\x10%b\x18%b" % (
+            varint(usage.prompt_tokens),
+            varint(usage.completion_tokens),
+            varint(cached),
         )
+        if any(sparse := usage.sparse):
+            told += b"\x20%b\x28%b" % (varint(sparse.prompt), varint(sparse.output))
+        return field(4, told)
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         deltas = [

@@ -24,6 +24,7 @@ _ROLES = {
     pb.ROLE_ASSISTANT: "assistant",
     pb.ROLE_TOOL: "tool",
 }
+_KINDS = {pb.SPARSE_KIND_PAGES: "pages", pb.SPARSE_KIND_WINDOW: "window"}
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 _USAGE = StreamOptions(include_usage=True)
 
@@ -65,6 +66,7 @@ def chat_request(given: pb.ChatRequest) -> ChatCompletionRequest:
         **_given(given, "prompt_cache_key", "parallel_tool_calls", "reasoning_effort"),
         **format_of(given),
         **_delivery(given.output),
+        **_sparse(given),
         **fields,
     }
     return convert(wanted, ChatCompletionRequest)
@@ -86,9 +88,30 @@ def completion_request(given: pb.GenerateRequest) -> CompletionRequest:
         **_given(given, "prompt_cache_key", "echo"),
         **format_of(given),
         **_delivery(given.output),
+        **_sparse(given),
         **_fields(given.sampling),
     }
     return convert(wanted, CompletionRequest)
+
+
+def _sparse(given: pb.ChatRequest | pb.GenerateRequest) -> dict[str, Any]:
+    """The field of the REST API; a message without any field is `true` there."""
+    if not given.HasField("sparse_attention"):
+        return {}
+    choice = given.sparse_attention
+    fields = {descriptor.name: value for descriptor, value in choice.ListFields()}
+    off = fields.pop("off", False)
+    if off and fields:
+        raise InvalidParameter(
+            f"Invalid 'sparse_attention.off': it does not go with '{next(iter(fields))}'; leave out one of the two.",
+            param="sparse_attention.off",
+            reason="invalid_value",
+        )
+    if "share" in fields:
+        _check_number("sparse_attention.share", fields["share"])
+    if "kind" in fields:
+        fields["kind"] = _KINDS.get(choice.kind, f"SparseKind {choice.kind}")
+    return {"sparse_attention": fields or not off}
 
 
 def conversation_request(model: str, given: pb.Conversation) -> ChatCompletionRequest:

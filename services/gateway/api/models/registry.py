@@ -16,7 +16,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.registry import not_registered
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
-from shared.messages import ModelSettings, ModelSpec
+from shared.messages import ModelSettings, ModelSpec, SparseAttention
 
 PATH = "/v1/registry/models"
 _TAG = re.compile(r'(?:W/)?"(\d{1,20})"')
@@ -43,6 +43,8 @@ class ModelEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, or a time such as 10m, without a request after which replicas beyond `least` are unloaded; 0: when
     others need the memory."""
     aliases: list[str] = []
+    sparse_attention: bool | SparseAttention | None = None
+    """How its requests attend that do not say it themselves; true: with every default. null: to everything."""
 
 
 class RegisteredModel(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     pinned: bool
     idle: float
     aliases: list[str]
+    sparse_attention: bool | SparseAttention | None
     created: int
     object: str
     status: Status
@@ -219,6 +222,7 @@ def _shown(spec: ModelSpec, status: Status) -> RegisteredModel:
         pinned=spec.pinned,
         idle=spec.idle,
         aliases=spec.aliases,
+        sparse_attention=spec.sparse_attention,
         created=spec.created,
         object="registered_model",
         status=status,

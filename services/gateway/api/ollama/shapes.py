@@ -253,6 +253,9 @@ class Figures(msgspec.Struct, kw_only=True):
     prompt_eval_duration: int | msgspec.UnsetType = msgspec.UNSET
     eval_count: int | msgspec.UnsetType = msgspec.UNSET
     eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_eval_sparse_count: int | msgspec.UnsetType = msgspec.UNSET
+    """This server's own, where there are any: tokens that have not read everything before them."""
+    eval_sparse_count: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class OllamaTokenLogprob(msgspec.Struct):

@@ -13,6 +13,7 @@ from services.gateway.intake.schemas import (
     Count,
     ModelName,
     PositiveCount,
+    SparseAttentionField,
     StopString,
     Temperature,
     TopP,
@@ -191,6 +192,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """There is one tier: both are served by it."""
+    sparse_attention: SparseAttentionField | None = None
+    """This server's own."""
 
     container: Annotated[Any, neutral()] = None
     diagnostics: Annotated[Any, ignored({})] = None

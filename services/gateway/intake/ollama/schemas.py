@@ -15,6 +15,7 @@ from services.gateway.intake.schemas import (
     ModelName,
     Penalty,
     PositiveCount,
+    SparseAttentionField,
     StopString,
     Temperature,
     TopP,
@@ -43,6 +44,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Over the whole text: `repeat_last_n` changes nothing here."""
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    sparse_attention: SparseAttentionField | None = None
+    """This server's own."""
     typical_p: Annotated[Any, neutral(1, 1.0)] = None
 
     # how a model is loaded, which its entry in the registry says here

@@ -34,6 +34,7 @@ from services.gateway.intake.schemas import (
     RequestId,
     Retention,
     ServiceTier,
+    SparseAttentionField,
     StreamOptions,
     Temperature,
     TopP,
@@ -168,6 +169,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     # vLLM's, as a chat's
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
+    sparse_attention: SparseAttentionField | None = None
     request_id: RequestId | None = None
 
     # vLLM's, ignored

@@ -43,7 +43,13 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = ("cache_salt", "priority", "request_id", *marked(ResponseRequest, "ignored"))
+_AS_A_CHATS = (
+    "cache_salt",
+    "priority",
+    "request_id",
+    "sparse_attention",
+    *marked(ResponseRequest, "ignored"),
+)
 """Fields of a chat under the same name, with the same meaning."""
 _TOOL = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
 _MESSAGE = re.compile(r"^messages\b.*$")

@@ -24,6 +24,12 @@ class ToolMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_MODE_NONE: _ClassVar[ToolMode]
     TOOL_MODE_REQUIRED: _ClassVar[ToolMode]
 
+class SparseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPARSE_KIND_UNSPECIFIED: _ClassVar[SparseKind]
+    SPARSE_KIND_PAGES: _ClassVar[SparseKind]
+    SPARSE_KIND_WINDOW: _ClassVar[SparseKind]
+
 class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROLE_UNSPECIFIED: _ClassVar[Role]
@@ -59,6 +65,9 @@ TOOL_MODE_UNSPECIFIED: ToolMode
 TOOL_MODE_AUTO: ToolMode
 TOOL_MODE_NONE: ToolMode
 TOOL_MODE_REQUIRED: ToolMode
+SPARSE_KIND_UNSPECIFIED: SparseKind
+SPARSE_KIND_PAGES: SparseKind
+SPARSE_KIND_WINDOW: SparseKind
 ROLE_UNSPECIFIED: Role
 ROLE_SYSTEM: Role
 ROLE_DEVELOPER: Role
@@ -227,8 +236,28 @@ class ToolCall(_message.Message):
     arguments: str
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
+class SparseAttention(_message.Message):
+    __slots__ = ("off", "kind", "threshold", "sinks", "recent", "budget", "share", "dense_layers")
+    OFF_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    DENSE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    off: bool
+    kind: SparseKind
+    threshold: int
+    sinks: int
+    recent: int
+    budget: int
+    share: float
+    dense_layers: int
+    def __init__(self, off: _Optional[bool] = ..., kind: _Optional[_Union[SparseKind, str]] = ..., threshold: _Optional[int] = ..., sinks: _Optional[int] = ..., recent: _Optional[int] = ..., budget: _Optional[int] = ..., share: _Optional[float] = ..., dense_layers: _Optional[int] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "tokens", "sampling", "output", "prompt_cache_key", "response_format", "echo")
+    __slots__ = ("model", "text", "tokens", "sampling", "output", "prompt_cache_key", "response_format", "echo", "sparse_attention")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +266,7 @@ class GenerateRequest(_message.Message):
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     tokens: TokenIds
@@ -245,7 +275,8 @@ class GenerateRequest(_message.Message):
     prompt_cache_key: str
     response_format: ResponseFormat
     echo: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., echo: _Optional[bool] = ...) -> None: ...
+    sparse_attention: SparseAttention
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., echo: _Optional[bool] = ..., sparse_attention: _Optional[_Union[SparseAttention, _Mapping]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "name", "tool_call_id", "tool_calls", "reasoning")
@@ -264,7 +295,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_call_id: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning: _Optional[str] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
-    __slots__ = ("model", "messages", "sampling", "output", "prompt_cache_key", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "chat_template_kwargs_json")
+    __slots__ = ("model", "messages", "sampling", "output", "prompt_cache_key", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort", "chat_template_kwargs_json", "sparse_attention")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +307,7 @@ class ChatRequest(_message.Message):
     RESPONSE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     REASONING_EFFORT_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     model: str
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     sampling: SamplingParameters
@@ -287,7 +319,8 @@ class ChatRequest(_message.Message):
     response_format: ResponseFormat
     reasoning_effort: str
     chat_template_kwargs_json: str
-    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., reasoning_effort: _Optional[str] = ..., chat_template_kwargs_json: _Optional[str] = ...) -> None: ...
+    sparse_attention: SparseAttention
+    def __init__(self, model: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., prompt_cache_key: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, _Mapping]] = ..., parallel_tool_calls: _Optional[bool] = ..., response_format: _Optional[_Union[ResponseFormat, _Mapping]] = ..., reasoning_effort: _Optional[str] = ..., chat_template_kwargs_json: _Optional[str] = ..., sparse_attention: _Optional[_Union[SparseAttention, _Mapping]] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "token", "logprob")
@@ -356,14 +389,18 @@ class ChoiceDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "sparse_prompt_tokens", "sparse_completion_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    sparse_prompt_tokens: int
+    sparse_completion_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., sparse_prompt_tokens: _Optional[int] = ..., sparse_completion_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerationEvent(_message.Message):
     __slots__ = ("id", "position", "choices", "usage", "prompt_logprobs")
