@@ -59,6 +59,7 @@ from shared.model_store.programs import Progress
 from shared.nats import subjects
 from shared.nats.kv import Bucket
 from shared.service.logs import Change
+from shared.sparse_attention import keeps_pages
 from shared.tasks import TaskSet
 
 log = structlog.get_logger(__name__)
@@ -79,6 +80,8 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
         if (value := getattr(spec.settings, name)) is not None
     }
     fields = {**host.model_dump(), **given, "model": spec.source, "revision": spec.revision}
+    if (keeps := keeps_pages(spec.sparse_attention)) is not None:
+        fields["sparse_attention"] = keeps
     fields["served_model_name"] = spec.name
     fields["handover_port"] = 0  # a port that is set can be of one group alone
     try:
