@@ -1,7 +1,8 @@
 """Clients that wait for whole answers, and what they do about those that do not come.
 
 whole          sends again under its idempotency key
-keyed          the same request under one key, several times at once and at several gateways; then with another body
+keyed          the same request under one key at several gateways, at the very same time or soon after each other; then
+               with another body
 conversation   turns of one session, each with the answers before it
 stored         responses and chats that the API keeps: read later, deleted sometimes
 limited        more than its key's limits allow: 429 is an answer
@@ -52,7 +53,8 @@ class Keyed(Whole):
         shared: set[str] = set()
         for request in requests:
             request.identities = shared  # one key, one generation
-        await asyncio.gather(*(self._later(request, self.draw.uniform(0, 1.0)) for request in requests))
+        spread = self.draw.choice((0.0, 1.0))
+        await asyncio.gather(*(self._later(request, self.draw.uniform(0, spread)) for request in requests))
         if self.draw.random() < 0.3:
             await self._changed(body, key)
 

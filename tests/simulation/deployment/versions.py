@@ -17,30 +17,35 @@ from tests.simulation.core.processes import CURRENT, Process
 
 CURRENT_RELEASE, PREVIOUS_RELEASE = "current", "previous"
 
-NEW_FIELDS: dict[str, tuple[str, ...]] = {
-    "shared.messages.generations.GenerationRequest": ("cache_ttl",),
-    "shared.messages.generations.TokenEntry": ("fingerprint",),
-    "shared.messages.groups.GroupLoad": ("prompt_tokens_per_second",),
-    "shared.messages.registry.HostBeat": ("trains", "trainings"),
-    "shared.messages.registry.HostModel": ("load_seconds", "failed_at"),
-    "shared.messages.registry.ModelPlacement": ("waiting", "done_at"),
-    "shared.messages.registry.ModelSpec": ("pinned_by_request",),
+NEW_FIELDS: dict[str, str] = {
+    "shared.messages.generations.GenerationRequest": "cache_ttl",
+    "shared.messages.generations.TokenEntry": "fingerprint",
+    "shared.messages.groups.GroupLoad": "prompt_tokens_per_second",
+    "shared.messages.registry.HostBeat": "trains",
+    "shared.messages.registry.HostModel": "load_seconds",
+    "shared.messages.registry.ModelPlacement": "waiting",
+    "shared.messages.registry.ModelSpec": "pinned_by_request",
 }
-"""By struct: the fields at its end that the previous release does not have. All have a default."""
+"""By struct: the first field that the previous release does not have; it has none of those behind it either, and all
+have a default."""
 
 
 def check() -> None:
-    """Raises `ValueError` where the list has a struct or a field that is no longer there, or not the newest one."""
-    for name, fields in NEW_FIELDS.items():
-        kind = _struct(name)
-        newest = kind.__struct_fields__[-len(fields) :]
-        if newest != fields:
-            raise ValueError(f"the newest fields of {name} are {newest}, not {fields}: correct `NEW_FIELDS`")
-        lacking = [field.name for field in msgspec.structs.fields(kind)[-len(fields) :] if field.required]
+    """Raises `ValueError` where the list has a struct or a field that is no longer there, or one without a default."""
+    for name in NEW_FIELDS:
+        lacking = [field.name for field in _news(name) if field.required]
         if lacking:
             raise ValueError(
                 f"{lacking} of {name} have no default, so the previous release cannot be spoken to"
             )
+
+
+def _news(name: str) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """The fields that the previous release does not have."""
+    kind = _struct(name)
+    if NEW_FIELDS[name] not in kind.__struct_fields__:
+        raise ValueError(f"{name} has no field {NEW_FIELDS[name]}: correct `NEW_FIELDS`")
+    return msgspec.structs.fields(kind)[kind.__struct_fields__.index(NEW_FIELDS[name]) :]
 
 
 def _struct(name: str) -> type[msgspec.Struct]:
@@ -84,10 +89,9 @@ def forget(process: Process) -> None:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    fields = msgspec.structs.fields(_struct(name))[-len(NEW_FIELDS[name]) :]
     return {
         field.name: field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-        for field in fields
+        for field in _news(name)
     }
 
 

@@ -93,8 +93,11 @@ class AllowedRefusals(Promise):
         if tried.code.startswith("model_") and request.kind == "models":
             return True
         host = tried.gateway.rpartition(":")[0]
-        faults = evidence.during(tried.at, tried.until, AFTERMATH * evidence.patience)
-        return any(fault.concerns(host) for fault in faults)
+        aftermath = AFTERMATH * evidence.patience
+        return any(
+            fault.concerns(host) and fault.explains(tried.at, tried.until, aftermath)
+            for fault in evidence.faults
+        )
 
     def _limited(self, evidence: Evidence, request: Request, tried: Try) -> bool:
         """Its client tries limits, or an operator has lowered them; or gateways have few places."""

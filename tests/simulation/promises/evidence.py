@@ -35,6 +35,10 @@ class Fault(NamedTuple):
         """Whether what is asked there may be refused: it befalls that host, a broker, or the deployment."""
         return self.refuses == "anything" and (self.target in ("", host) or self.target.startswith("broker"))
 
+    def explains(self, begun: float, ended: float, aftermath: float) -> bool:
+        """Whether what happened then may have come of it: it had begun, and was not over for longer than that."""
+        return self.begun <= ended and begun <= self.ended + aftermath
+
     def meets(self, begun: float, ended: float, margin: float) -> bool:
         """Whether it overlaps that time."""
         return self.begun - margin <= ended and begun <= self.ended + margin

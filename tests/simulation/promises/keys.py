@@ -72,5 +72,9 @@ class RevokedKeys(Promise):
     def _known(self, evidence: Evidence, revoked_at: float, at: float, gateway: str) -> float:
         """Since when the gateway must have known of it, at the latest; no earlier than that."""
         host, patience = gateway.rpartition(":")[0], RECONNECTED * evidence.patience
-        faults = evidence.during(revoked_at, at, patience)
-        return max([revoked_at, *(fault.ended + patience for fault in faults if fault.concerns(host))])
+        away = [
+            fault.ended + patience
+            for fault in evidence.faults
+            if fault.concerns(host) and fault.explains(revoked_at, at, patience)
+        ]
+        return max([revoked_at, *away])

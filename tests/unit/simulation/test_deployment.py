@@ -52,11 +52,17 @@ def test_the_previous_release_lacks_the_newest_fields() -> None:
         versions.forget(child)
 
 
-def test_a_list_of_new_fields_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.NEW_FIELDS, "shared.messages.registry.HostBeat", ("models",))
-    with pytest.raises(ValueError, match="HostBeat"):
-        versions.check()
-    monkeypatch.setitem(versions.NEW_FIELDS, "shared.messages.registry.Nothing", ("models",))
-    monkeypatch.delitem(versions.NEW_FIELDS, "shared.messages.registry.HostBeat")
-    with pytest.raises(ValueError, match="Nothing"):
+@pytest.mark.parametrize(
+    ("struct", "field", "told"),
+    [
+        ("registry.HostBeat", "nothing", "HostBeat has no field nothing"),
+        ("generations.GenerationRequest", "model", r"\['model', .*\] of .*GenerationRequest have no default"),
+        ("registry.Nothing", "models", "there is no message shared.messages.registry.Nothing"),
+    ],
+)
+def test_a_list_of_new_fields_that_is_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, struct: str, field: str, told: str
+) -> None:
+    monkeypatch.setitem(versions.NEW_FIELDS, f"shared.messages.{struct}", field)
+    with pytest.raises(ValueError, match=told):
         versions.check()
