@@ -240,6 +240,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Kinds of sparse attention that its groups compute."""
     page_tokens: int = 0
     """Tokens of a KV block, of which sparse attention chooses whole ones; 0: not known."""
+    draft_model: str = ""
+    """The name of the draft model that is to propose its tokens; empty: none is."""
+    draft_left_out: str = ""
+    """Why it is served without that draft model: one sentence; empty: it is not."""
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""

@@ -81,6 +81,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     kept, and the engine pools them itself."""
     drafts: bool = False
     """Whether it has a draft model (`Engine.draft`)."""
+    draft_model: str = ""
+    """What people call it, also where it was left out; empty: none is asked for."""
+    draft_left_out: str = ""
+    """Why it serves without one that is asked for: one sentence."""
 
     sparse: list[str] = []
     """Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none."""
@@ -122,6 +126,8 @@ def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:
         bidirectional=spec.whole_prompts,
         labels=spec.labels,
         activation=spec.activation,
+        draft_model=spec.draft_model,
+        draft_left_out=spec.draft_left_out,
     )
 
 

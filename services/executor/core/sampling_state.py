@@ -249,6 +249,25 @@ class SamplingState:
         state.position += 1
         return state
 
+    def of_draft(self) -> "SamplingState":
+        """How a draft model draws the next token: at the same position after the same temperature and filters, without
+        a grammar and edits of logits, and with its log probability."""
+        params = self.params
+        state = SamplingState(
+            SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=params.seed,
+                logprobs=0,
+            ),
+            (),
+            (),
+        )
+        state.position = self.position
+        return state
+
     def ahead(self, tokens: Seq[int]) -> "SamplingState":
         """The state once `tokens` were put out too, to sample with and not to `advance`. Without a grammar."""
         state = copy(self)

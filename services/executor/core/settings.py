@@ -217,6 +217,9 @@ class ExecutorSettings(ModelStoreSettings):
     max_waiting: int = Field(default=1024, ge=1)
     """Most accepted sequences that wait for a place in the batch; more are refused for the time being. Sequences of
     the batch lane take none of these places from others."""
+    draft_model: str = ""
+    """A smaller model of the same vocabulary whose proposals the model checks, several at a time: directory, GGUF file
+    or hub name. It changes the speed, not how tokens are drawn (docs/performance.md). Empty: none."""
     speculation: str = "auto"
     """n-gram (prompt-lookup) speculative decoding, in draft tokens per sequence and step: `auto` (up to 15, as many
     as pay off), `off`, or the maximum. It changes the speed, not how tokens are drawn. Models with recurrent state

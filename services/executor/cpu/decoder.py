@@ -55,9 +55,10 @@ class NativeDecoder:
         threads: int,
         ring: SharedMemory | None,
         cpus: Sequence[int] = (),
+        beside: "NativeDecoder | None" = None,
     ) -> None:
         """`ring`: what sums over the ranks, with a lane for each thread. `cpus`: the cores to keep the threads on, one
-        each; none: any."""
+        each; none: any. `beside`: a decoder that never computes at the same time, whose threads this one uses."""
         self._library = library
         self.level: str = library.level
         """Of instructions (`native/library.py`)."""
@@ -73,10 +74,19 @@ class NativeDecoder:
             self._describe_layer(index, layer)
         self._model = self._describe_model(layout, ring)
         self.vocab_rows = self._model.head.outputs
-        cores = (ctypes.c_int * threads)(*cpus) if cpus else None
-        self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
+        self._beside = beside  # for as long as its threads are used
+        if beside is not None and hasattr(library, "rz_decoder_beside"):
+            self._handle = library.rz_decoder_beside(ctypes.byref(self._model), beside.handle)
+        else:
+            cores = (ctypes.c_int * threads)(*cpus) if cpus else None
+            self._handle = library.rz_decoder_new(ctypes.byref(self._model), threads, cores)
         if not self._handle:
             raise ConfigurationError(_NO_ROOM)
+
+    @property
+    def handle(self) -> int:
+        assert self._handle is not None, "the decoder is closed"
+        return self._handle
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Logits are float32. Raises IndexError, too, for a plan that names what does not exist."""

@@ -47,6 +47,8 @@ class Rendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
     """What the ranks map to share memory; empty: they meet in torch's process group, at `store_port`."""
     backend: str = ""
     """Of that process group."""
+    draft_directory: str = ""
+    """Of the draft model, likewise resolved by rank 0; empty: there is none."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -301,9 +301,10 @@ def plan_store(
     device: torch.device,
     collectives: Collectives,
     widths: StepWidths | None = None,
+    of_draft: LayerStates = (),
 ) -> tuple[StoreShape, BlockCounts]:
-    """What one rank stores of a model whose layers keep `states`, and the numbers of blocks of all. `widths`: of the
-    model, for what steps need on a GPU.
+    """What one rank stores of a model whose layers keep `states`, then of its draft model; and the numbers of blocks of
+    all. `widths`: of the model, for what steps need on a GPU.
 
     `--kv-dtype auto` is int8 where what computes `reads_compressed` blocks as fast as others or faster, unless
     some rank's budget is too small for the blocks that compression needs besides; on GPUs too, where fp8 is read as
@@ -311,15 +312,29 @@ def plan_store(
     read none of. Raises `ConfigurationError` when one sequence of
     `context` tokens does not fit, or --kv-dtype-layers does not fit the model.
     """
-    plain = store_shape(settings, "bf16", states, dtype)
-    if settings.kv_dtype == "auto" and reads_compressed and (device.type == "cpu" or plain.is_uniform):
-        shape = store_shape(settings, "int8", states, dtype)
+    plain = store_shape(settings, "bf16", states, dtype, of_draft)
+    if (
+        settings.kv_dtype == "auto"
+        and reads_compressed
+        and (device.type == "cpu" or _are_uniform(plain, of_draft))
+    ):
+        shape = store_shape(settings, "int8", states, dtype, of_draft)
         blocks = _agreed(shape, context, settings, device, collectives, widths)
         if blocks.hot:
             return shape, blocks
-    shape = plain if settings.kv_dtype == "auto" else store_shape(settings, settings.kv_dtype, states, dtype)
+    shape = plain
+    if settings.kv_dtype != "auto":
+        shape = store_shape(settings, settings.kv_dtype, states, dtype, of_draft)
     mine = _my_blocks(shape, context, settings, device, widths)
     return shape, BlockCounts(*smallest(mine, device, collectives))
+
+
+def _are_uniform(shape: StoreShape, of_draft: LayerStates) -> bool:
+    """Whether the page layers of a model are alike, and so are those of its draft model behind them."""
+    behind = len(page_layers(of_draft))
+    own = shape.num_layers - behind
+    parts = (shape.part(0, own), shape.part(own, behind))
+    return all(part.is_uniform for part in parts if part.pages)
 
 
 def _agreed(
@@ -361,9 +376,14 @@ def smallest(mine: tuple[int, ...], device: torch.device, collectives: Collectiv
 
 
 def store_shape(
-    settings: ExecutorSettings, kind: BlockDType, states: LayerStates, dtype: torch.dtype
+    settings: ExecutorSettings,
+    kind: BlockDType,
+    states: LayerStates,
+    dtype: torch.dtype,
+    of_draft: LayerStates = (),
 ) -> StoreShape:
-    """Of a model whose layers keep `states` on this rank, with full blocks of `kind`."""
+    """Of a model whose layers keep `states` on this rank, with full blocks of `kind`; then what its draft model's keep
+    in the same blocks."""
     dtypes = layer_dtypes(kind, parse_layers(settings.kv_dtype_layers), len(states))
     codecs = codecs_of([dtypes[layer] for layer in layer_of_pages(states)])
     slot = tuple(state.slot for state in states if state.slot)
@@ -371,7 +391,8 @@ def store_shape(
     if not pages:
         pages, codecs = (_pages_of_snapshots(slot, settings.block_size, dtype),), (None,)
     shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states))
-    return shape.with_summaries() if settings.sparse_attention else shape
+    shape = shape.with_summaries() if settings.sparse_attention else shape
+    return shape.followed_by(page_layers(of_draft), codecs_of([kind])[0])
 
 
 def _pages_of_snapshots(
@@ -390,13 +411,21 @@ def check_room(
     device: torch.device,
     weights: int,
     widths: StepWidths | None = None,
+    of_draft: LayerStates = (),
 ) -> None:
     """Raises `ConfigurationError` where this rank will not hold one sequence of `context` tokens of a model whose
-    layers keep `states`. Its weights need not have been read: they will take `weights` bytes at least."""
+    layers keep `states`, and of its draft model. Weights of `weights` bytes need not have been read yet."""
     kinds: tuple[BlockDType, ...] = (settings.kv_dtype,) if settings.kv_dtype != "auto" else ("int8", "bf16")
     for kind in kinds:
         try:
-            _my_blocks(store_shape(settings, kind, states, dtype), context, settings, device, widths, weights)
+            _my_blocks(
+                store_shape(settings, kind, states, dtype, of_draft),
+                context,
+                settings,
+                device,
+                widths,
+                weights,
+            )
             return
         except ConfigurationError:
             if kind == kinds[-1]:

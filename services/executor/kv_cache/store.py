@@ -17,6 +17,7 @@ Source: Kwon et al., "PagedAttention", https://arxiv.org/abs/2309.06180.
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,18 @@ class ColdBlocks:
         dtype = shape.dtype if codec is None else codec.dtype
         self.codes = zeros((*rows, pages.lines(shape.block_size), pages.width), dtype, device)
         self.scales = None if codec is None else zeros(rows, torch.float32, device)
+
+    def part(self, first: int, count: int) -> "ColdBlocks | None":
+        """Those of the store's page layers [first, first + count), counted from `first`, in the same memory; None:
+        there are none here."""
+        own = _places(self.layers, first, count)
+        if own is None:
+            return None
+        part = copy(self)
+        part.layers = tuple(layer - first for layer in self.layers[own])
+        part.codes = self.codes[own]
+        part.scales = None if self.scales is None else self.scales[own]
+        return part
 
     @property
     def nbytes(self) -> int:
@@ -95,29 +108,55 @@ _COMPRESS_BYTES = 16 << 20
 class _Layers(NamedTuple):
     """Page layers that are alike."""
 
+    layers: tuple[int, ...]
     pages: Pages
     hot: Tensor
     rows: Tensor
     """int64 [parts, 1, heads, 1]: the row of each head and part in a block."""
+
+    @classmethod
+    def make(
+        cls, layers: Sequence[int], pages: Pages, shape: StoreShape, num_hot: int, device: torch.device
+    ) -> "_Layers":
+        size = (len(layers), num_hot, pages.parts, pages.heads, pages.lines(shape.block_size), pages.width)
+        rows = torch.arange(pages.rows, dtype=torch.int64, device=device).view(pages.parts, 1, pages.heads, 1)
+        return cls(tuple(layers), pages, zeros(size, shape.dtype, device), rows)
+
+    def part(self, first: int, count: int) -> "_Layers | None":
+        """As `ColdBlocks.part`."""
+        own = _places(self.layers, first, count)
+        if own is None:
+            return None
+        return self._replace(layers=tuple(layer - first for layer in self.layers[own]), hot=self.hot[own])
+
+
+def _places(layers: Sequence[int], first: int, count: int) -> slice | None:
+    """Where those of [first, first + count) are in `layers`, which ascend; None: nowhere."""
+    places = [at for at, layer in enumerate(layers) if first <= layer < first + count]
+    return slice(places[0], places[-1] + 1) if places else None
 
 
 class KvStore:
     """What the layers of one rank keep. Not thread-safe: one step at a time."""
 
     def __init__(
-        self, shape: StoreShape, num_hot: int, device: torch.device, num_cold: int = 0, num_slots: int = 0
+        self,
+        shape: StoreShape,
+        num_hot: int,
+        device: torch.device,
+        num_cold: int = 0,
+        num_slots: int = 0,
+        held: "tuple[list[_Layers], list[ColdBlocks]] | None" = None,
     ):
+        """`held`: another store's tensors, for `part`."""
         self.shape = shape
         self.num_hot = num_hot
         self.num_cold = num_cold
         self.device = device
-        self._groups: list[_Layers] = []
-        self._hot: dict[int, tuple[_Layers, int]] = {}
+        self._groups, self._cold = held or self._made()
+        self._hot = {layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)}
         """Of each page layer those that are like it, and which of them it is."""
-        self._cold: list[ColdBlocks] = []
-        self._places: dict[int, tuple[ColdBlocks, int]] = {}
-        for pages in dict.fromkeys(shape.pages):
-            self._hold(pages, [layer for layer, other in enumerate(shape.pages) if other == pages])
+        self._places = {layer: (cold, at) for cold in self._cold for at, layer in enumerate(cold.layers)}
         self.states = StateStore(shape, num_slots, device) if shape.slot else None
         """The sequences' recurrent state; None where the model keeps none."""
         self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
@@ -126,20 +165,24 @@ class KvStore:
         self.compressor: Callable[[NDArray[np.int32]], None] | None = None
         """Compresses pairs int32 [C, 2] in place of PyTorch, to the same codes; None: PyTorch does."""
 
-    def _hold(self, pages: Pages, layers: list[int]) -> None:
-        shape, device = self.shape, self.device
-        lines = pages.lines(shape.block_size)
-        size = (len(layers), self.num_hot, pages.parts, pages.heads, lines, pages.width)
-        rows = torch.arange(pages.rows, dtype=torch.int64, device=device).view(pages.parts, 1, pages.heads, 1)
-        group = _Layers(pages, zeros(size, shape.dtype, device), rows)
-        self._groups.append(group)
-        self._hot.update((layer, (group, at)) for at, layer in enumerate(layers))
-        codecs = {layer: shape.codec(layer) for layer in layers}
-        for codec in dict.fromkeys(codecs.values()):
-            alike = [layer for layer in layers if codecs[layer] is codec]
-            cold = ColdBlocks(alike, pages, shape, codec, self.num_cold, device)
-            self._cold.append(cold)
-            self._places.update((layer, (cold, at)) for at, layer in enumerate(alike))
+    def _made(self) -> tuple[list[_Layers], list[ColdBlocks]]:
+        groups, cold, shape = [], [], self.shape
+        for pages in dict.fromkeys(shape.pages):
+            layers = [layer for layer, other in enumerate(shape.pages) if other == pages]
+            groups.append(_Layers.make(layers, pages, shape, self.num_hot, self.device))
+            codecs = {layer: shape.codec(layer) for layer in layers}
+            for codec in dict.fromkeys(codecs.values()):
+                alike = [layer for layer in layers if codecs[layer] is codec]
+                cold.append(ColdBlocks(alike, pages, shape, codec, self.num_cold, self.device))
+        return groups, cold
+
+    def part(self, first: int, count: int) -> "KvStore":
+        """The page layers [first, first + count) as a store in the same memory, for one of the models that share
+        blocks."""
+        groups = [own for group in self._groups if (own := group.part(first, count)) is not None]
+        cold = [part for blocks in self._cold if (part := blocks.part(first, count)) is not None]
+        shape = self.shape.part(first, count)
+        return KvStore(shape, self.num_hot, self.device, self.num_cold, held=(groups, cold))
 
     @property
     def block_size(self) -> int:
@@ -224,7 +267,7 @@ class KvStore:
         overwrites. Raises IndexError (on a GPU: fails an assertion there) for an id that
         is none.
         """
-        pages, _, part_rows = self._hot[layer][0]
+        _, pages, _, part_rows = self._hot[layer][0]
         tables = blocks.view(1, sequences, 1, -1)
         rows = (tables * pages.rows + part_rows).flatten()
         out = self._buffer(rows.shape[0], pages.lines(self.shape.block_size) * pages.width)

@@ -71,6 +71,17 @@ class StoreShape:
         summaries = [at for at, pages in enumerate(self.pages) if pages.summary]
         return summaries[self.choosing.index(page)] if summaries and page in self.choosing else None
 
+    def part(self, first: int, count: int) -> "StoreShape":
+        """The page layers [first, first + count), without slots."""
+        own = slice(first, first + count)
+        choosing = tuple(page - first for page in self.choosing if first <= page < first + count)
+        return replace(self, pages=self.pages[own], codecs=self.codecs[own], slot=(), choosing=choosing)
+
+    def followed_by(self, pages: tuple[Pages, ...], codec: Codec | None) -> "StoreShape":
+        """The same, and behind it further page layers, of another model."""
+        codecs = (*(self.codec(layer) for layer in range(self.num_layers)), *(codec for _ in pages))
+        return replace(self, pages=(*self.pages, *pages), codecs=codecs)
+
     @property
     def num_layers(self) -> int:
         """Page layers."""

@@ -44,12 +44,14 @@ def make_runner(
     spill: Spill | None = None,
     cpus: Sequence[int] = (),
     limits: "StepLimits | None" = None,
+    beside: ModelRunner | None = None,
 ) -> ModelRunner:
     """A runner for `model`, which is loaded and not packed. `threads`: of the kernels; `cpus`: the cores to keep
-    them on, one each; none: any. `limits`: of a GPU's steps; None: each is launched kernel by kernel and waited for."""
+    them on, one each; none: any. `limits`: of a GPU's steps; None: each is launched kernel by kernel and waited for.
+    `beside`: what never computes at the same time, on the same threads."""
     if device.type == "cuda" and has_triton():
         return gpu_runner(model, store, layout, collectives, spill, limits)
-    decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus)
+    decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus, beside)
     if decoder is None:
         # With transformers, which has built the model.
         from services.executor.model.loading.loader import pack_linears
@@ -68,11 +70,14 @@ def packed_runner(
     threads: int,
     spill: Spill | None = None,
     cpus: Sequence[int] = (),
+    beside: ModelRunner | None = None,
 ) -> ModelRunner:
-    """A runner for a model that was packed before, where `native_kernels` may compute; `widths` as of `widths_of`."""
+    """A runner for a model that was packed before, where `native_kernels` may compute; `widths` as of `widths_of`,
+    `beside` as of `make_runner`."""
     library, ring = native_kernels(collectives, store.device, threads)
     _log_native(library, threads, cpus, "cached")
-    decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus)
+    other = None if beside is None else beside.native
+    decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus, other)
     return ModelRunner(None, widths, store, collectives, store.device, spill, decoder)
 
 
@@ -192,6 +197,7 @@ def _native_decoder(
     device: torch.device,
     threads: int,
     cpus: Sequence[int],
+    beside: ModelRunner | None,
 ) -> NativeDecoder | None:
     try:
         library, ring, lowered = _lower(model, store.shape.dtype, collectives, device, threads)
@@ -200,7 +206,8 @@ def _native_decoder(
         return None
     _log_native(library, threads, cpus, "packed here")
     packed = pack(library, lowered, layout, threads)
-    return NativeDecoder(library, packed, store, layout, threads, ring, cpus)
+    other = None if beside is None else beside.native
+    return NativeDecoder(library, packed, store, layout, threads, ring, cpus, other)
 
 
 def _log_native(library: Any, threads: int, cpus: Sequence[int], weights: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core import spans
@@ -25,7 +26,7 @@ from services.executor.core.engine import (
     ProgressCallback,
     SampledToken,
 )
-from services.executor.core.layer_state import LayerStates, choosing_pages, described
+from services.executor.core.layer_state import LayerStates, choosing_pages, described, page_layers
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
@@ -51,9 +52,18 @@ from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card, read_json
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
+from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
+from services.executor.worker.draft_model import (
+    DraftModel,
+    DraftShare,
+    Proposer,
+    draft_directory,
+    draft_name,
+    load_draft,
+)
 from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
@@ -99,6 +109,8 @@ class RingEngine:
         self._adapter_targets: list[AdapterTarget] | None = None
         """What an adapter may change; found out when the first one comes."""
         self._launches = Launches(self._execute)
+        self._proposer: Proposer | None = None
+        """None: there is no draft model."""
         self._said_before = 0.0
         """Seconds of communication before the first step: ranks wait for each other while they load."""
 
@@ -106,14 +118,17 @@ class RingEngine:
         device = choose_device(self._settings, self._spec.rank)
         torch.set_num_threads(thread_count(self._settings))
         self._directory = model_directory(self._settings)
+        draft = draft_directory(self._settings, self._directory)
         self._sender, collectives = meeting.lead(
-            self._settings, self._spec, device, self._directory, self._announce
+            self._settings, self._spec, device, self._directory, self._announce, draft
         )
+        where = ModelDirectories(self._directory, draft)
         self._member = RingMember.load(
-            self._settings, self._spec, self._board, self._directory, device, collectives, progress
+            self._settings, self._spec, self._board, where, device, collectives, progress
         )
         self._said_before = self._member.collectives.busy_seconds
         self._board.communicated = lambda: collectives.busy_seconds
+        self._proposer = self._member.proposer
         if self._member.engine_spec.overlaps:
             self._launches = Launches(self._execute, self._begin)
         return self._member.engine_spec
@@ -121,7 +136,7 @@ class RingEngine:
     def card(self, model: str) -> tuple[ModelCard, bytes]:
         member = self._loaded
         card = read_card(self._directory, model, member.engine_spec, checked=member.share.is_cached)
-        member.share.keep(member.runner.packed)
+        member.keep()
         return card
 
     def adapter_digest(self, directory: Path) -> str:
@@ -142,25 +157,36 @@ class RingEngine:
         return self._launches.launch(plan, samples)
 
     def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
-        raise InternalError("This ring has no draft model.")
+        if self._proposer is None:
+            raise InternalError("This ring has no draft model.")
+        try:
+            return self._proposer.propose(plan, samples, self._compute)
+        finally:
+            self._note_progress()
+            self._board.end(plan.plan.step)
 
     def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
-        runner = self._loaded.runner
         try:
-            plan = self._sent(plan, samples, on_device=False)
-            logits = self._board.run(plan, partial(runner.forward, plan, self._board.progress))
-            assert logits is not None, "rank 0 gets the logits"
-            self._board.recorder.computed()
+            logits = self._compute(plan, samples)
             self._note_progress()
             with spans.span("sample"):
                 return self._sampler.sample(logits, samples)
         finally:
             self._board.end(plan.step)  # a step that failed is over too: nothing hangs in it
 
+    def _compute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Tensor | RowLogits:
+        """Has all ranks compute a plan, whose rows `samples` draw from."""
+        runner = self._loaded.runner
+        plan = self._sent(plan, samples, on_device=False)
+        logits = self._board.run(plan, partial(runner.forward, plan, self._board.progress))
+        assert logits is not None, "rank 0 gets the logits"
+        self._board.recorder.computed()
+        return logits
+
     def _begin(self, plan: StepPlan, samples: Sequence[SamplingState]) -> Result | None:
         """Has the devices compute a step and sample its rows; None where they cannot."""
         runner = self._loaded.runner
-        suits = not (plan.pools or plan.score_rows) and runner.can_launch(len(samples))
+        suits = not (plan.pools or plan.score_rows or plan.followed) and runner.can_launch(len(samples))
         if not suits or any(state.needs_host for state in samples):
             return None
         try:
@@ -211,7 +237,7 @@ class RingEngine:
     def close(self) -> None:
         self._sender.close()
         if self._member is not None:
-            self._member.share.settle()
+            self._member.settle()
             self._member.runner.close()
             self._member.collectives.close()
             self._member = None
@@ -223,16 +249,18 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     device = choose_device(settings, spec.rank)
     torch.set_num_threads(thread_count(settings))
     receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
-    directory = Path(rendezvous.model_directory)
-    member = RingMember.load(settings, spec, mine, directory, device, collectives, lambda done, total: None)
-    member.share.keep(member.runner.packed)
+    draft = Path(rendezvous.draft_directory) if rendezvous.draft_directory else None
+    where = ModelDirectories(Path(rendezvous.model_directory), draft)
+    member = RingMember.load(settings, spec, mine, where, device, collectives, lambda done, total: None)
+    member.keep()
     mine.communicated = lambda: collectives.busy_seconds
     while (plan := _next_plan(receiver)) is not None:
         spans.before_step(plan.step)
         mine.begin(plan.step)
         mine.run(plan, partial(member.runner.forward, plan, mine.progress))
         mine.launched(plan.step)
-    member.share.settle()
+    receiver.close()
+    member.settle()
 
 
 def _next_plan(receiver: PlanReceiver) -> StepPlan | None:
@@ -252,6 +280,14 @@ class LoadTimings:
         self._last = now
 
 
+class ModelDirectories(NamedTuple):
+    """Where the ring's models are."""
+
+    model: Path
+    draft: Path | None
+    """None: there is no draft model."""
+
+
 class RingMember:
     def __init__(
         self,
@@ -260,8 +296,10 @@ class RingMember:
         engine_spec: EngineSpec,
         share: Share,
         head: "ClassHead | None" = None,
+        draft: DraftModel | None = None,
     ) -> None:
         """`head`: a decoder's, of classes."""
+        self._draft = draft
         self.share = share
         self._head = head
         self.runner = runner
@@ -274,20 +312,40 @@ class RingMember:
         found = self.runner.pooled
         return found if self._head is None else self._head.logits(found)
 
+    @property
+    def proposer(self) -> Proposer | None:
+        """None: there is no draft model."""
+        if self._draft is None:
+            return None
+        spec = self.engine_spec
+        return Proposer(spec.vocab_size, self._draft.context_length, spec.block_size)
+
+    def keep(self) -> None:
+        """`Share.keep`, of all models."""
+        self.share.keep(self.runner.packed)
+        if self._draft is not None:
+            self._draft.share.keep(self._draft.runner.packed)
+
+    def settle(self) -> None:
+        """`Share.settle`, of all models."""
+        self.share.settle()
+        if self._draft is not None:
+            self._draft.share.settle()
+
     @classmethod
     def load(
         cls,
         settings: ExecutorSettings,
         spec: RankSpec,
         board: RankBoard,
-        directory: Path,
+        where: ModelDirectories,
         device: torch.device,
         collectives: Collectives,
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
         _check_sparse(settings, device, None)
-        laps = LoadTimings()
+        laps, directory = LoadTimings(), where.model
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
             watch_device(board, device)
@@ -302,21 +360,25 @@ class RingMember:
         if (config := encoder_config(directory)) is not None:
             from services.executor.worker.encoder import load_encoder_rank
 
-            where = (config, directory, device, collectives, report)
+            place = (config, directory, device, collectives, report)
             _check_sparse(settings, device, ())
-            encoder, engine_spec = load_encoder_rank(settings, *where)
+            encoder, engine_spec = load_encoder_rank(settings, *place)
             laps.over("weights")
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
             return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
-        laps.over("weights")
         facts = share.facts
         _check_sparse(settings, device, facts.states)
         context = context_of(settings, facts.context_length, facts.rotary.longest)
-        storage = _Storage.make(settings, share, context, device, collectives)
+        drafting = DraftShare()
+        if where.draft is not None:
+            drafting = load_draft(settings, spec, where.draft, device, collectives, share, context)
+        laps.over("weights")
+        storage = _Storage.make(settings, share, context, device, collectives, drafting.states)
         laps.over("kv_cache")
         limits = step_limits(settings, context) if device.type == "cuda" else None
-        runner = share.runner(storage.store, storage.spill, limits)
+        runner = share.runner(storage.own_store, storage.spill, limits)
+        draft = drafting.beside(runner, storage.store, storage.spill, collectives)
         if settings.max_adapters:
             limits_of_adapters = (settings.max_adapters, settings.max_adapter_rank, settings.adapter_dtype)
             runner.serve_adapters(share.facts.adapter_targets, share.dtype, *limits_of_adapters)
@@ -325,9 +387,9 @@ class RingMember:
         runner.warm_up(rehearsal(settings, share.layout, storage.store, limits))
         handover = HandoverBoard.beside(spec.board, spec.world_size)
         if handover is not None:
-            place = (spec.rank, settings.ring_host, settings.handover_port)
+            address = (spec.rank, settings.ring_host, settings.handover_port)
             size = storage.shape.bytes_per_spilled_block
-            runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *place))
+            runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *address))
         laps.over("warm_up")
         collectives.barrier()
         laps.over("others")
@@ -340,17 +402,20 @@ class RingMember:
             runner.vocab_size,
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
-            imports=share.imports,
-            numerics=_numerics(settings, runner.kernels, storage.shape.format, facts.made_for),
+            imports=[*dict.fromkeys(share.imports + drafting.imports)],
+            numerics=_numerics(settings, runner.kernels, storage.own_store.shape.format, facts.made_for),
             kernels=runner.kernels,
             exact=runner.is_exact,
-            sparse=_sparse_kinds(settings, storage.shape, device),
+            sparse=_sparse_kinds(settings, storage.own_store.shape, device),
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
+            drafts=draft is not None,
+            draft_model=draft_name(settings),
+            draft_left_out=drafting.reason,
             **storage.facts,
             **task_facts,
         )
-        return cls(runner, collectives, engine_spec, share, head)
+        return cls(runner, collectives, engine_spec, share, head, draft)
 
 
 def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape, device: torch.device) -> list[str]:
@@ -407,6 +472,8 @@ class _Storage(NamedTuple):
     blocks: BlockCounts
     slots: SpillCounts
     store: KvStore
+    own_store: KvStore
+    """The page layers of the model that is served: all but its draft model's."""
     spill: SpillStore | DeviceSpill
 
     @classmethod
@@ -417,8 +484,10 @@ class _Storage(NamedTuple):
         context: int,
         device: torch.device,
         collectives: Collectives,
+        of_draft: LayerStates,
     ) -> "_Storage":
-        """`context`: tokens of one sequence, which must fit. Raises `ConfigurationError`."""
+        """`context`: tokens of one sequence, which must fit; `of_draft`: what the draft model's layers keep. Raises
+        `ConfigurationError`."""
         shape, blocks = plan_store(
             settings,
             share.facts.states,
@@ -428,13 +497,16 @@ class _Storage(NamedTuple):
             device,
             collectives,
             share.widths,
+            of_draft,
         )
         slots = agree_on_slots(shape, settings, device, collectives)
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
         store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.slots)
         store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
-        return cls(shape, blocks, slots, store, spill)
+        behind = len(page_layers(of_draft))
+        own_store = store.part(0, shape.num_layers - behind) if behind else store
+        return cls(shape, blocks, slots, store, own_store, spill)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from services.executor.collectives.base import Collectives, SingleRank, Wrapped
@@ -90,9 +91,15 @@ def choose_backend(setting: str, device_type: str, can_share: Callable[[], bool]
 
 
 def lead(
-    settings: ExecutorSettings, spec: RankSpec, device: torch.device, directory: Path, announce: Announce
+    settings: ExecutorSettings,
+    spec: RankSpec,
+    device: torch.device,
+    directory: Path,
+    announce: Announce,
+    draft: Path | None = None,
 ) -> tuple[PlanSender, Collectives]:
-    """Rank 0: announces the ring and waits for the other ranks. A ring of one has nobody to meet.
+    """Rank 0: announces the ring, with the directories of its model and draft model, and waits for the other ranks. A
+    ring of one has nobody to meet.
 
     Raises `RingLost` when they do not come.
     """
@@ -107,10 +114,11 @@ def lead(
     listener = PlanListener(settings.meeting_host)
     place = (settings.meeting_host, listener.port, listener.secret)
     others = spec.world_size - 1
+    found = Rendezvous(*place, model_directory=str(directory), draft_directory=str(draft or ""))
     if backend == "shm":
         lanes = thread_count(settings)
         area = make_area(spec.world_size, lanes)
-        announce(Rendezvous(*place, model_directory=str(directory), shared_memory=area.path))
+        announce(structs.replace(found, shared_memory=area.path))
         sender = listener.accept(others, JOIN_TIMEOUT)
         return sender, _share(area, spec, lanes)
     from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
@@ -126,7 +134,7 @@ def lead(
         wait_for_workers=False,
         master_listen_fd=own.detach(),
     )
-    announce(Rendezvous(*place, store_port=store.port, model_directory=str(directory), backend=backend))
+    announce(structs.replace(found, store_port=store.port, backend=backend))
     sender = listener.accept(others, JOIN_TIMEOUT)
     collectives = _join(settings, spec, backend, store, device)
     if backend == "gloo":  # NCCL may connect to the store anew, for its watchdog

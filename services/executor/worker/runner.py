@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
@@ -91,6 +91,18 @@ class _KeptStates:
         return sums_of(self._states[0], pools)
 
 
+class Draft(Protocol):
+    """A ring's draft model, on one rank (`draft_model.py`)."""
+
+    def follow(self, plan: StepPlan, progress: Progress) -> None:
+        """Computes the rows of a step of the model that is served, for its own keys and values."""
+        ...
+
+    def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+        """Computes a plan that is `of_draft`, as `ModelRunner.forward` does."""
+        ...
+
+
 class ModelRunner:
     """Runs step plans on one rank's share of a model. Every rank of the ring runs the same plans in order."""
 
@@ -124,6 +136,7 @@ class ModelRunner:
         self._device = device
         self._widths = widths
         self._adapters: AdapterLoader | None = None
+        self._draft: Draft | None = None
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
         self.scored: Scores = no_scores()
@@ -165,6 +178,10 @@ class ModelRunner:
         held: Any = getattr(self._decoder, "adapters", None)
         return None if held is None else held.modules
 
+    def add_draft(self, draft: Draft, copier: BlockCopier) -> None:
+        """Has `draft` compute beside the model. `copier`: of the blocks that both share, in place of the own one."""
+        self._draft, self._copier = draft, copier
+
     def connect(self, endpoint: Endpoint) -> None:
         self._copier.endpoint = endpoint
 
@@ -176,6 +193,11 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         return sum(self._widths)
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """None: the native kernels do not compute."""
+        return self._native
 
     @property
     def is_native(self) -> bool:
@@ -220,7 +242,13 @@ class ModelRunner:
             return None
         if not self._copy(plan, progress) or not plan.token_ids:
             return self._no_logits() if self._is_leader else None
-        return self._logits(plan, progress)
+        if plan.of_draft:
+            assert self._draft is not None, "a plan is of a draft model, and the ring has none"
+            return self._draft.forward(plan, progress)
+        logits = self._logits(plan, progress)
+        if plan.followed and self._draft is not None:
+            self._draft.follow(plan, progress)
+        return logits
 
     def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from services.executor.collectives.base import Collectives
+from services.executor.core.layer_state import LayerStates
 from services.executor.core.settings import (
     ExecutorSettings,
     cores_of,
@@ -33,7 +34,7 @@ from services.executor.native.library import choose_level
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, RyzansteinError
 from shared.process import give_back
 from shared.service.logs import adopt_loggers
 
@@ -59,8 +60,14 @@ class Share:
     reads_compressed: bool
     """See `backend.reads_compressed`."""
 
-    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
-        """To be called once."""
+    def runner(
+        self,
+        store: KvStore,
+        spill: Spill,
+        limits: "StepLimits | None",
+        beside: ModelRunner | None = None,
+    ) -> ModelRunner:
+        """To be called once. `beside`: see `backend.make_runner`."""
         raise NotImplementedError
 
     def keep(self, packed: PackedModel | None) -> None:
@@ -83,8 +90,10 @@ def load_share(
     device: torch.device,
     collectives: Collectives,
     report: Report,
+    enough: "Enough | None" = None,
 ) -> Share:
-    """Raises `ModelLoadError` and `ConfigurationError`: one sentence with the remedy."""
+    """`enough`: whether there is room for it; None: `check_room` of the settings. Raises `ModelLoadError` and
+    `ConfigurationError`: one sentence with the remedy."""
     choose_level(settings.cpu_level)
     threads = thread_count(settings)
     cache = _cache_of(settings, spec, directory, device, collectives, threads)
@@ -95,12 +104,12 @@ def load_share(
             file = None
         # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
         if smallest((int(file is not None),), device, collectives)[0] and file is not None:
-            _check_cached(settings, file, device)
+            _check_cached(settings, file, enough or partial(_has_room, settings, device))
             if found := cache.read(file, threads, report):
                 return _CachedShare(settings, spec, collectives, found)
         elif file is not None:
             file.close()
-    return _BuiltShare(settings, spec, directory, device, collectives, report, cache)
+    return _BuiltShare(settings, spec, directory, device, collectives, report, cache, enough)
 
 
 def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
@@ -121,12 +130,39 @@ def _turns_as_served(settings: ExecutorSettings, facts: ModelFacts) -> bool:
     return facts.made_for == facts.rotary.made_for(context)
 
 
-def _check_cached(settings: ExecutorSettings, file: PackedFile, device: torch.device) -> None:
+class Enough(Protocol):
+    def __call__(
+        self,
+        states: LayerStates,
+        dtype: torch.dtype,
+        context: int,
+        widths: StepWidths | None,
+        weights: int,
+    ) -> None:
+        """Raises `ConfigurationError` where this rank has no room for a model that is to serve sequences of `context`
+        tokens and whose weights take `weights` bytes; the others as of `ModelFacts` and `Share`."""
+        ...
+
+
+def _has_room(
+    settings: ExecutorSettings,
+    device: torch.device,
+    states: LayerStates,
+    dtype: torch.dtype,
+    context: int,
+    widths: StepWidths | None,
+    weights: int,
+) -> None:
+    """`Enough` of a model that is alone."""
+    check_room(settings, states, dtype, context, device, weights, widths)
+
+
+def _check_cached(settings: ExecutorSettings, file: PackedFile, enough: Enough) -> None:
     facts = file.facts
     context = context_of(settings, facts.context_length, facts.rotary.longest)
     try:
-        check_room(settings, facts.states, torch.bfloat16, context, device, file.size)
-    except ConfigurationError:
+        enough(facts.states, torch.bfloat16, context, None, file.size)
+    except RyzansteinError:
         file.close()
         raise
 
@@ -167,11 +203,17 @@ class _CachedShare(Share):
         self._rank = spec.rank
         self._collectives = collectives
 
-    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
+    def runner(
+        self,
+        store: KvStore,
+        spill: Spill,
+        limits: "StepLimits | None",
+        beside: ModelRunner | None = None,
+    ) -> ModelRunner:
         threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
         widths, collectives = self.facts.widths, self._collectives
         return backend.packed_runner(
-            self._model, widths, store, self.layout, collectives, threads, spill, cores
+            self._model, widths, store, self.layout, collectives, threads, spill, cores, beside
         )
 
 
@@ -187,6 +229,7 @@ class _BuiltShare(Share):
         collectives: Collectives,
         report: Report,
         cache: WeightCache | None,
+        enough: Enough | None,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
         from services.executor.model.adapters.targets import targets_of
@@ -207,7 +250,7 @@ class _BuiltShare(Share):
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)
         context = context_of(settings, context_length(config), rotary.longest)
-        enough = partial(check_room, settings, states, self.dtype, context, device, widths=self.widths)
+        has_room = enough or partial(_has_room, settings, device)
         self._model: Any = load_model(
             directory,
             self.dtype,
@@ -218,7 +261,7 @@ class _BuiltShare(Share):
             codec,
             keep_codes=keep_codes,
             defer_codes=keep_codes,
-            before_reading=enough,
+            before_reading=partial(has_room, states, self.dtype, context, self.widths),
             context=context,
         )
         self._device, self._collectives = device, collectives
@@ -246,10 +289,16 @@ class _BuiltShare(Share):
         self._keeping: threading.Thread | None = None
         self._module = type(self._model).__module__
 
-    def runner(self, store: KvStore, spill: Spill, limits: "StepLimits | None") -> ModelRunner:
+    def runner(
+        self,
+        store: KvStore,
+        spill: Spill,
+        limits: "StepLimits | None",
+        beside: ModelRunner | None = None,
+    ) -> ModelRunner:
         model, self._model = self._model, None
         where = (self.layout, self._collectives, self._device, self._threads)
-        runner = backend.make_runner(model, store, *where, spill, self._cores, limits)
+        runner = backend.make_runner(model, store, *where, spill, self._cores, limits, beside)
         give_back()  # what reading and packing took
         return runner
 
