@@ -80,6 +80,11 @@ class Totals(ctypes.Structure):
     preemptions: int
     drafted_tokens: int
     accepted_tokens: int
+    model_drafted_tokens: int
+    """Of the draft model; the others are n-gram drafts."""
+    model_accepted_tokens: int
+    draft_passes: int
+    draft_seconds: float
     adapter_loads: int
     adapter_evictions: int
 

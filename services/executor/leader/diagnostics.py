@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from services.executor.core import spans
-from services.executor.core.engine import EngineSpec
+from services.executor.core.engine import DraftPlan, EngineSpec
 from services.executor.core.settings import SlowSteps
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.flight_recorder import FlightRecorder, StepTimes
@@ -50,11 +50,26 @@ class LeaderDebug:
         ids = [sequence.request.generation_id for sequence in self._batcher.sequences_under_way()]
         self._plans.add(plan, ids, self._block_size, self._state_blocks)
 
+    def drafting(self, plan: DraftPlan, rows: list[Row]) -> None:
+        """A round of the draft model begins."""
+        ids = [row.request.generation_id for row in rows]
+        self._plans.add(plan.plan, ids, self._block_size, self._state_blocks)
+
+    def drafted(self, plan: DraftPlan, seconds: float) -> None:
+        self._plans.took(plan.plan.step, seconds)
+
     def took(
-        self, plan: StepPlan, rows: list[Row], seconds: float, computed: int, expected: float, masks: float
+        self,
+        plan: StepPlan,
+        rows: list[Row],
+        seconds: float,
+        computed: int,
+        expected: float,
+        masks: float,
+        drafting: float = 0.0,
     ) -> None:
-        """The step has taken `seconds` where such take `expected` (0: not known). `computed`: prompt tokens;
-        `masks`: seconds spent on beginning grammars' masks."""
+        """The step has taken `seconds` where such take `expected` (0: not known). `computed`: prompt tokens; `masks`:
+        seconds spent on beginning grammars' masks; `drafting`: of them, those of the draft model's round before."""
         self._plans.took(plan.step, seconds)
         if not self._slow.is_slow(seconds, expected):
             return
@@ -66,6 +81,7 @@ class LeaderDebug:
                 "ms": _ms(seconds),
                 "expected_ms": usual,
                 "masks_ms": _ms(masks),
+                "draft_ms": _ms(drafting),
             }
             fields["not_logged"], self._slow.suppressed = self._slow.suppressed, 0
             # The other ranks may not have noted their end yet.

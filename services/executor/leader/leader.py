@@ -338,6 +338,9 @@ class Leader:
         totals, batcher = self._board.totals, self._batcher
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
+        of_model = batcher.drafter.model
+        totals.model_drafted_tokens, totals.model_accepted_tokens = of_model.drafted, of_model.accepted
+        totals.draft_passes, totals.draft_seconds = of_model.passes, of_model.seconds
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
         return load
 
@@ -405,6 +408,7 @@ class Leader:
                     await self._hand_back()
                 if self._handover.over:
                     return
+            await self._steps.draft()
             if not self._steps.plan():
                 await self._pause()
             while self._steps.under_way:

@@ -4,6 +4,8 @@
 event loop      plan n ──▶ ········ ──▶ take n, plan n+1   plan n+1 ──▶ take n, plan n+2 ──▶ take n+1 ...
 engine thread         execute n                            [ n ][ n+1 ][ n+2 ]    no time between them
 
+A round of the draft model, where there is one, comes before a step is planned, and its time is part of the step's.
+
 `Throughput` measures how fast the ring computes, from which schedulers estimate waiting times. One step in which the
 whole process was held up says nothing of the next: a step counts for `OUTLIER` times the average at most, so that a
 ring that is slower for good is known after some steps and not after one.
@@ -121,6 +123,8 @@ class _Flight:
         self.began = time.perf_counter_ns()
         self.masks = 0.0
         """Seconds spent on beginning masks."""
+        self.drafting = 0
+        """Nanoseconds that the round before it has taken."""
         self.launched: Future[Launched] | None = None
         """None: nothing has been launched, it is to be executed as one."""
 
@@ -155,12 +159,36 @@ class Stepping:
         self._flights: deque[_Flight] = deque()
         self._over = 0
         """When the last step was over; nanoseconds."""
+        self._drafting = 0
+        """What the round before the next step has taken; nanoseconds."""
         self.throughput = Throughput()
 
     @property
     def under_way(self) -> bool:
         """Whether a step has been planned and its result was not taken."""
         return bool(self._flights)
+
+    async def draft(self) -> None:
+        """Has the draft model propose for the next step, with none under way, where that is likely to pay; the tokens
+        of the last step go out meanwhile."""
+        began = time.perf_counter_ns()
+        planned = self._batcher.plan_drafts(time.monotonic())
+        if planned is None:
+            return
+        plan, rows = planned
+        self._debug.drafting(plan, rows)
+        samples = [row.sampling for row in rows]
+        drafting = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.draft, plan, samples)
+        await self._meanwhile()
+        try:
+            drafted = await drafting
+        except OF_ROWS as error:  # the model that is served decides alone
+            log.warning("drafting_failed", error=str(error), generations=ids_of(rows))
+            self._batcher.drop_drafts()
+            return
+        self._drafting = time.perf_counter_ns() - began
+        self._debug.drafted(plan, self._drafting / 1e9)
+        self._batcher.take_drafts(drafted, self._drafting / 1e9)
 
     def plan(self) -> bool:
         """Plans the next step, with none under way; False when there is nothing to compute."""
@@ -180,7 +208,7 @@ class Stepping:
             self._launch(self._begin(*scheduled))
         entries = await self._compute(flight)
         now = time.perf_counter_ns()
-        taken, self._over = now - max(flight.began, self._over), now
+        taken, self._over = now - max(flight.began, self._over) + flight.drafting, now
         self._note(flight, taken, entries)
         return entries
 
@@ -193,6 +221,7 @@ class Stepping:
             plan = self._attempts.begin_step(plan, self._batcher.under_way)
         flight = _Flight(plan, rows, traced)
         flight.measured = not self._batcher.shares_time
+        flight.drafting, self._drafting = self._drafting, 0
         self._grammars.begin_masks([row.sampling for row in rows])
         flight.masks = (time.perf_counter_ns() - flight.began) / 1e9
         self._flights.append(flight)
@@ -252,7 +281,7 @@ class Stepping:
         if plan.token_ids:  # else it has only copied blocks: no measure of anything
             computed = prompt_tokens(plan, rows)
             expected = self.throughput.expected(computed) if flight.measured else 0.0
-            self._debug.took(plan, rows, taken / 1e9, computed, expected, flight.masks)
+            self._debug.took(plan, rows, taken / 1e9, computed, expected, flight.masks, flight.drafting / 1e9)
             if flight.measured:
                 self.throughput.observe(taken / 1e9, computed)
             self._board.add_step(taken, computed, output_tokens(entries), len(plan.query_lens) // 4)

@@ -26,7 +26,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
 from services.executor.core.prompt_results import WHOLE, Floats, Scores, Vector
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.board import RingBoard
@@ -247,8 +247,8 @@ class ContinuousBatcher:
         `now`: seconds of any steady clock. None when there is nothing to compute; entries may be owed
         then (`take_entries`).
         """
-        if self._steps.oldest is not NO_STEP:
-            raise InternalError("A step was scheduled while another is under way.")
+        if self._steps.oldest is not NO_STEP or self.drafter.members:
+            raise InternalError("A step was scheduled while another, or a round of drafts, is under way.")
         self._now = now
         self._tables.begin(now)
         batch = self._planner.plan()
@@ -257,6 +257,7 @@ class ContinuousBatcher:
         if not batch and not self._tables.ready:
             return None
         self.drafter.extend(batch, self._tables, self._planner.running)
+        followed = self.drafter.is_to_follow(batch)
         self.step += 1
         states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
@@ -276,9 +277,43 @@ class ContinuousBatcher:
             plan = steps.with_segments(plan, batch)
         if self._spec.sparse:
             plan = steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
+        if followed:
+            plan = msgspec.structs.replace(plan, followed=True)
         rows = rows_of(sampled)
-        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named))
+        self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named, followed=followed))
         return plan, list(rows)
+
+    def plan_drafts(self, now: float = 0.0) -> tuple[DraftPlan, list[Row]] | None:
+        """What the draft model is to propose for the next step, and the rows that it samples first; None: nothing. With
+        no step under way; `take_drafts` or `drop_drafts` must follow before `schedule`."""
+        planner = self._planner
+        if planner.isolates or (planner.waiting and planner.could_admit()):
+            return None  # who is computed alone is; who can be admitted comes first
+        self._tables.begin(now)
+        count = self.drafter.begin_round(planner.running, self._tables)
+        if not count:
+            return None
+        for sequence in self.drafter.members:
+            sequence.in_flight = True
+        first, self.step = self.step + 1, self.step + count
+        return self.drafter.draft_plan(first, count, self._tables.take_copies().saves)
+
+    def take_drafts(self, found: Seq[Seq[DraftToken]], seconds: float = 0.0) -> None:
+        """Ends the round under way with the engine's answer: proposals for each of the rows, after so many seconds."""
+        if len(found) != len(self.drafter.members):
+            raise InternalError(
+                f"The draft model answered for {len(found)} of {len(self.drafter.members)} sequences."
+            )
+        self._end_round(self.drafter.take_round(found, seconds))
+
+    def drop_drafts(self) -> None:
+        """Ends the round under way, which has failed: the draft model is not asked for its sequences any more."""
+        self._end_round(self.drafter.drop_round())
+
+    def _end_round(self, members: Seq[Sequence]) -> None:
+        for sequence in members:
+            sequence.in_flight = False
+        self._settle()
 
     def schedule_ahead(self, now: float = 0.0) -> tuple[StepPlan, list[Row]] | None:
         """The step behind the one under way, as `schedule` would plan it when that is over. Its token ids of -1 - k
@@ -354,6 +389,7 @@ class ContinuousBatcher:
         without drafts where only a row after a draft has failed.
         The ranks have executed the plan's copies: of what may not have been, only `fail_all` is right.
         """
+        self.drafter.forget_proposals()
         for row in self._steps.drop().failed(rows):
             if row.ahead:  # without the draft nobody would have seen it
                 row.sequence.speculates = False
@@ -367,12 +403,15 @@ class ContinuousBatcher:
 
         All its sequences are computed again; those that the slots belong to, from what is left of them.
         """
+        self.drafter.forget_proposals()
         self._steps.drop(slots)
         self._settle()
         return self.take_entries()
 
     def fail_all(self, error: RyzansteinError) -> Entries:
         """Ends everything with `error`, the steps under way included: the ring is lost, or leaves."""
+        self.drop_drafts()
+        self.drafter.forget_proposals()
         self._steps.drop()
         self._settle()
         for sequence in list(self._live.values()):
@@ -453,6 +492,8 @@ class ContinuousBatcher:
             id(s) for s in (*self._planner.waiting, *self._planner.running) if s.ending is not Ending.REPLACED
         } | {id(s) for s in self._held.values()}
         assert queued == {id(s) for s in self._live.values()}, "a sequence is in no queue, or an ended one is"
+        for sequence in self._planner.running:
+            assert sequence.followed <= sequence.num_computed, "the draft model is ahead"
         assert self.interactive == sum(not s.is_batch for s in self._live.values()), "it is miscounted"
 
     # --- admission -------------------------------------------------------------------------------

@@ -157,6 +157,8 @@ class BlockTables:
     def _skip(self, sequence: Sequence, blocks: int) -> None:
         """`blocks` more blocks need not be computed."""
         sequence.num_sealed += blocks
+        if sequence.followed == sequence.num_computed:  # what is cached counts as computed by both models
+            sequence.followed += blocks * self._size
         sequence.num_computed += blocks * self._size
         if not sequence.preempted:
             known = min(sequence.cached_tokens + blocks * self._size, sequence.prompt_tokens)
@@ -325,7 +327,7 @@ class BlockTables:
             [*table, *sequence.snapshot], request.session, self._now, wanted, keep=request.cache_ttl
         )
         del sequence.table[:], sequence.snapshot[:]
-        sequence.num_computed = sequence.num_sealed = 0
+        sequence.num_computed = sequence.num_sealed = sequence.followed = 0
         self.states.free(sequence)
 
     # --- steps -----------------------------------------------------------------------------------

@@ -7,18 +7,30 @@
 
 Drafts take what is left of the step's token budget and blocks that nobody needs, after everything else.
 Tokens are put out as if they had come one by one: an end in the middle cuts what follows.
+
+Where the ring has a draft model, a round of it comes before a step is planned (docs/adr/0033):
+
+    round    first pass   [ (s) t ]  -> d1          s: tokens that it has not computed yet, mostly none
+             pass k + 1   [ dk ]     -> d(k + 1)    in the slots that the step will write for dk
+
+`Sequence.followed` says how far it has come: it goes on behind what it has computed, within the block that is not full
+yet. Rounds compute what decodes need; a step is `followed` for prompts, and where a block would be full that the draft
+model lacks a token of. A sequence that is left out while the draft model does not pay has lost its chance: it would
+have to be computed again.
 """
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import islice
 
-from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
+from services.executor.kv_cache.block_pool import Pairs
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.sequence import Ending, Sequence
-from services.executor.scheduler.speculation import Speculation
-from services.executor.scheduler.steps import Chunk, Step
+from services.executor.scheduler.sequence import LOST, Ending, Sequence
+from services.executor.scheduler.speculation import Agreement, DraftModel, Proposal, Speculation
+from services.executor.scheduler.steps import Chunk, Row, Step, build_draft_plan, in_draft_order
 
 _KEEP = 0.9
 _WORTH = 0.1
@@ -26,6 +38,19 @@ _WORTH = 0.1
 step."""
 _RUN = 15
 """Steps in a row that may go without a look for drafts: a text that begins to repeat itself is seen by then."""
+
+
+@dataclass(slots=True)
+class ModelCounts:
+    """What the draft model has done since the ring has started."""
+
+    drafted: int = 0
+    """Of the drafts that were computed, those that it has proposed."""
+    accepted: int = 0
+    """Of these, what was put out."""
+    passes: int = 0
+    seconds: float = 0.0
+    """Of its rounds."""
 
 
 class Drafter:
@@ -36,10 +61,17 @@ class Drafter:
         self._capacity = spec.capacity
         self._settings = settings
         self._speculation = Speculation(settings.max_drafts)
+        self._has_model = spec.drafts and settings.max_drafts > 0
+        self.members: list[Sequence] = []
+        """Of the round that is under way."""
+        self._passes = 0
+        self._proposals: dict[Sequence, Proposal] = {}
+        """What the last round has given, until the step behind it is over."""
         self.drafted = 0
         """Drafts that were computed."""
         self.accepted = 0
         """Drafts that were put out."""
+        self.model = ModelCounts()
         self._gain = 1.0
         """Drafts put out per decode, lately, in steps that could have some."""
         self._skipped = 0
@@ -59,7 +91,8 @@ class Drafter:
         self._skipped = 0
         for at, drafts in zip(places, proposed, strict=True):
             if drafts:
-                count = tables.cover_drafts(batch[at].sequence, len(drafts), running)
+                sequence = batch[at].sequence
+                count = tables.cover_drafts(sequence, self._before_gap(sequence, drafts), running)
                 batch[at] = batch[at]._replace(drafts=tuple(drafts[:count]))
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
@@ -69,13 +102,16 @@ class Drafter:
             if sequence.guesser is None:
                 sequence.guesser = self._speculation.guesser(sequence.tokens, sequence.request.prediction)
             guessers.append(sequence.guesser)
-        return self._speculation.choose(guessers, limits, budget, self._skipped)
+        proposals = [self._proposals.get(sequence) for sequence in sequences] if self._proposals else []
+        return self._speculation.choose(guessers, limits, budget, self._skipped, proposals)
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
         """Whether the next step, one token of each of `sequences`, may be planned without asking for drafts. Then
         it is, or the question is asked once more."""
         if not self._settings.max_drafts:
             return True
+        if self._uses_model and any(self._keeps_up(sequence, len(sequences)) for sequence in sequences):
+            return False
         if self._gain >= _WORTH or self._skipped >= _RUN:
             return False
         return not any(sequence.request.prediction for sequence in sequences)
@@ -88,7 +124,10 @@ class Drafter:
         `results` are aligned with the step's rows. `seconds` that it took; 0: nobody knows.
         """
         if all(chunk.length == 1 and chunk.samples for chunk in step.batch):
-            self._speculation.cost.observe(sum(chunk.width for chunk in step.batch), seconds)
+            rows = sum(chunk.width for chunk in step.batch)
+            seconds = self._model.without_following(seconds, rows) if step.followed else seconds
+            self._speculation.cost.observe(rows, seconds)
+        up_to_date = [c.sequence for c in step.batch if step.followed and _is_up_to_date(c.sequence)]
         for chunk in step.batch:
             if not chunk.samples:
                 chunk.sequence.num_computed += chunk.length
@@ -99,11 +138,16 @@ class Drafter:
                 drawn.append((chunk.sequence, self._accept(chunk, of_chunk)))
             else:
                 chunk.sequence.num_computed += chunk.length
+        for sequence in up_to_date:
+            sequence.followed = sequence.num_computed
         if step.ahead:
             self._skipped += 1
         elif step.sampled:
             share = (self.accepted - before) / len(step.sampled)
             self._gain = _KEEP * self._gain + (1 - _KEEP) * share
+        if self._has_model:
+            self._proposals = {}
+            self._model.step_over(len(step.batch))
         return drawn
 
     def _accept(self, chunk: Chunk, results: list[SampledToken]) -> list[SampledToken]:
@@ -113,8 +157,9 @@ class Drafter:
         if not drafts:  # nearly always: nothing to compare
             sequence.append(results[0].token)
             sequence.num_computed += length
+            self._learn(sequence, [results[0].token])
             if sequence.guesser is not None:
-                sequence.guesser.learn([results[0].token])
+                sequence.guesser.copies = False
             return results
         new: list[SampledToken] = []
         for result, draft in zip(results, (*drafts, None), strict=True):
@@ -123,11 +168,27 @@ class Drafter:
             if result.token != draft or self._ends(sequence):
                 break
         sequence.num_computed += length + len(new) - 1
-        self.drafted += len(drafts)
-        self.accepted += len(new) - 1
-        if sequence.guesser is not None:
-            sequence.guesser.learn([result.token for result in new])
+        self._count(sequence, drafts, len(new) - 1)
+        self._learn(sequence, [result.token for result in new])
         return new
+
+    def _count(self, sequence: Sequence, drafts: tuple[int, ...], accepted: int) -> None:
+        self.drafted += len(drafts)
+        self.accepted += accepted
+        if self._is_of_model(sequence, drafts):
+            self.model.drafted += len(drafts)
+            self.model.accepted += accepted
+        if sequence.guesser is not None and accepted < len(drafts):
+            sequence.guesser.copies = False
+
+    def _learn(self, sequence: Sequence, drawn: list[int]) -> None:
+        """`drawn` has been appended; the cache has what was computed."""
+        if sequence.guesser is not None:
+            sequence.guesser.learn(drawn)
+        if (offer := self._proposals.get(sequence)) is not None:
+            right = self._model.learn(offer, drawn)
+            known = len(sequence.tokens) - len(drawn) + min(right, len(offer.drafted) - 1)
+            sequence.followed = min(known, sequence.num_computed)
 
     def _limit(self, sequence: Sequence) -> int:
         """Drafts after which the sequence may still put out one more token."""
@@ -140,3 +201,122 @@ class Drafter:
     def _ends(self, sequence: Sequence) -> bool:
         too_long = len(sequence.tokens) > self._capacity
         return too_long or bool(sequence.finish_reason(self._spec.context_length))
+
+    # --- the draft model -------------------------------------------------------------------------
+
+    def begin_round(self, running: Collection[Sequence], tables: BlockTables) -> int:
+        """Chooses the `members` of a round before the next step, and makes room for their proposals. Returns how many
+        these are to be of each; 0: there is no round."""
+        self._proposals = {}
+        if not self._uses_model:
+            return 0
+        decodes = [s for s in running if s.remaining == 1 and not s.begins_later]
+        ready = [s for s in decodes if self._takes_part(s, len(decodes))]
+        if not ready:
+            return 0
+        budget = self._settings.max_batch_tokens
+        limits = [self._limit(sequence) for sequence in ready]
+        most = min(max(limits), (budget - len(decodes)) // len(ready))
+        count = self._model.count(len(decodes), [self._agreement(s) for s in ready], most)
+        for sequence in ready if count else ():
+            budget -= len(sequence.tokens) - sequence.followed
+            room = min(self._spec.context_length, self._capacity) - len(sequence.tokens)
+            if budget >= 0 and room >= count and tables.cover_drafts(sequence, count, running) >= count:
+                self.members.append(sequence)
+        return count if self.members else 0
+
+    def draft_plan(self, step: int, count: int, saves: Pairs) -> tuple[DraftPlan, list[Row]]:
+        """The plan of the round that has begun, which takes the numbers from `step` on."""
+        self._passes = count
+        return build_draft_plan(step, self.members, count, saves, self._spec.block_size)
+
+    def take_round(self, found: Seq[Seq[DraftToken]], seconds: float) -> list[Sequence]:
+        """Ends the round: `found` for each of the plan's rows, after so many seconds (0: nobody knows). Returns its
+        members."""
+        members, self.members = in_draft_order(self.members), []
+        for sequence, drafted in zip(members, found, strict=True):
+            sequence.followed = sequence.num_computed  # its last token counts once the step has computed it
+            if drafted:
+                sampled = not sequence.sampling.greedy
+                self._proposals[sequence] = Proposal(self._agreement(sequence), drafted, sampled)
+        self._model.proposed(self._passes, len(members), seconds)
+        self.model.passes += self._passes
+        self.model.seconds += seconds
+        return members
+
+    def drop_round(self) -> list[Sequence]:
+        """Ends the round without a result: the draft model is not asked for its members any more. Returns these."""
+        members, self.members = self.members, []
+        for sequence in members:
+            sequence.followed = LOST
+        return members
+
+    def forget_proposals(self) -> None:
+        """The step that they were for has failed."""
+        self._proposals = {}
+
+    def is_to_follow(self, batch: Seq[Chunk]) -> bool:
+        """Whether the draft model is to compute the rows of a step too: else it would be behind for good with some
+        sequence."""
+        return self._uses_model and any(self._would_lack(chunk, len(batch)) for chunk in batch)
+
+    @property
+    def _uses_model(self) -> bool:
+        return self._has_model and self._model.used
+
+    @property
+    def _model(self) -> DraftModel:
+        return self._speculation.model
+
+    def _agreement(self, sequence: Sequence) -> Agreement:
+        if sequence.agreement is None:
+            sequence.agreement = self._model.agreement()
+        return sequence.agreement
+
+    def _keeps_up(self, sequence: Sequence, decodes: int) -> bool:
+        """Whether the draft model can go on with a sequence, and that is likely to pay."""
+        if not sequence.speculates or not sequence.continues:
+            return False
+        if sequence.followed < sequence.num_sealed * self._spec.block_size:
+            return False  # nothing can be written to a block that is full
+        return self._model.takes_on(self._agreement(sequence), decodes)
+
+    def _takes_part(self, sequence: Sequence, decodes: int) -> bool:
+        """Whether a decode takes part in the round before its next step. Where its own text gives good drafts the step
+        is followed instead."""
+        copies = sequence.guesser is not None and sequence.guesser.copies and _is_up_to_date(sequence)
+        return not copies and self._limit(sequence) > 0 and self._keeps_up(sequence, decodes)
+
+    def _would_lack(self, chunk: Chunk, decodes: int) -> bool:
+        sequence = chunk.sequence
+        if not _is_up_to_date(sequence) or not self._keeps_up(sequence, decodes):
+            return False
+        if sequence not in self._proposals:
+            return True
+        return self._full(chunk.end) > self._known(sequence, chunk.drafts)
+
+    def _before_gap(self, sequence: Sequence, drafts: Seq[int]) -> int:
+        """How many of `drafts` to check: the draft model has not computed its last proposal, and without it a block
+        would be full that it lacks a token of."""
+        count, end = len(drafts), len(sequence.tokens) + len(drafts)
+        fills = self._full(end) == end and self._is_of_model(sequence, drafts)
+        return count - (fills and end > self._known(sequence, drafts))
+
+    def _known(self, sequence: Sequence, drafts: Seq[int]) -> int:
+        """Up to which position the draft model has computed the tokens of a member of the last round, and then
+        `drafts`."""
+        behind = len(self._proposals[sequence].drafted) - 1 if self._is_of_model(sequence, drafts) else 0
+        return len(sequence.tokens) + behind
+
+    def _is_of_model(self, sequence: Sequence, drafts: Seq[int]) -> bool:
+        offer = self._proposals.get(sequence)
+        return offer is not None and offer.tokens(len(drafts)) == list(drafts)
+
+    def _full(self, tokens: int) -> int:
+        """How many of the first so many tokens are in full blocks."""
+        return tokens // self._spec.block_size * self._spec.block_size
+
+
+def _is_up_to_date(sequence: Sequence) -> bool:
+    """Whether the draft model has computed what the model that is served has."""
+    return sequence.followed == sequence.num_computed

@@ -21,9 +21,12 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import Choice
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
 from services.executor.scheduler.adapter_slots import NO_SLOT
-from services.executor.scheduler.speculation import Guesser
+from services.executor.scheduler.speculation import Agreement, Guesser
 from shared.errors import InternalError, NoGroupAvailable, RyzansteinError
 from shared.messages import LANES, FinishReason, GenerationRequest, TokenEntry, TokenLogprobs
+
+LOST = -1
+"""`Sequence.followed` of one that the draft model is not to go on with."""
 
 Urgency = tuple[int, int]
 """(lane, arrival): the smaller comes first."""
@@ -156,6 +159,10 @@ class Sequence:
         """Whether it has ever been: what it finds in the cache then may be its own."""
         self.guesser: Guesser | None = None
         """Of the next tokens, where drafts are allowed and have been thought of."""
+        self.followed = 0
+        """How many of the tokens that are computed the draft model has computed too, from the first one on; `LOST`."""
+        self.agreement: Agreement | None = None
+        """Of the draft model with it, once that was thought of."""
         self.speculates = request.grammar is None
         """Whether it may carry drafts: what may follow them is known for texts of any form only."""
         self.times = StageTimes()

@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: which tokens are worth checking ahead, and how many.
+"""Speculative decoding: which tokens are worth checking ahead, and how many.
 
 Pure: no clock, no I/O. A step computes a sequence's last token and, behind it, drafts of the next ones; at each of them
 the sampler draws as ever, and drafts count as long as they are what was drawn (Leviathan, Kalman and Matias, "Fast
@@ -14,7 +14,12 @@ sequences are taken first. The guesses of a sequence without drafts are compared
 the same: that a text has begun to repeat itself is seen without computing a draft, and a text that does
 not is left alone.
 
-Drafts come from where a sequence's last tokens have stood before in it (`NgramIndex`), found in constant time per
+A draft model (`DraftModel`) is asked before the step is planned, for k tokens of each sequence that takes part. k has
+the largest E / C of all, where each further token of a sequence costs a pass of the draft model too, which all of them
+share. Where no k pays, the draft model does nothing, and is looked at again now and then. Its proposals are then
+weighed as above: p(j) is what its own probabilities for them have meant so far.
+
+Other drafts come from where a sequence's last tokens have stood before in it (`NgramIndex`), found in constant time per
 token: prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): text that repeats itself, or its prompt, is likely
 to go on as it did before.
 
@@ -33,6 +38,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from services.executor.core.engine import DraftToken
+
 _MEMORY = 0.9
 """Weight of what was seen, after each further guess: about the last ten count."""
 _RING_MEMORY = 0.99
@@ -41,6 +48,20 @@ _PRIOR = 2.0
 _FIRST_RATES = {2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
 """Before there is any experience, by the length of the match."""
 _FIRST_WEIGHT = 4.0
+
+_FIRST_AGREEMENT = 0.6
+"""Share of a draft model's proposals that are right, before there is any experience."""
+_AGREEMENT_PRIOR = 4.0
+_BUCKETS = 10
+"""Of a draft model's probability for what it proposes."""
+_FIRST_PASS = 0.2
+"""Before a pass of the draft model was timed: what it takes, of a step."""
+_PAYS, _STILL_PAYS = 1.05, 1.0
+"""Tokens per second with the draft model, against those without it, from which it is used, and down to which."""
+_TRIAL = 32
+"""Steps for which a draft model that does not pay is tried again."""
+_FIRST_REST, _LONGEST_REST = 512, 16384
+"""Steps until then: twice as many after each trial in vain."""
 
 _MARGIN = 1.5
 """A draft must promise so much more than it costs: of many estimates the largest are too large."""
@@ -88,6 +109,24 @@ class Estimates:
             self._ring.add(length, hit)
 
 
+class Agreement:
+    """How often the draft model proposes what is drawn, in one sequence."""
+
+    def __init__(self, ring: Rate) -> None:
+        """It begins with that of the ring."""
+        self._ring = ring
+        self._own = Rate()
+
+    @property
+    def value(self) -> float:
+        """Probability that the next proposal is right."""
+        return self._own.value(self._ring.value(_FIRST_AGREEMENT, _FIRST_WEIGHT), _AGREEMENT_PRIOR)
+
+    def add(self, hit: bool) -> None:
+        self._own.add(hit, _MEMORY)
+        self._ring.add(hit, _RING_MEMORY)
+
+
 class Guesser:
     """What one sequence is expected to say next."""
 
@@ -103,6 +142,8 @@ class Guesser:
         self._length = 0
         self._in_vain = 0
         self._steps = 0
+        self.copies = False
+        """Whether the last drafts were its guesses, and all right: it needs no draft model for now."""
 
     def rests(self, skipped: int = 0) -> bool:
         """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
@@ -120,6 +161,11 @@ class Guesser:
         match = self._index.find()
         self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
         self._length = 0 if match is None else match.length
+
+    def look(self, most: int, least: float) -> list[float]:
+        """`guess`, and `chances` of that."""
+        self.guess(most)
+        return self.chances(most, least)
 
     def chances(self, most: int, least: float) -> list[float]:
         """For j from 1 to `most`: the probability that the first j guesses are all right, while it is above
@@ -178,6 +224,11 @@ class StepCost:
         self._slant = self._slant * self._MEMORY + off * (seconds - self._seconds)
 
     @property
+    def known(self) -> bool:
+        """Whether any step was observed."""
+        return self._weight > 0
+
+    @property
     def rise(self) -> float:
         """Seconds that one more token costs."""
         expected = self._RISE * self._seconds / (1 + self._RISE * self._tokens)
@@ -191,6 +242,124 @@ class StepCost:
         return max(self._seconds + rise * (tokens - self._tokens), rise * tokens)
 
 
+class Proposal(NamedTuple):
+    """What the draft model has proposed for one sequence."""
+
+    agreement: Agreement
+    drafted: Sequence[DraftToken]
+    sampled: bool
+    """Whether the sequence's temperature is above 0."""
+
+    def tokens(self, count: int) -> list[int]:
+        return [one.token for one in self.drafted[:count]]
+
+
+class DraftModel:
+    """Whether a ring's draft model is used, and how much it proposes: as long as it pays."""
+
+    def __init__(self, most: int, cost: StepCost) -> None:
+        """`most`: proposals for one sequence at most; `cost`: of the steps of the model that is served."""
+        self._most = most
+        self._cost = cost
+        self._ring = Rate()
+        self._meant = [[Rate() for _ in range(_BUCKETS)] for _ in range(2)]
+        """By whether the sequence is sampled, and the draft model's own probability: how many were right."""
+        self._passes = StepCost()
+        self._rest, self._rested, self._trial = _FIRST_REST, 0, 0
+        self.used = True
+        """Whether it keeps up with what steps compute, and proposes."""
+
+    def agreement(self) -> Agreement:
+        """For a sequence that begins."""
+        return Agreement(self._ring)
+
+    @property
+    def trial(self) -> bool:
+        """Whether it is used to see whether it would pay, and not because it does."""
+        return self._trial > 0
+
+    def takes_on(self, agreement: Agreement, decodes: int) -> bool:
+        """Whether a sequence with this experience is worth a pass, in a step of `decodes` sequences."""
+        return self.trial or self._gain(1, decodes, decodes, agreement.value) >= _STILL_PAYS
+
+    def count(self, decodes: int, agreements: Sequence[Agreement], most: int) -> int:
+        """How many tokens to propose for each of these sequences, `most` at most, in a step of `decodes` sequences; 0:
+        none."""
+        right = sum(agreement.value for agreement in agreements) / max(1, len(agreements))
+        best, count = (0.0 if self.trial else 1.0), 0
+        for k in range(1, min(most, self._most) + 1 if self._cost.known else 1):
+            gain = self._gain(k, decodes, len(agreements), right)
+            if gain <= best:
+                break  # each further token brings less than the one before it, and costs as much
+            best, count = gain, k
+        return count
+
+    def chances(self, offer: Proposal, least: float) -> list[float]:
+        """For j from 1: the probability that the first j proposals are all right, while it is above `least`."""
+        usual = offer.agreement.value / max(self._ring.value(_FIRST_AGREEMENT, _FIRST_WEIGHT), 1e-3)
+        chances: list[float] = []
+        chance = 1.0
+        for one in offer.drafted:
+            bucket = _bucket(one.probability)
+            meant = self._meant[offer.sampled][bucket].value((bucket + 0.5) / _BUCKETS, _FIRST_WEIGHT)
+            chance *= min(1.0, usual * meant)
+            if chance <= least:
+                break
+            chances.append(chance)
+        return chances
+
+    def learn(self, offer: Proposal, drawn: Sequence[int]) -> int:
+        """`drawn` are the tokens where `offer` was made. Returns how many of its tokens were right, one after the
+        other."""
+        for right, (one, token) in enumerate(zip(offer.drafted, drawn, strict=False)):
+            hit = one.token == token
+            offer.agreement.add(hit)
+            self._meant[offer.sampled][_bucket(one.probability)].add(hit, _RING_MEMORY)
+            if not hit:
+                return right
+        return min(len(offer.drafted), len(drawn))
+
+    def proposed(self, passes: int, sequences: int, seconds: float) -> None:
+        """So many passes over `sequences` sequences took `seconds` in all."""
+        self._passes.observe(sequences, seconds / max(1, passes))
+
+    def without_following(self, seconds: float, rows: int) -> float:
+        """What a step of so many rows would have taken, had the draft model not computed them too."""
+        following = self._passes.of(rows) if self._passes.known else seconds * _FIRST_PASS / (1 + _FIRST_PASS)
+        return max(seconds - following, seconds / 2)
+
+    def step_over(self, running: int) -> None:
+        """A step is over, of a batch of `running` sequences: decides on the next ones."""
+        if not running or not self._cost.known:
+            return
+        right = self._ring.value(_FIRST_AGREEMENT, _FIRST_WEIGHT)
+        gain = max(self._gain(k, running, running, right) for k in (1, 2, 4))
+        pays = gain >= (_STILL_PAYS if self.used and not self.trial else _PAYS)
+        if self.trial:
+            self._trial -= 1
+            if pays:
+                self._rest, self._trial = _FIRST_REST, 0
+            elif not self._trial:
+                self._rest, self._rested = min(2 * self._rest, _LONGEST_REST), 0
+        elif not pays:
+            self._rested = 0 if self.used else self._rested + 1
+            self._trial = _TRIAL if self._rested >= self._rest else 0
+        self.used = pays or self._trial > 0
+
+    def _gain(self, count: int, decodes: int, drafting: int, right: float) -> float:
+        """Tokens per second of a step where `drafting` of its `decodes` sequences have `count` proposals, of which each
+        is right with this probability, against those of a step without."""
+        plain = self._cost.of(decodes)
+        draft = self._passes.of(drafting) if self._passes.known else _FIRST_PASS * plain
+        expected = decodes + drafting * sum(right**j for j in range(1, count + 1))
+        seconds = self._cost.of(decodes + drafting * count) + count * draft
+        return expected / seconds / (decodes / plain) if plain else 1.0
+
+
+def _bucket(probability: float) -> int:
+    return min(_BUCKETS - 1, max(0, int(probability * _BUCKETS)))
+
+
 class Speculation:
     """Decides for each step of a ring how many drafts each of its sequences carries."""
 
@@ -199,6 +368,8 @@ class Speculation:
         self._most = most
         self._ring = Estimates()
         self.cost = StepCost()
+        self.model = DraftModel(most, self.cost)
+        """For rings that have a draft model."""
 
     def guesser(self, tokens: "array[int]", prediction: Sequence[int] = ()) -> Guesser:
         """For a sequence with these tokens (its own array), which is expected to go on with `prediction`."""
@@ -217,10 +388,15 @@ class Speculation:
         return _MARGIN * self.cost.rise * (decodes + expected) / seconds
 
     def choose(
-        self, guessers: Sequence[Guesser], limits: Sequence[int], budget: int, skipped: int = 0
+        self,
+        guessers: Sequence[Guesser],
+        limits: Sequence[int],
+        budget: int,
+        skipped: int = 0,
+        proposals: Sequence[Proposal | None] = (),
     ) -> list[list[int]]:
         """The drafts of each sequence: `limits` of each at most, `budget` in all. `skipped`: steps since the last
-        choice for which nobody was asked."""
+        choice for which nobody was asked. `proposals`: of the draft model, for each sequence or for none."""
         decodes, counts, expected = len(guessers), [0] * len(guessers), 0.0
         if not self.worth_looking(decodes):
             for guesser in guessers:
@@ -228,12 +404,13 @@ class Speculation:
             return [[] for _ in guessers]
         least = self.least_chance(decodes)
         chances = []
-        for at, (guesser, limit) in enumerate(zip(guessers, limits, strict=True)):
-            if guesser.rests(skipped):
-                continue
+        offers = proposals or [None] * decodes
+        for at, (guesser, limit, offer) in enumerate(zip(guessers, limits, offers, strict=True)):
             most = min(limit, self._most)
-            guesser.guess(most)
-            chances += [(chance, at) for chance in guesser.chances(most, least)]
+            of_model = [] if offer is None else self.model.chances(offer, least)[:most]
+            of_guesser = [] if guesser.rests(skipped) else guesser.look(most, least)
+            guesser.copies = sum(of_guesser) > sum(of_model)
+            chances += [(chance, at) for chance in (of_guesser if guesser.copies else of_model)]
         # A later draft is never more probable than the one before it, so the order keeps them in a row.
         chances.sort(key=lambda pair: -pair[0])
         for drafts, (chance, at) in enumerate(chances[: max(budget, 0)]):
@@ -241,7 +418,10 @@ class Speculation:
                 break
             counts[at] += 1
             expected += chance
-        return [guesser.drafts(count) for guesser, count in zip(guessers, counts, strict=True)]
+        return [
+            guesser.drafts(count) if guesser.copies or offer is None else offer.tokens(count)
+            for guesser, offer, count in zip(guessers, offers, counts, strict=True)
+        ]
 
 
 LONGEST, SHORTEST = 4, 2

@@ -30,10 +30,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from services.executor.core.engine import DraftPlan
 from services.executor.core.prompt_results import Floats, PromptRows, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
-from services.executor.kv_cache.block_pool import Copies
+from services.executor.kv_cache.block_pool import Copies, Pairs
 from services.executor.scheduler.sequence import Ending, Sequence
 from shared.messages import GenerationRequest
 
@@ -98,6 +99,8 @@ class Step(NamedTuple):
     """What of its prompts it scores."""
     named: Seq[PromptPart] = ()
     """Behind which of its prompts it scores given tokens."""
+    followed: bool = False
+    """`StepPlan.followed`"""
 
     def failed(self, rows: Collection[int] | None) -> list[Row]:
         """The rows with these indices, in order; None: one for each chunk."""
@@ -129,7 +132,7 @@ def build_plan(
         start = chunk.sequence.num_computed
         tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
         positions.append(np.arange(start, chunk.end, dtype=np.int32))
-        slots.append(_slots(chunk, block_size))
+        slots.append(_slots(chunk.sequence, start, chunk.end, block_size))
     widths = [1] * len(singles) + [chunk.width for chunk in longer]
     ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
     tables = b"".join(
@@ -224,13 +227,48 @@ def _slot(sequence: Sequence, block_size: int) -> int:
     return sequence.table[block] * block_size + offset
 
 
-def _slots(chunk: Chunk, block_size: int) -> Int32Array:
-    """Slots of a chunk's tokens: block id * block size + offset."""
-    start = chunk.sequence.num_computed
-    positions = np.arange(start, chunk.end, dtype=np.int32)
+def _slots(sequence: Sequence, start: int, end: int, block_size: int) -> Int32Array:
+    """Slots of the tokens at the positions [start, end): block id * block size + offset."""
+    positions = np.arange(start, end, dtype=np.int32)
     first = start // block_size
-    blocks = _ints(chunk.sequence.table[first : -(-chunk.end // block_size)])
+    blocks = _ints(sequence.table[first : -(-end // block_size)])
     return blocks[positions // block_size - first] * np.int32(block_size) + positions % block_size
+
+
+def in_draft_order(members: Seq[Sequence]) -> list[Sequence]:
+    """Those of a round of the draft model in the order of its first pass: single tokens first."""
+    return sorted(members, key=lambda sequence: len(sequence.tokens) - sequence.followed > 1)
+
+
+def build_draft_plan(
+    step: int, members: Seq[Sequence], count: int, saves: Pairs, block_size: int
+) -> tuple[DraftPlan, list[Row]]:
+    """The plan of `count` proposals for each of `members`, whose tables cover these, and the rows that are sampled.
+
+    Blocks that are not full are read as they are written: none of them is compressed before the step.
+    """
+    ordered = in_draft_order(members)
+    ends = [len(sequence.tokens) for sequence in ordered]
+    widths = [end - sequence.followed for sequence, end in zip(ordered, ends, strict=True)]
+    tables = b"".join(
+        s.table[: -(-(end + count) // block_size)].tobytes() for s, end in zip(ordered, ends, strict=True)
+    )
+    parts = [(s, s.followed, end) for s, end in zip(ordered, ends, strict=True)]
+    plan = StepPlan(
+        step=step,
+        num_decodes=widths.count(1),
+        token_ids=to_bytes(np.concatenate([_ints(s.tokens[start:]) for s, start, _ in parts])),
+        positions=to_bytes(np.concatenate([np.arange(start, end) for _, start, end in parts])),
+        slots=to_bytes(np.concatenate([_slots(*part, block_size) for part in parts])),
+        query_lens=to_bytes(widths),
+        context_lens=to_bytes([end + count for end in ends]),
+        block_tables=to_bytes(np.frombuffer(tables, np.int32)),
+        sample_rows=to_bytes(np.cumsum(widths) - 1),
+        saves=to_bytes(saves),
+        of_draft=True,
+    )
+    behind = [_slots(s, end, end + count - 1, block_size) for s, _, end in parts]
+    return DraftPlan(plan, count, to_bytes(np.concatenate(behind))), [Row(s, s.sampling) for s in ordered]
 
 
 VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")

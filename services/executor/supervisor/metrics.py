@@ -285,6 +285,16 @@ def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
         "preemptions": ("Preemptions: sequences that lost their KV blocks to others.", totals.preemptions),
         "drafted_tokens": ("Draft tokens that were verified.", totals.drafted_tokens),
         "accepted_tokens": ("Draft tokens that were accepted.", totals.accepted_tokens),
+        "draft_model_drafted_tokens": (
+            "Part of drafted_tokens that the draft model has proposed.",
+            totals.model_drafted_tokens,
+        ),
+        "draft_model_accepted_tokens": (
+            "Part of accepted_tokens that the draft model has proposed.",
+            totals.model_accepted_tokens,
+        ),
+        "draft_model_passes": ("Passes of the draft model that proposed tokens.", totals.draft_passes),
+        "draft_model_seconds": ("Part of step_seconds that these passes took.", totals.draft_seconds),
         "adapter_loads": ("LoRA adapters read into the memory of the ranks.", totals.adapter_loads),
         "adapter_evictions": (
             "LoRA adapters whose place in the memory of the ranks another took.",

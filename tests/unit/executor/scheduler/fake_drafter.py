@@ -7,7 +7,25 @@ from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.speculation import Agreement, DraftModel, StepCost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token
+
+
+class WhimsicalModel(DraftModel):
+    """Decides by chance, and anew each time."""
+
+    def __init__(self, most: int, rng: random.Random) -> None:
+        super().__init__(most, StepCost())
+        self._rng = rng
+
+    def takes_on(self, agreement: Agreement, decodes: int) -> bool:
+        return self._rng.random() < 0.99
+
+    def count(self, decodes: int, agreements: Seq[Agreement], most: int) -> int:
+        return self._rng.randint(0, most)
+
+    def step_over(self, running: int) -> None:
+        self.used = self._rng.random() < 0.97
 
 
 class FakeDrafter(Drafter):
@@ -19,6 +37,7 @@ class FakeDrafter(Drafter):
         super().__init__(spec, settings)
         self._rng = rng
         self._right = right
+        self._speculation.model = WhimsicalModel(settings.max_drafts, rng)
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
         return self._rng.random() < 0.5
@@ -27,8 +46,12 @@ class FakeDrafter(Drafter):
         found = []
         for sequence, limit in zip(sequences, limits, strict=True):
             count = self._rng.randint(0, min(limit, budget))
-            budget -= count
-            found.append(self._tokens(sequence, count))
+            offer = self._proposals.get(sequence)
+            drafts = self._tokens(sequence, count)
+            if offer is not None and self._rng.random() < 0.8:
+                drafts = offer.tokens(count)
+            budget -= len(drafts)
+            found.append(drafts)
         return found
 
     def _tokens(self, sequence: Sequence, count: int) -> list[int]:

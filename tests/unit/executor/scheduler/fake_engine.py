@@ -107,12 +107,7 @@ class FakeEngine:
         saves, adoptions, restores = pairs(plan.saves), pairs(plan.adoptions), pairs(plan.restores)
         kept = [(slot, at) for slot, *blocks in lists(plan.state_saves, self.parts) for at in blocks]
         self._check_targets(saves, pairs(plan.compressions) + adoptions + kept, restores)
-        for block, slot in saves:
-            assert None not in self.blocks[block], "a block is saved that is not full"
-            self.spilled[slot] = list(self.blocks[block])
-            self.unreadable.discard(slot)
-        for block in {block for block, _ in saves}:
-            self._wipe(block)
+        self.save(plan)
         self._save_states(plan)
         for slot, block in adoptions:
             self.blocks[block] = list(self.landing.pop(slot))
@@ -126,6 +121,16 @@ class FakeEngine:
                     self._wipe(block)
             raise RestoreFailed(failed)
         self._load_states(plan)
+
+    def save(self, plan: StepPlan) -> None:
+        """What is evicted; of a round of a draft model too."""
+        saves = pairs(plan.saves)
+        for block, slot in saves:
+            assert None not in self.blocks[block], "a block is saved that is not full"
+            self.spilled[slot] = list(self.blocks[block])
+            self.unreadable.discard(slot)
+        for block in {block for block, _ in saves}:
+            self._wipe(block)
 
     def _save_states(self, plan: StepPlan) -> None:
         for slot, *blocks in lists(plan.state_saves, self.parts):

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.engine import BadLogits, DraftPlan, EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
@@ -22,6 +23,7 @@ from services.executor.scheduler.steps import Row
 from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import LANES, GenerationRequest, SamplingParams
+from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
 from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 
@@ -93,7 +95,10 @@ class BatcherMachine(RuleBasedStateMachine):
         self.drafter = FakeDrafter(self.spec, self.settings, rng) if settings.max_drafts else None
         self.batcher = ContinuousBatcher(self.spec, self.settings, "m", self.drafter)
         self.engine = FakeEngine(self.spec)
-        self.launches = Launches(self.engine.execute)
+        self.draft_model = FakeDraftModel(self.engine, rng)
+        self.round: tuple[DraftPlan, list[Row]] | None = None
+        """Of the draft model, under way."""
+        self.launches = Launches(self.compute)
         self.lookahead = lookahead
         self.now = 0.0
         self.flying: deque[tuple[StepPlan, list[Row]]] = deque()
@@ -153,7 +158,34 @@ class BatcherMachine(RuleBasedStateMachine):
         """What a rank has spilled becomes unreadable."""
         self.engine.unreadable |= data.draw(st.sets(st.sampled_from(sorted(self.engine.spilled))))
 
-    @precondition(lambda self: not self.flying)
+    @precondition(lambda self: not self.flying and self.round is None and self.spec.drafts)
+    @rule()
+    def begin_round(self) -> None:
+        preemptions = self.batcher.preemptions
+        self.round = self.batcher.plan_drafts(self.now)
+        assert self.batcher.preemptions == preemptions
+
+    @precondition(lambda self: self.round is not None)
+    @rule(fails=st.sampled_from([False, False, False, True]))
+    def end_round(self, fails: bool = False) -> None:
+        assert self.round is not None
+        (plan, rows), self.round = self.round, None
+        drafted = self.draft_model.draft(plan, [row.sampling for row in rows])
+        if fails:
+            self.batcher.drop_drafts()
+        else:
+            self.batcher.take_drafts(drafted)
+        self.receive(self.batcher.take_entries())
+
+    def compute(self, plan: StepPlan, samples: list[SamplingState]) -> list[SampledToken]:
+        """A step of the engine, and of the draft model beside it."""
+        self.draft_model.copy(plan)
+        try:
+            return self.engine.execute(plan, samples)
+        finally:
+            self.draft_model.step(plan)
+
+    @precondition(lambda self: not self.flying and self.round is None)
     @rule()
     def schedule(self) -> None:
         running, placeable = list(self.batcher._planner.running), self.placeable()
@@ -241,6 +273,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         """Several steps in a row: without them a schedule seldom comes to memory pressure."""
         for _ in range(count):
+            self.draft()
             if not self.flying:
                 self.schedule()
             if len(self.flying) == 1 and self.lookahead:
@@ -249,6 +282,13 @@ class BatcherMachine(RuleBasedStateMachine):
             if self.flying:
                 self.update()
             self.holds()
+
+    def draft(self) -> None:
+        """A whole round, where there may be one."""
+        if not self.flying and self.round is None and self.spec.drafts:
+            self.begin_round()
+        if self.round is not None:
+            self.end_round()
 
     def execute(self) -> list[SampledToken] | None:
         """None when the step was not computed, since a restore failed."""
@@ -311,7 +351,8 @@ class BatcherMachine(RuleBasedStateMachine):
         while self.flying:
             self.update()
         steps = 0
-        while self.batcher.has_work or self.flying:
+        while self.batcher.has_work or self.flying or self.round is not None:
+            self.draft()
             if not self.flying:
                 self.schedule()
             assert self.flying or not self.batcher.has_work, "work that is never scheduled"
@@ -380,6 +421,44 @@ class RecurrentBatcherMachine(BatcherMachine):
             name = f"alike-{len(self.newest)}"
             self.add(_with(request, generation_id=name, prompt=[*prompt, turn], attempt=0), 0)
             self.steps(steps)
+
+
+class DraftingBatcherMachine(BatcherMachine):
+    """Of a ring with a draft model, which is used, or not, as it happens."""
+
+    @initialize(
+        blocks=st.integers(5, 20),
+        cold=st.sampled_from([0, 0, 6, 12, 20]),
+        host=st.sampled_from([0, 12]),
+        copies=st.integers(1, 6),
+        budget=st.integers(8, 40),
+        sequences=st.integers(1, 4),
+        ttl=st.sampled_from([0.0, 100.0]),
+        drafts=st.integers(1, 9),
+        lookahead=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    def build(  # type: ignore[override]
+        self,
+        blocks: int,
+        cold: int,
+        host: int,
+        copies: int,
+        budget: int,
+        sequences: int,
+        ttl: float,
+        drafts: int,
+        lookahead: bool,
+        seed: int,
+    ) -> None:
+        spec = EngineSpec(BLOCK, blocks, 60, VOCAB, cold, host, 0, copies, drafts=True)
+        self.begin(spec, BatchSettings(budget, sequences, 8, ttl, drafts), lookahead, random.Random(seed))
+
+    @rule(request=requests, tokens=st.integers(8, 40), steps=st.integers(1, 8))
+    def write_long(self, request: GenerationRequest, tokens: int, steps: int) -> None:
+        """A text that goes through several blocks."""
+        self.add(_with(request, max_tokens=tokens, suspected="", stop_token_ids=[]), 0)
+        self.steps(steps)
 
 
 ADAPTERS = ["aa" * 32, "bb" * 32, "cc" * 32, "dd" * 32]
@@ -461,6 +540,15 @@ class TestAdapterBatcherMachine(AdapterBatcherMachine.TestCase):  # type: ignore
 
 @pytest.mark.slow
 class TestAdapterBatcherMachineForLonger(AdapterBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=300, stateful_step_count=60)
+
+
+class TestDraftingBatcherMachine(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = settings(max_examples=40, stateful_step_count=50)
+
+
+@pytest.mark.slow
+class TestDraftingBatcherMachineForLonger(DraftingBatcherMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(max_examples=300, stateful_step_count=60)
 
 
