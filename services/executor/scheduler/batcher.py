@@ -266,13 +266,9 @@ class ContinuousBatcher:
         if not self._planner.slots.empty:
             plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
         pools = steps.parts_of(batch, steps.VECTOR)
-        plan = self._tables.exchange.extend(plan)
-        if pools:
-            plan = msgspec.structs.replace(plan, pools=steps.rows_of_pools(pools))
         scored = steps.parts_of(batch, steps.SCORES)
         named = steps.parts_of(batch, steps.NAMED)
-        if scored or named:
-            plan = steps.with_scored(plan, scored, named)
+        plan = steps.with_parts(self._tables.exchange.extend(plan), pools, scored, named)
         if self._spec.whole_prompts:
             plan = steps.with_segments(plan, batch)
         if self._spec.sparse:

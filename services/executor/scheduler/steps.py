@@ -289,11 +289,6 @@ def parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None])
     return found
 
 
-def rows_of_pools(pools: Seq[PromptPart]) -> bytes:
-    """`StepPlan.pools`."""
-    return to_bytes([(part.first, part.first + part.end - part.start) for part in pools])
-
-
 def take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
     """Counts what a step has given: `sums` [len(pools), hidden]. Returns those whose vectors are whole."""
     whole = []
@@ -306,7 +301,17 @@ def take_sums(pools: Seq[PromptPart], sums: Floats) -> list[Sequence]:
     return whole
 
 
-def with_scored(plan: StepPlan, scored: Seq[PromptPart], named: Seq[PromptPart]) -> StepPlan:
+def with_parts(
+    plan: StepPlan, pools: Seq[PromptPart], scored: Seq[PromptPart], named: Seq[PromptPart]
+) -> StepPlan:
+    """`plan`, told what is wanted of its prompts."""
+    if pools:
+        sums = [(part.first, part.first + part.end - part.start) for part in pools]
+        plan = msgspec.structs.replace(plan, pools=to_bytes(sums))
+    return _with_scored(plan, scored, named) if scored or named else plan
+
+
+def _with_scored(plan: StepPlan, scored: Seq[PromptPart], named: Seq[PromptPart]) -> StepPlan:
     rows: list[int] = []
     targets: list[int] = []
     for part in scored:
