@@ -1,8 +1,8 @@
 """The forward passes of a draft model, as plans. Pure.
 
     followed    the rows of a step of the model that is served     keys and values of the same tokens, nothing sampled
-    proposals   pass 0   t  ─▶ d1      context up to t             one row of each sequence
-                pass 1   d1 ─▶ d2      context up to d1
+    proposals   pass 0   (s) t ─▶ d1   context up to t             s: what the draft model has not computed yet
+                pass 1   d1 ─▶ d2      context up to d1            one row of each sequence
                 ...
 
 The draft model may know fewer tokens and positions than the model that is served. What it does not know it computes as
@@ -12,9 +12,10 @@ token 0, and at its last position: what comes of that is a proposal that is not 
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec import structs
 
 from services.executor.core.engine import DraftPlan
-from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, to_bytes
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 
 
 class DraftPasses:
@@ -23,10 +24,8 @@ class DraftPasses:
     def __init__(self, draft: DraftPlan, block_size: int) -> None:
         plan = draft.plan
         self._plan, self._size = plan, block_size
-        self.positions = as_int32(plan.positions)
+        self.positions = as_int32(plan.positions)[as_int32(plan.sample_rows)]
         """int32 [S]: of the last tokens."""
-        self.tokens = as_int32(plan.token_ids)
-        """int32 [S]: the last tokens."""
         self._slots = as_int32(draft.slots).reshape(len(self.positions), draft.count - 1)
         self._tables = as_int32(plan.block_tables)
         self._lengths = -(-as_int32(plan.context_lens) // block_size)
@@ -34,25 +33,24 @@ class DraftPasses:
         self._within = np.arange(len(self._tables)) - np.repeat(starts, self._lengths)
         """Of each entry of the tables, which one of its sequence's it is."""
 
-    def plan(self, number: int, tokens: Int32Array | Sequence[int]) -> StepPlan:
-        """Pass `number` (from 0), which computes `tokens` [S]. Copies of blocks are the first one's."""
+    def plan(self, number: int, tokens: Sequence[int] = ()) -> StepPlan:
+        """Pass `number`, which computes `tokens` [S]; pass 0 those of the plan, and copies its blocks."""
         contexts = self.positions + (number + 1)
         needed = np.repeat(-(-contexts // self._size), self._lengths)
-        plan = self._plan
+        tables = to_bytes(self._tables[self._within < needed])
+        if not number:
+            return structs.replace(self._plan, context_lens=to_bytes(contexts), block_tables=tables)
         return StepPlan(
-            step=plan.step,
+            step=self._plan.step + number,
             num_decodes=len(contexts),
             token_ids=to_bytes(np.asarray(tokens, np.int32)),
             positions=to_bytes(contexts - 1),
-            slots=to_bytes(self._slots[:, number - 1]) if number else plan.slots,
+            slots=to_bytes(self._slots[:, number - 1]),
             query_lens=to_bytes(np.ones(len(contexts), np.int32)),
             context_lens=to_bytes(contexts),
-            block_tables=to_bytes(self._tables[self._within < needed]),
+            block_tables=tables,
             sample_rows=to_bytes(np.arange(len(contexts), dtype=np.int32)),
-            saves=b"" if number else plan.saves,
-            restores=b"" if number else plan.restores,
-            adoptions=b"" if number else plan.adoptions,
-            traced=plan.traced,
+            traced=self._plan.traced,
             of_draft=True,
         )
 

@@ -141,13 +141,14 @@ class SampledToken(msgspec.Struct, frozen=True):
 class DraftPlan(msgspec.Struct, frozen=True):
     """What the draft model is to propose: `count` tokens behind the last one of each sequence.
 
-    first pass     the last token -> d1       in the slot of `plan`
+    first pass     the last token -> d1       in the slots of `plan`
     pass k + 1     dk -> d(k + 1)             in column k - 1 of `slots`, until there are `count`
     """
 
     plan: StepPlan
-    """`of_draft`: one row of each sequence, its last token at its position, all of them sampled; `context_lens`, and so
-    `block_tables`, cover the proposals too that are computed."""
+    """`of_draft`: of each sequence the tokens that the draft model has not computed yet, mostly the last one alone,
+    which is sampled. `context_lens`, and so `block_tables`, cover the `count` proposals too. It may have `saves`.
+    Its `step` is the number of the first pass; the others follow."""
     count: int
     """Tokens to propose, at least 1."""
     slots: bytes

@@ -99,7 +99,7 @@ class Proposer:
         passes = DraftPasses(draft, self._block_size)
         states = [state.of_draft() for state in samples]
         proposed: list[list[DraftToken]] = [[] for _ in states]
-        tokens: Sequence[int] = passes.tokens.tolist()
+        tokens: list[int] = []
         for number in range(draft.count):
             drawn = self._drawn(compute(passes.plan(number, tokens), states), states)
             if drawn is None:

@@ -163,7 +163,7 @@ class RingEngine:
             return self._proposer.propose(plan, samples, self._compute)
         finally:
             self._note_progress()
-            self._board.end(plan.plan.step)
+            self._board.end(plan.plan.step + plan.count - 1)
 
     def _execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         try:
