@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import httpx
@@ -289,9 +290,15 @@ class Stack:
 
 
 @contextmanager
-def stack_of(scratch: Path, model: str, cache: Path | None, options: Sequence[str]) -> Iterator[Stack]:
-    """A stack that is ended; `cache`: of its weights, None: the user's own."""
-    variables = {"RYZANSTEIN_LOG_FORMAT": "json"}
+def stack_of(
+    scratch: Path,
+    model: str,
+    cache: Path | None,
+    options: Sequence[str],
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Stack]:
+    """A stack that is ended; `cache`: of its weights, None: the user's own. `settings`: environment variables."""
+    variables = {"RYZANSTEIN_LOG_FORMAT": "json", **settings}
     if cache is not None:
         variables["RYZANSTEIN_MODEL_CACHE"] = str(cache)
     with TemporaryDirectory(dir=scratch) as directory:

@@ -1,0 +1,1 @@
+"""What a model still finds in long texts, dense and sparse: `python -m benchmarks.long_context --help`."""

@@ -1,0 +1,167 @@
+"""`python -m benchmarks.long_context MODEL`: a stack of its own; with `--url`: any OpenAI-compatible endpoint.
+
+Every question is asked in each way that `--sparse` names, the same question, one way after the other.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from benchmarks.errors import BenchError, told_in_a_sentence, write_json
+from benchmarks.long_context.asking import DENSE, Answer, Api, Endpoint, Ruler, field_of
+from benchmarks.long_context.scores import Cell, errors, markdown, table, tables
+from benchmarks.long_context.tasks import PLACED, TASKS, Sample, make
+from benchmarks.report import machine, versions
+from benchmarks.start import stack_of
+
+_LENGTH = re.compile(r"(\d{1,7})(k?)")
+LEAST = 256
+"""Tokens: a shorter text has no depth."""
+
+
+class LongContextReport(msgspec.Struct, frozen=True):
+    date: str
+    command: str
+    machine: str
+    versions: dict[str, str]
+    model: str
+    ruler: Ruler
+    tasks: list[Cell]
+    depths: list[Cell]
+    answers: list[Answer]
+
+
+def lengths_of(text: str) -> list[int]:
+    """Tokens, of `2k,4096`. Raises `BenchError`."""
+    found = []
+    for part in text.split(","):
+        match = _LENGTH.fullmatch(part.strip().lower())
+        length = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if length < LEAST:
+            raise BenchError(
+                f"--lengths {part.strip()!r} is no number of tokens from {LEAST} on, such as 8k or 8192."
+            )
+        found.append(length)
+    return found
+
+
+def samples_of(
+    tasks: Sequence[str], lengths: Sequence[int], depths: int, count: int, ruler: Ruler
+) -> list[Sample]:
+    """`count` questions of each task and length, and at each of so many depths where the answer stands in one."""
+    places = [0.5] if depths == 1 else [index / (depths - 1) for index in range(depths)]
+    return [
+        make(task, length, ruler.characters(length, 96), depth, seed)
+        for length in lengths
+        for task in tasks
+        for depth in (places if task in PLACED else [None])
+        for seed in range(count)
+    ]
+
+
+@contextmanager
+def _endpoint(model: str, url: str, api: Api, key: str) -> Iterator[Endpoint]:
+    """At `url`, or of a stack that is started for it, with summaries of pages."""
+    if url:
+        with Endpoint(url, model, api, key) as endpoint:
+            yield endpoint
+        return
+    with (
+        TemporaryDirectory(prefix="ryzanstein-bench-") as scratch,
+        stack_of(Path(scratch), model, None, [], {"RYZANSTEIN_SPARSE_ATTENTION": "true"}) as stack,
+    ):
+        stack.wait_ready()
+        with Endpoint(stack.url, stack.model, api) as endpoint:
+            yield endpoint
+
+
+def main(
+    model: Annotated[
+        str, typer.Argument(help="As `ryzanstein up --model` takes it; with --url the model's name there.")
+    ] = "",
+    url: Annotated[str, typer.Option(help="Of an endpoint that runs already.")] = "",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of prompt and answer, with commas: 2k,8k.")
+    ] = "2k,4k,8k",
+    sparse: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A way of asking, several times: dense, pages, window, or with fields as in pages,budget=4096."
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Only these; may be given several times: {', '.join(TASKS)}.")
+    ] = None,
+    depths: Annotated[int, typer.Option(help="Places of an answer in the text.", min=1, max=101)] = 5,
+    samples: Annotated[int, typer.Option(help="Questions of each task, length and depth.", min=1)] = 2,
+    concurrency: Annotated[int, typer.Option(help="Questions at a time.", min=1, max=256)] = 1,
+    completions: Annotated[
+        bool,
+        typer.Option(
+            "--completions", help="Have the model continue the text, as base models do; else chats."
+        ),
+    ] = False,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the tables to this file.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all answers to this file.")] = None,
+) -> None:
+    """Needle in a haystack and RULER's kinds of tasks, with dense attention and sparse beside each other."""
+    with told_in_a_sentence():
+        choices = list(dict.fromkeys(sparse or [DENSE, "pages", "window"]))
+        for choice in choices:
+            field_of(choice)
+        wanted = list(dict.fromkeys(task or TASKS))
+        if unknown := [name for name in wanted if name not in TASKS]:
+            raise BenchError(f"There is no task {unknown[0]!r}; there are: {', '.join(TASKS)}.")
+        if not (model or url):
+            raise BenchError("Name a model, or an endpoint with --url.")
+        sizes = lengths_of(lengths)
+        api: Api = "completions" if completions else "chat"
+        with _endpoint(model, url, api, os.environ.get("OPENAI_API_KEY", "")) as endpoint:
+            ruler = endpoint.measure()
+            asked = samples_of(wanted, sizes, depths, samples, ruler)
+            answers = endpoint.ask_all(asked, choices, concurrency, tell=choices != [DENSE])
+            served = endpoint.model
+        found = tables(answers)
+        report = LongContextReport(
+            date=datetime.now(UTC).date().isoformat(),
+            command=" ".join(["python -m benchmarks.long_context", *sys.argv[1:]]),
+            machine=machine(),
+            versions=versions(),
+            model=served,
+            ruler=ruler,
+            tasks=found.tasks,
+            depths=found.depths,
+            answers=answers,
+        )
+        _show(report, Console(), markdown_file)
+        write_json(json, report)
+
+
+def _show(report: LongContextReport, console: Console, file: Path | None) -> None:
+    parts = [(cells, name) for cells, name in ((report.tasks, "task"), (report.depths, "depth")) if cells]
+    for cells, name in parts:
+        console.print(table(cells, name))
+    for line in errors(report.answers):
+        console.print(line, markup=False, soft_wrap=True)
+    where = f"Model {report.model}, {report.date}. Command: {report.command}"
+    console.print(where, markup=False, soft_wrap=True)
+    if file is not None:
+        file.write_text(
+            "\n".join([f"`{report.command}`\n", *(markdown(cells, name) for cells, name in parts)])
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
