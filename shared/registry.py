@@ -33,6 +33,7 @@ _LAYER = re.compile(r"-?\d{1,5}\s*=\s*(bf16|fp8|int8)", re.ASCII)
 _RANGES: dict[str, tuple[int, int]] = {
     "tp": (1, 64),
     "kv_memory": (0, MAX_NUMBER),
+    "weights_memory": (0, MAX_NUMBER),
     "context_length": (0, MAX_NUMBER),
     "max_sequences": (1, MAX_NUMBER),
     "max_batch_tokens": (1, MAX_NUMBER),

@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from shared.messages import Heartbeat
+from shared.messages import Heartbeat, StreamedWeights
 
 if TYPE_CHECKING:
     from rich.markdown import Markdown
@@ -50,6 +50,15 @@ def say(screen: Console, text: str, style: str | None = None) -> None:
 def megabytes(count: int) -> str:
     """Such as "270 MB"; from ten thousand on in GB."""
     return f"{count / 1e6:,.0f} MB" if count < 1e10 else f"{count / 1e9:,.1f} GB"
+
+
+def described_weights(weights: StreamedWeights) -> str:
+    """Such as "270 MB in memory, 180 MB of others are read for each step"."""
+    told = f"{megabytes(weights.memory)} in memory, {megabytes(weights.per_step)} of others are read for each step"
+    if not weights.disk_rate:
+        return told
+    speed = f"{megabytes(int(weights.disk_rate))}/s from disk allow {weights.tokens_per_second:.2g} tokens/s"
+    return f"{told}; {speed} to one sequence"
 
 
 def print_columns(screen: Console, rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> None:

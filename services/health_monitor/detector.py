@@ -395,6 +395,7 @@ class Detector:
             kernels=said.kernels,
             memory=said.memory,
             adapters=said.adapters,
+            streamed=said.streamed,
         )
 
     def _judge(

@@ -60,6 +60,26 @@ class RingDeath(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.cause != "external" and (self.more or generation_id in self.suspects)
 
 
+class StreamedWeights(msgspec.Struct, frozen=True):
+    """Weights of which those that `weights_memory` has no room for are read from disk in each step, on all ranks."""
+
+    memory: int
+    """Bytes of weights in memory at most."""
+    per_step: int
+    """Bytes that are read for a step of one token."""
+    disk_rate: float
+    """Bytes a second that the disks gave at start, beyond the page cache; 0: it could not be measured."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Most tokens that the disks allow one sequence without drafts; 0: not known."""
+        return self.disk_rate / self.per_step if self.per_step else 0.0
+
+    def of_ranks(self, count: int) -> "StreamedWeights":
+        """Of `count` ranks like this one, which have measured their disks at the same time."""
+        return StreamedWeights(self.memory * count, self.per_step * count, self.disk_rate * count)
+
+
 class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an executor says of its group."""
 
@@ -84,6 +104,8 @@ class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bytes that its weights take, and its KV caches at most, on all ranks; 0: not known yet."""
     adapters: list[str] = []
     """Digests of the LoRA adapters that its ranks hold in memory."""
+    streamed: StreamedWeights | None = None
+    """None: all of its weights are in memory."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,6 +191,8 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     memory: int = 0
     """As a heartbeat's."""
     adapters: list[str] = []
+    """As a heartbeat's."""
+    streamed: StreamedWeights | None = None
     """As a heartbeat's."""
 
 

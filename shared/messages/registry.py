@@ -48,6 +48,8 @@ class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     max_adapters: int | None = None
     """LoRA adapters in memory at a time."""
     max_adapter_rank: int | None = None
+    weights_memory: int | None = None
+    """Bytes of weights that each rank keeps in memory; the others are read from disk in each step."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):

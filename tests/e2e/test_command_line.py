@@ -78,6 +78,7 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
             "kv_bytes",
             "message",
             "kernels",
+            "streamed",
         }
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.target import AsJson, DataDir, NatsUrl, Started, find_stack, nats_of_stack
-from services.cli.ui import console, megabytes, say
+from services.cli.ui import console, described_weights, megabytes, say
 from shared.config import CommonSettings
-from shared.messages import GroupRecord, HostModel, HostRecord, ServiceRecord
+from shared.messages import GroupRecord, HostModel, HostRecord, ServiceRecord, StreamedWeights
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -66,6 +66,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """Why it is not ready, or how far its start has come."""
     kernels: str = ""
     """What its ranks compute with, such as `native avx2`."""
+    streamed: StreamedWeights | None = None
+    """Null: all weights are in memory."""
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -167,6 +169,7 @@ def _group(record: GroupRecord) -> GroupStatus:
         kv_bytes=record.kv_bytes,
         message="" if record.state in ("ready", "busy") else record.message or _phase(record),
         kernels=record.kernels,
+        streamed=record.streamed,
     )
 
 
@@ -208,6 +211,8 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
     for group in snapshot.status.groups:
         if group.message:
             say(console, f"{group.group}: {group.message}")
+        if group.streamed is not None:
+            say(console, f"{group.group}: {described_weights(group.streamed)}")
 
 
 def _hosts_table(hosts: Iterable[HostStatus]) -> list[Table]:

@@ -62,6 +62,15 @@ def up(
             show_default="auto",
         ),
     ] = None,
+    weights_memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of weights in memory, of each rank on CPUs; the others are read from disk in each step.",
+            min=0,
+            metavar="BYTES",
+            show_default="all of them",
+        ),
+    ] = None,
     port: Annotated[
         int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
     ] = 8000,
@@ -134,6 +143,7 @@ def up(
         dtype=dtype,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
+        weights_memory=weights_memory,
         engine=engine,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,

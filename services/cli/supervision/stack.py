@@ -161,6 +161,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     """How weights are kept on GPUs; None: as the executors' own settings say."""
     kv_dtype: str | None = None
     """How full KV blocks are kept; None: as the executors' own settings say."""
+    weights_memory: int | None = None
+    """Bytes of weights that each rank keeps in memory; None: as the executors' own settings say."""
     engine: str = "torch"
     gpus: list[str] = []
     """CUDA_VISIBLE_DEVICES of each group; empty: as it stands."""
@@ -346,6 +348,8 @@ class LocalStack:
         for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model"):
             if value := getattr(plan, name):
                 arguments += [f"--{name.replace('_', '-')}", value]
+        if plan.weights_memory is not None:
+            arguments += ["--weights-memory", str(plan.weights_memory)]
         if not settings.threads:
             cores = len(os.sched_getaffinity(0))
             arguments += ["--threads", str(max(1, cores // (plan.replicas * plan.tp)))]

@@ -29,7 +29,15 @@ from services.cli.target import (
     without_credentials,
     write_run_file,
 )
-from services.cli.ui import AnswerPrinter, LoadBars, megabytes, model_bars, print_columns, say
+from services.cli.ui import (
+    AnswerPrinter,
+    LoadBars,
+    described_weights,
+    megabytes,
+    model_bars,
+    print_columns,
+    say,
+)
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
 from shared.model_store.preparation import prepare_model
@@ -320,6 +328,10 @@ class Up:
             self._say(
                 f"KV    the cache grows with use, to {megabytes(bound)} (RYZANSTEIN_KV_MEMORY, in bytes a rank)"
             )
+
+        for beat in stack.beats.values():
+            if beat.group is not None and beat.group.streamed is not None:
+                self._say(f"Weights  {described_weights(beat.group.streamed)} (RYZANSTEIN_WEIGHTS_MEMORY)")
 
     def _print_request(self, stack: LocalStack, model: str, *, path: str) -> None:
         """A request that can be pasted into another terminal."""

@@ -15,7 +15,7 @@ from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from shared.errors import InternalError, InvalidGrammar
-from shared.messages import ModelCard, TokenLogprobs
+from shared.messages import ModelCard, StreamedWeights, TokenLogprobs
 
 ProgressCallback = Callable[[int, int], None]
 """Called while loading with (bytes done, bytes in all)."""
@@ -88,6 +88,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     sparse: list[str] = []
     """Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none."""
+    streamed: StreamedWeights | None = None
+    """Of this rank; None: all of its weights are in memory."""
 
     @property
     def tasks(self) -> list[str]:

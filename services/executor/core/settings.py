@@ -203,6 +203,10 @@ class ExecutorSettings(ModelStoreSettings):
     reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
     weight_cache_directory: Path | None = None
     """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
+    weights_memory: int = Field(default=0, ge=0)
+    """Most bytes of weights that each rank keeps in memory; 0: all. As many whole layers as fit stay there, and the
+    others are read from the weight cache's file in each step, a layer ahead of their use, so that a model which is
+    larger than memory is served as fast as the disk allows. For the native CPU kernels, with `weight_cache_bytes`."""
     context_length: int = Field(default=0, ge=0)
     """Maximum sequence length, prompt plus output. 0: the model's max_position_embeddings. LongRoPE and dynamic NTK
     have their frequencies by it, and with dynamic NTK and YaRN it may be longer (docs/models.md, Length of texts)."""

@@ -17,6 +17,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.adapters import NativeAdapters
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, PackedLayer, PackedModel
+from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.lowered_latent import LatentShape
@@ -56,14 +57,17 @@ class NativeDecoder:
         ring: SharedMemory | None,
         cpus: Sequence[int] = (),
         beside: "NativeDecoder | None" = None,
+        streamer: WeightStreamer | None = None,
     ) -> None:
         """`ring`: what sums over the ranks, with a lane for each thread. `cpus`: the cores to keep the threads on, one
-        each; none: any. `beside`: a decoder that never computes at the same time, whose threads this one uses."""
+        each; none: any. `beside`: a decoder that never computes at the same time, whose threads this one uses.
+        `streamer`: what reads the weights that are not in memory; it is closed with this."""
         self._library = library
         self.level: str = library.level
         """Of instructions (`native/library.py`)."""
         self._store = store
         self.packed = packed
+        self._streamer = streamer
         self._handle: int | None = None
         self._layers = (Layer * len(packed.layers))()
         self._experts: list[Experts] = []
@@ -123,6 +127,8 @@ class NativeDecoder:
             **self.adapters.arguments(plan),
             **{name: _address(getattr(plan, name)) for name in _ARRAYS},
         )
+        if self._streamer is not None:
+            self._streamer.progress = progress
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
         if result == _RING_LOST:
             raise RingLost("A rank of the ring is gone; the ring is restarted and the request continues.")
@@ -162,6 +168,8 @@ class NativeDecoder:
         if self._handle:
             self._library.rz_decoder_free(self._handle)
             self._handle = None
+        if self._streamer is not None:
+            self._streamer.close()
 
     def __del__(self) -> None:
         self.close()
@@ -174,6 +182,7 @@ class NativeDecoder:
                 self.adapters.attach(linear, getattr(into, name))
         if layer.experts is not None:
             self._experts.append(self._describe_experts(layer.experts))
+            self._experts[-1].streamed = self._streamer is not None and index in self._streamer.layers
             into.experts = ctypes.pointer(self._experts[-1])
         for name, weight in layer.norms.items():
             setattr(into, name, weight.data_ptr())
@@ -240,6 +249,8 @@ class NativeDecoder:
         if packed.inputs is not None:
             model.inputs = packed.inputs.describe()
             self.adapters.attach(packed.inputs.projection, model.inputs.projection)
+        if self._streamer is not None:
+            model.place = ctypes.pointer(self._streamer.place)
         if ring is not None:
             model.ring, model.ring_timeout_ns = ring.handle, ring.timeout_ns
         return model

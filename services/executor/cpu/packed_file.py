@@ -4,15 +4,20 @@
 
 The header has a CRC-32 for each piece of the bytes before it, so a damaged file is never computed with. To serve, the
 bytes are read into huge pages and not mapped: decoding, which streams through all of them, takes about a fifth longer
-from the page cache's small pages. A trainer, which unpacks each weight for thousands of rows, maps them.
+from the page cache's small pages. A trainer, which unpacks each weight for thousands of rows, maps them. So does a rank
+with less memory than they take (`weight_streaming.py`).
 """
 
+import math
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -21,10 +26,20 @@ from torch import Tensor
 
 from services.executor.core.layer_state import LayerStates
 from services.executor.core.sharding import HeadCounts
+from services.executor.cpu.packed_linear import PackedLinear
 from services.executor.cpu.packed_model import PackedModel
+from services.executor.cpu.weight_streaming import (
+    Extent,
+    LayerExtents,
+    WeightStreamer,
+    joined,
+    measure_rate,
+    plan_residency,
+)
 from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.loading.arena import NO_RESERVE, fresh
 from services.executor.model.rotary import RotaryScaling
+from shared.messages import StreamedWeights
 
 _MAGIC = b"RYZPACK1"
 _TRAILER = struct.Struct("<8sQQ")
@@ -63,6 +78,10 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -117,53 +136,113 @@ class PackedFile:
         memory = fresh(header.size) if header.size else torch.empty(0, dtype=torch.uint8)
         into = memoryview(memory.numpy())  # type: ignore[arg-type]
         progress(0, header.size)
-        with ThreadPoolExecutor(threads, thread_name_prefix="read") as pool:
-            starts = range(0, header.size, _PIECE)
-            for start, checksum in zip(
-                starts, pool.map(lambda at: self._piece(into, at), starts), strict=True
-            ):
-                if checksum != header.checksums[start // _PIECE]:
-                    raise _changed(start)
-                progress(min(start + _PIECE, header.size), header.size)
-
+        self._check_pieces(threads, lambda start: self._piece(into[start : start + _PIECE], start), progress)
         return self._model_over(memory)
 
     def mapped(self, threads: int) -> PackedModel:
         """All of it over the file's own pages, which processes share, checked with `threads` threads. Do not write to
         it. Raises `Damaged`, `OSError`."""
-        header = self._header
-        if not header.size:
+        if not self._header.size:
             return self._model_over(torch.empty(0, dtype=torch.uint8))
-        if os.fstat(self._fd).st_size < header.size:
+        pages = self._pages()
+        view = memoryview(pages.numpy())  # type: ignore[arg-type]
+        self._check_pieces(threads, lambda start: zlib.crc32(view[start : start + _PIECE]))
+        return self._model_over(pages)
+
+    def streamed(
+        self, threads: int, budget: int, progress: Progress
+    ) -> tuple[PackedModel, WeightStreamer | None]:
+        """All of it within `budget` bytes of memory: what does not fit stays in the file, mapped, and is read by the
+        streamer; None: all fits. Raises `Damaged`, `OSError`; `ConfigurationError` where `budget` is too small."""
+        header = self._header
+        if header.size <= budget:
+            return self.read(threads, progress), None
+        pages = self._pages()
+        layers = _layers_of(self._model_over(pages), pages.data_ptr())
+        residency = plan_residency(layers, header.size - sum(layer.size for layer in layers), budget)
+        extents = [extent for at in residency.streamed for extent in (*layers[at].dense, *layers[at].routed)]
+        there = {extent.offset for extent in extents}
+        kept = [one for one in header.tensors if one.offset not in there]
+        memory = self._read_kept(kept, threads, progress)
+        places = dict(zip((one.offset for one in kept), _places(kept), strict=True))
+
+        def find(described: _Tensor) -> Tensor:
+            at = places.get(described.offset)
+            whole, first = (pages, described.offset) if at is None else (memory, at)
+            return whole[first : first + described.nbytes]
+
+        weights = StreamedWeights(
+            residency.memory, residency.per_step, measure_rate(self._fd, joined(extents))
+        )
+        streamer = WeightStreamer(
+            pages, self._fd, {at: layers[at] for at in residency.streamed}, len(layers), weights
+        )
+        return self._model_of(find), streamer
+
+    def _read_kept(self, kept: list[_Tensor], threads: int, progress: Progress) -> Tensor:
+        """`kept` end to end, in the order of the file, all of which is checked."""
+        header = self._header
+        memory = fresh(sum(_padded(one.nbytes) for one in kept))
+        into = memoryview(memory.numpy())  # type: ignore[arg-type]
+        places, starts = _places(kept), [one.offset for one in kept]
+
+        def work(start: int) -> int:
+            piece = memoryview(bytearray(min(_PIECE, header.size - start)))
+            checksum = self._piece(piece, start)
+            at = max(0, bisect_right(starts, start) - 1)
+            while at < len(kept) and starts[at] < start + len(piece):
+                first, end = max(starts[at], start), min(starts[at] + kept[at].nbytes, start + len(piece))
+                if first < end:
+                    to = places[at] + first - starts[at]
+                    into[to : to + end - first] = piece[first - start : end - start]
+                at += 1
+            os.posix_fadvise(self._fd, start, len(piece), os.POSIX_FADV_DONTNEED)
+            return checksum
+
+        progress(0, header.size)
+        self._check_pieces(threads, work, progress)
+        return memory
+
+    def _pages(self) -> Tensor:
+        """The weights' own pages: uint8."""
+        size = self._header.size
+        if os.fstat(self._fd).st_size < size:
             raise Damaged("it has become shorter")
         # Private and writable, because torch warns of tensors over memory that cannot be written.
         pages = mmap.mmap(
-            self._fd, header.size, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            self._fd, size, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
-        view = memoryview(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    def _check_pieces(
+        self, threads: int, checksum_of: Callable[[int], int], progress: Progress = lambda done, total: None
+    ) -> None:
+        """`checksum_of` each piece from its start on, by `threads` threads. Raises `Damaged`."""
+        header = self._header
         starts = range(0, header.size, _PIECE)
-        with ThreadPoolExecutor(threads, thread_name_prefix="check") as pool:
-            for start, found in zip(
-                starts, pool.map(lambda at: zlib.crc32(view[at : at + _PIECE]), starts), strict=True
-            ):
+        with ThreadPoolExecutor(threads, thread_name_prefix="read") as pool:
+            for start, found in zip(starts, pool.map(checksum_of, starts), strict=True):
                 if found != header.checksums[start // _PIECE]:
-                    raise _changed(start)
-        return self._model_over(torch.frombuffer(pages, dtype=torch.uint8))
+                    raise Damaged(f"its bytes from {start} on are not those that were written")
+                progress(min(start + _PIECE, header.size), header.size)
 
     def _model_over(self, memory: Tensor) -> PackedModel:
+        return self._model_of(lambda one: memory[one.offset : one.offset + one.nbytes])
+
+    def _model_of(self, find: Callable[[_Tensor], Tensor]) -> PackedModel:
+        """`find`: the bytes of a tensor."""
+
         def tensor(_: type, number: int) -> Tensor:
             described = self._header.tensors[number]
-            dtype = _DTYPES[described.dtype]
-            size = torch.Size(described.shape).numel() * dtype.itemsize
-            return memory[described.offset : described.offset + size].view(dtype).view(described.shape)
+            return find(described).view(_DTYPES[described.dtype]).view(described.shape)
 
         return msgspec.msgpack.decode(self._header.model, type=PackedModel, dec_hook=tensor)
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _piece(self, into: memoryview, start: int) -> int:
-        piece = into[start : start + _PIECE]
+    def _piece(self, piece: memoryview, start: int) -> int:
+        """Fills `piece` from `start` on; its checksum."""
         done = 0
         while done < len(piece):
             count = os.preadv(self._fd, [piece[done:]], start + done)
@@ -173,8 +252,35 @@ class PackedFile:
         return zlib.crc32(piece)
 
 
-def _changed(start: int) -> Damaged:
-    return Damaged(f"its bytes from {start} on are not those that were written")
+def _places(tensors: Sequence[_Tensor]) -> list[int]:
+    """Where each begins, padded and end to end."""
+    return [0, *accumulate(_padded(one.nbytes) for one in tensors)][: len(tensors)]
+
+
+def _layers_of(model: PackedModel, base: int) -> list[LayerExtents]:
+    """Where the weights are that each layer alone is multiplied with, of a model that lies from address `base` on."""
+    found = []
+    for layer in model.layers:
+        every = [layer.experts.gate_up, layer.experts.down] if layer.experts else []
+        dense = [linear for linear in layer.linears if all(linear is not expert for expert in every)]
+        chosen = layer.experts.choice.chosen / layer.experts.count if layer.experts else 0.0
+        found.append(LayerExtents(_extents(dense, base), _extents(every, base), chosen))
+    count = Counter(extent for layer in found for extent in (*layer.dense, *layer.routed))
+    shared = {extent for extent, layers in count.items() if layers > 1}
+    shared |= {*_extents([model.head, model.embedding], base)}
+    return [
+        LayerExtents(
+            [extent for extent in layer.dense if extent not in shared],
+            [extent for extent in layer.routed if extent not in shared],
+            layer.chosen,
+        )
+        for layer in found
+    ]
+
+
+def _extents(linears: Iterable[PackedLinear], base: int) -> list[Extent]:
+    parts = (part.packed for linear in linears for part in linear.parts)
+    return [Extent(packed.data_ptr() - base, packed.nbytes) for packed in parts]
 
 
 def _read_header(fd: int) -> _Header:

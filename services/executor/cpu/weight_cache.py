@@ -26,6 +26,7 @@ import structlog
 from services.executor.core.settings import packed_name
 from services.executor.cpu.packed_file import Damaged, ModelFacts, PackedFile, Progress, write
 from services.executor.cpu.packed_model import PackedModel
+from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.native.library import library_file
 
 log = structlog.get_logger(__name__)
@@ -46,6 +47,8 @@ class Found(NamedTuple):
 
     facts: ModelFacts
     model: PackedModel
+    streamer: WeightStreamer | None = None
+    """Of what is not in memory; None: all is."""
 
 
 class WeightCache:
@@ -85,18 +88,25 @@ class WeightCache:
 
     def read(self, found: PackedFile, threads: int, progress: Progress) -> Found | None:
         """What `found` holds, with `threads` threads; closes it. None where it is damaged: it is gone then."""
-        return self._taken(found, lambda: found.read(threads, progress))
+        return self._taken(found, lambda: (found.read(threads, progress), None))
+
+    def stream(self, found: PackedFile, threads: int, budget: int, progress: Progress) -> Found | None:
+        """As `read`, within `budget` bytes of memory: the other weights are read as steps need them. Raises
+        `ConfigurationError` where it is too small."""
+        return self._taken(found, lambda: found.streamed(threads, budget, progress))
 
     def map(self, found: PackedFile, threads: int) -> Found | None:
         """As `read`, over the file's own pages."""
-        return self._taken(found, lambda: found.mapped(threads))
+        return self._taken(found, lambda: (found.mapped(threads), None))
 
-    def _taken(self, found: PackedFile, take: Callable[[], PackedModel]) -> Found | None:
+    def _taken(
+        self, found: PackedFile, take: Callable[[], tuple[PackedModel, WeightStreamer | None]]
+    ) -> Found | None:
         try:
-            model = take()
+            model, streamer = take()
             with contextlib.suppress(OSError):
                 os.utime(self._path)  # it was used
-            return Found(found.facts, model)
+            return Found(found.facts, model, streamer)
         except (Damaged, OSError) as error:
             self._discard(error)
             return None

@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from services.executor.core.gpu_errors import EXTERNAL
+from shared.messages import StreamedWeights
 from shared.messages.debugging import LeaderDump, StackDump
 
 
@@ -61,6 +62,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Modules that the next ring's ranks will need beyond those of every rank."""
     kernels: str = ""
     """What computes (`EngineSpec`)."""
+    streamed: StreamedWeights | None = None
+    """Of rank 0."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -270,7 +270,7 @@ class Leader:
         await self._bus.flush()
         freeze_gc_after_startup()
         self._board.set_state(RingState.READY)
-        told = (engine_spec.kv_bytes, engine_spec.imports, engine_spec.kernels)
+        told = (engine_spec.kv_bytes, engine_spec.imports, engine_spec.kernels, engine_spec.streamed)
         self._supervisor.send(Ready(self._model, *told))
         log.info(
             "leader_ready",

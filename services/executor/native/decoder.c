@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "adapters.h"
 #include "attention_stages.h"
@@ -251,6 +252,16 @@ static void choose_best(const rz_decoder *decoder)
         step->indices[row] = rz_best_of(decoder->space.bests + row, threads, step->sampled, &step->values[row]);
 }
 
+/* Tells whoever reads weights ahead that `layer` comes, and what is before it is over. */
+static void enter_layer(const rz_model *model, int layer)
+{
+    const uint64_t ring = 1;
+    if (!model->place)
+        return;
+    atomic_store_explicit(&model->place->layer, layer, memory_order_release);
+    (void)!write(model->place->doorbell, &ring, sizeof ring);
+}
+
 static void forward(void *argument, int thread)
 {
     rz_decoder *decoder = argument;
@@ -260,6 +271,8 @@ static void forward(void *argument, int thread)
         return;
     rz_pending left = RZ_NOTHING_LEFT;
     for (int i = 0; i < model->layers; i++) {
+        if (thread == 0)
+            enter_layer(model, i);
         if (decoder->tail.there && i == decoder->tail.from) {
             rz_keep_rows(decoder, thread, left, step->sample_rows, &decoder->tail.step, decoder->tail.attention,
                          &decoder->tail.adapter_rows);
@@ -271,6 +284,8 @@ static void forward(void *argument, int thread)
         if (thread == 0)
             atomic_fetch_add_explicit(step->progress, 1, memory_order_relaxed);
     }
+    if (thread == 0)
+        enter_layer(model, model->layers);
     rz_norm_sampled(decoder, thread, left);
     rz_multiply(decoder, thread, RZ_HEAD, (rz_product){
         .linear = &model->head, .x = decoder->space.normed, .rows = step->sampled,

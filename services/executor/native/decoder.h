@@ -98,6 +98,7 @@ typedef struct {
     int32_t groups, top_groups; /* experts are chosen from the best so many groups, by the sum of their two best */
     int32_t group_scores;       /* 2; or 1: by its best alone */
     float scale;           /* of the weights */
+    int32_t streamed;      /* gate_up and down are in a mapped file: the system is asked for those that were chosen */
 } rz_experts;
 
 enum { RZ_DELTA, RZ_SCAN, RZ_SHORT };
@@ -216,6 +217,12 @@ enum { RZ_SILU = 0, RZ_GELU_TANH = 1, RZ_SWIGLU_CLAMPED = 2 };
 
 enum { RZ_ROTARIES = 2 };
 
+/* How far a step is, for whoever reads weights ahead of it (cpu/weight_streaming.py). */
+typedef struct {
+    _Atomic int64_t layer; /* that is computed; behind the last one: how many there are */
+    int32_t doorbell;      /* an eventfd that is rung when it changes */
+} rz_place;
+
 typedef struct {
     int32_t layers, hidden, intermediate, block_size;
     int32_t activation;
@@ -242,6 +249,7 @@ typedef struct {
     rz_linear head;
     rz_ring *ring;           /* with a lane for every thread; NULL: a ring of one */
     int64_t ring_timeout_ns; /* that one wait may take */
+    rz_place *place;         /* or NULL: nobody reads ahead */
 } rz_model;
 
 /* Arrays as in a StepPlan (core/step_plan.py). */

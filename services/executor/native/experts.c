@@ -2,6 +2,10 @@
 #include "experts.h"
 
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "quantized.h"
 
 /* --- routing ----------------------------------------------------------------------------------------- */
 
@@ -158,6 +162,31 @@ const float *rz_weigh_shared(rz_decoder *decoder, int thread, const rz_experts *
     return weights;
 }
 
+/* Has the system read one expert's share of `linear` from its file, without waiting for it. */
+static void ask_for_expert(const rz_linear *linear, long experts, long expert)
+{
+    enum { AT_ONCE = 128 << 10 /* bytes: of more than a device's read-ahead only the first are read */ };
+    const size_t pairs = (size_t)(linear->inputs + 1) / 2;
+    const size_t panel = linear->format.bits ? rz_quantized_panel_bytes(&linear->format) : pairs * 2 * PANEL * sizeof(bf16);
+    const size_t size = (size_t)(linear->outputs / experts / PANEL) * panel;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t begin = (uintptr_t)linear->packed + (size_t)expert * size, end = begin + size;
+    for (uintptr_t at = begin / page * page; at < end; at += AT_ONCE)
+        (void)madvise((void *)at, end - at < AT_ONCE ? end - at : AT_ONCE, MADV_WILLNEED);
+}
+
+/* An expert that was chosen, where they are not in memory. It counts as progress: it takes what the disk takes. */
+static void ask_task(void *argument, long group, long next, int thread)
+{
+    (void)next, (void)thread;
+    const routed *job = argument;
+    const rz_experts *experts = job->experts;
+    const long expert = job->decoder->space.routing.groups[group].expert;
+    ask_for_expert(&experts->gate_up, experts->count, expert);
+    ask_for_expert(&experts->down, experts->count, expert);
+    atomic_fetch_add_explicit(job->decoder->step->progress, 1, memory_order_relaxed);
+}
+
 void rz_choose_experts(rz_decoder *decoder, int thread, const rz_experts *experts)
 {
     rz_routing *space = &decoder->space.routing;
@@ -168,6 +197,8 @@ void rz_choose_experts(rz_decoder *decoder, int thread, const rz_experts *expert
         .scale = 1.0f });
     rz_run_stage(decoder, thread, RZ_GATE_UP, tokens, choose_task, &job);
     rz_run_stage(decoder, thread, RZ_GATE_UP, 1, group_task, &job);
+    if (experts->streamed)
+        rz_run_stage(decoder, thread, RZ_GATE_UP, space->count, ask_task, &job);
 }
 
 void rz_run_experts(rz_decoder *decoder, int thread, const rz_experts *experts, float *out, float scale)

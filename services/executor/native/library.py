@@ -120,6 +120,7 @@ class Experts(ctypes.Structure):
         *((name, c_int32) for name in ("count", "chosen", "scores", "normalised", "groups", "top_groups")),
         ("group_scores", c_int32),
         ("scale", c_float),
+        ("streamed", c_int32),
     ]
 
 
@@ -201,6 +202,12 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Place(ctypes.Structure):
+    """`rz_place` of `decoder.h`."""
+
+    _fields_ = [("layer", c_int64), ("doorbell", c_int32)]
+
+
 class Model(ctypes.Structure):
     _fields_ = [
         *(
@@ -235,6 +242,7 @@ class Model(ctypes.Structure):
         ("head", Linear),
         ("ring", c_void_p),
         ("ring_timeout_ns", c_int64),
+        ("place", POINTER(Place)),
     ]
 
 

@@ -371,6 +371,7 @@ class GroupSupervisor:
             death=self._death_of(ring, ranks),
             memory=self.memory,
             adapters=ring.adapters,
+            streamed=ring.streamed,
         )
 
     def _death_of(self, ring: Ring, ranks: list[RankBeat]) -> RingDeath | None:

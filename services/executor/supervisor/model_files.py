@@ -5,6 +5,7 @@ weights, mapped and resident ─▶ a later load reads no disk
 """
 
 import contextlib
+import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from services.executor.core.settings import ExecutorSettings, packed_directory, 
 from services.executor.model.catalogue import is_encoder
 from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
-from shared.errors import InvalidRequest, ModelLoadError, RyzansteinError
+from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, RyzansteinError
 from shared.model_store import catalog
 from shared.model_store.disk import Named, remove, removing
 from shared.model_store.locks import ModelInUse, hold_model
@@ -46,8 +47,9 @@ def size_of(settings: ExecutorSettings, directory: Path) -> ModelSize:
     stored = sum(path.stat().st_size for path in (packed or checkpoint_files(directory)))
     text = config.get("text_config")
     facts: Mapping[str, Any] = {**config, **text} if isinstance(text, dict) else config
+    most = settings.weights_memory * settings.tp or math.inf
     factor = 1.0 if packed else _factor(settings, facts, gguf=bool(linked_gguf(directory)))
-    return ModelSize(int(stored * factor), _sequence_bytes(settings, facts))
+    return ModelSize(int(min(stored * factor, most)), _sequence_bytes(settings, facts))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -151,6 +153,10 @@ class StoredModel:
         """What a load would read. Raises `OSError`, `RyzansteinError`."""
         if self._needs_none:
             return ResidentFiles([])
+        if self._settings.weights_memory:
+            raise ConfigurationError(
+                "Weights of which weights_memory keeps a part in memory do not sleep there; a load reads that part."
+            )
         directory = self.directory()
         paths = packed_files(self._settings, directory) or checkpoint_files(directory)
         return ResidentFiles(paths, hold_model(directory, self._store.cache))

@@ -38,7 +38,7 @@ from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank
-from shared.messages import RingDeath
+from shared.messages import RingDeath, StreamedWeights
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +93,8 @@ class Ring:
         self.imports: list[str] = []
         self.kernels = ""
         """What `Ready` tells of them."""
+        self.streamed: StreamedWeights | None = None
+        """Of all ranks; None: all weights are in memory."""
         self.adapters: list[str] = []
         """Digests of the LoRA adapters in memory."""
         self.given_up = ""
@@ -243,9 +245,10 @@ class Ring:
                 self._rendezvous = msgspec.json.encode(event) + b"\n"
                 for follower in self._processes[1:]:
                     follower.tell(self._rendezvous)
-            case Ready(model, kv_bytes, imports, kernels):
+            case Ready(model, kv_bytes, imports, kernels, streamed):
                 self.model, self.imports, self.kernels = model, imports, kernels
                 self.kv_bytes = kv_bytes * self._settings.tp
+                self.streamed = streamed and streamed.of_ranks(self._settings.tp)
                 self.ready.set()
             case AdaptersHeld(digests):
                 self.adapters = digests

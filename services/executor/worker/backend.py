@@ -17,6 +17,7 @@ from services.executor.collectives.shared_memory import SharedMemory
 from services.executor.core.sharding import ShardLayout
 from services.executor.cpu.decoder import NativeDecoder
 from services.executor.cpu.packed_model import PackedModel, lower, pack
+from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.gpu.linear import pack_for_gpu, use_products
 from services.executor.kv_cache.capacity import give_back
 from services.executor.kv_cache.offload import Spill
@@ -71,13 +72,14 @@ def packed_runner(
     spill: Spill | None = None,
     cpus: Sequence[int] = (),
     beside: ModelRunner | None = None,
+    streamer: WeightStreamer | None = None,
 ) -> ModelRunner:
     """A runner for a model that was packed before, where `native_kernels` may compute; `widths` as of `widths_of`,
-    `beside` as of `make_runner`."""
+    `beside` as of `make_runner`; `streamer`: of what is not in memory."""
     library, ring = native_kernels(collectives, store.device, threads)
     _log_native(library, threads, cpus, "cached")
     other = None if beside is None else beside.native
-    decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus, other)
+    decoder = NativeDecoder(library, packed, store, layout, threads, ring, cpus, other, streamer)
     return ModelRunner(None, widths, store, collectives, store.device, spill, decoder)
 
 
@@ -208,6 +210,19 @@ def _native_decoder(
     packed = pack(library, lowered, layout, threads)
     other = None if beside is None else beside.native
     return NativeDecoder(library, packed, store, layout, threads, ring, cpus, other)
+
+
+def packed_model(
+    model: Any,
+    dtype: torch.dtype,
+    layout: ShardLayout,
+    collectives: Collectives,
+    device: torch.device,
+    threads: int,
+) -> PackedModel:
+    """`model`, loaded, as the native kernels take it; it is of no use afterwards. Raises `CannotLower`."""
+    library, _, lowered = _lower(model, dtype, collectives, device, threads)
+    return pack(library, lowered, layout, threads)
 
 
 def _log_native(library: Any, threads: int, cpus: Sequence[int], weights: str) -> None:

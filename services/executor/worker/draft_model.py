@@ -178,6 +178,7 @@ def load_draft(
             "dtype": _DTYPES[target.dtype],
             "context_length": 0,
             "kv_dtype_layers": "",
+            "weights_memory": 0,
         }
     )
     share, reason = None, ""

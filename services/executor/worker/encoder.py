@@ -237,6 +237,10 @@ def load_encoder_rank(
         raise ConfigurationError(
             f"--weight-dtype is {settings.weight_dtype}, and encoders' weights are not quantized; leave it at auto."
         )
+    if settings.weights_memory:
+        raise ConfigurationError(
+            "--weights-memory is for models that the native CPU kernels compute, and not for encoders; leave it out."
+        )
     classifies = is_classifier(config.to_dict())
     vectors = None if classifies else read_vectors(directory, default="mean", dense=True)
     labels = labels_of(config) if classifies else []

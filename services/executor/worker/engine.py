@@ -407,6 +407,7 @@ class RingMember:
             kernels=runner.kernels,
             exact=runner.is_exact,
             sparse=_sparse_kinds(settings, storage.own_store.shape, device),
+            streamed=share.streamed,
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
             drafts=draft is not None,

@@ -3,12 +3,14 @@
 A share that is read needs neither transformers nor the checkpoint: what builds is imported when something is built.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import structlog
 import torch
 
 from services.executor.collectives.base import Collectives
@@ -29,17 +31,21 @@ from services.executor.kv_cache.capacity import StepWidths, check_room, smallest
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.dtypes import choose_dtype, has_fast_bf16
+from services.executor.model.loading.arena import in_files
 from services.executor.model.lowering import CannotLower
 from services.executor.native.library import choose_level
 from services.executor.worker import backend
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.runner import widths_of as vocabulary_widths
 from shared.errors import ConfigurationError, RyzansteinError
+from shared.messages import StreamedWeights
 from shared.process import give_back
 from shared.service.logs import adopt_loggers
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.steps import StepLimits
+
+log = structlog.get_logger(__name__)
 
 KEEP_TIMEOUT = 4.0
 """Seconds that a rank which ends waits for its weights to be kept; its supervisor waits for `LEAVE_TIMEOUT`."""
@@ -77,6 +83,9 @@ class Share:
     def settle(self) -> None:
         """Before the rank ends: waits for what it keeps, or the next start would have to make it once more."""
 
+    streamed: StreamedWeights | None = None
+    """Where not all are in memory."""
+
     @property
     def imports(self) -> list[str]:
         """Modules that the next start of this rank will need beyond those of every start."""
@@ -97,19 +106,54 @@ def load_share(
     choose_level(settings.cpu_level)
     threads = thread_count(settings)
     cache = _cache_of(settings, spec, directory, device, collectives, threads)
-    if cache is not None:
-        file = cache.find()
-        if file is not None and not _turns_as_served(settings, file.facts):
-            file.close()
-            file = None
-        # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
-        if smallest((int(file is not None),), device, collectives)[0] and file is not None:
-            _check_cached(settings, file, enough or partial(_has_room, settings, device))
-            if found := cache.read(file, threads, report):
-                return _CachedShare(settings, spec, collectives, found)
-        elif file is not None:
-            file.close()
-    return _BuiltShare(settings, spec, directory, device, collectives, report, cache, enough)
+    has_room = enough or partial(_has_room, settings, device)
+    if settings.weights_memory and (cache is None or not hasattr(os, "eventfd")):
+        raise ConfigurationError(
+            "--weights-memory needs Linux, a CPU with native kernels (docs/performance.md) and a weight cache "
+            "(RYZANSTEIN_WEIGHT_CACHE_BYTES above 0), whose file the other weights are read from; leave it out."
+        )
+    share = partial(_BuiltShare, settings, spec, directory, device, collectives, report, cache, has_room)
+    if cache is None:
+        return share()
+    take = partial(_take, settings, cache, has_room, threads, report)
+    file = cache.find()
+    if file is not None and not _turns_as_served(settings, file.facts):
+        file.close()
+        file = None
+    # Either way takes the ranks to the same weights. But one takes seconds longer: all go the same.
+    if smallest((int(file is not None),), device, collectives)[0] and file is not None:
+        if found := take(file):
+            return _CachedShare(settings, spec, collectives, found)
+    elif file is not None:
+        file.close()
+    if not settings.weights_memory:
+        return share()
+    return _CachedShare(settings, spec, collectives, _kept_at_once(settings, cache, share, take))
+
+
+def _kept_at_once(
+    settings: ExecutorSettings,
+    cache: WeightCache,
+    build: "Callable[[], _BuiltShare]",
+    take: Callable[[PackedFile], Found | None],
+) -> Found:
+    """What `build` makes, taken from the file that it is kept in. Raises `ConfigurationError`."""
+    try:
+        with in_files(packed_directory(settings)):
+            build().write()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The weights cannot be packed in {packed_directory(settings)} ({error.strerror or error}); make room "
+            "there, or name another place with RYZANSTEIN_WEIGHT_CACHE_DIRECTORY."
+        ) from error
+    file = cache.find()
+    found = None if file is None else take(file)
+    if found is None:
+        raise ConfigurationError(
+            "--weights-memory reads weights from the weight cache, and this model's could not be kept there (the log "
+            "says why: weights_not_kept); raise RYZANSTEIN_WEIGHT_CACHE_BYTES, or leave --weights-memory out."
+        )
+    return found
 
 
 def context_of(settings: ExecutorSettings, usual: int, longest: int = 0) -> int:
@@ -154,17 +198,41 @@ def _has_room(
     weights: int,
 ) -> None:
     """`Enough` of a model that is alone."""
-    check_room(settings, states, dtype, context, device, weights, widths)
+    held = min(weights, settings.weights_memory or weights)
+    check_room(settings, states, dtype, context, device, held, widths)
 
 
-def _check_cached(settings: ExecutorSettings, file: PackedFile, enough: Enough) -> None:
+def _take(
+    settings: ExecutorSettings,
+    cache: WeightCache,
+    has_room: Enough,
+    threads: int,
+    report: Report,
+    file: PackedFile,
+) -> Found | None:
+    """What `file` holds, of which as much goes to memory as the settings allow; closes it. None where it is damaged.
+    Raises `ConfigurationError`."""
     facts = file.facts
     context = context_of(settings, facts.context_length, facts.rotary.longest)
     try:
-        enough(facts.states, torch.bfloat16, context, None, file.size)
+        has_room(facts.states, torch.bfloat16, context, None, file.size)
     except RyzansteinError:
         file.close()
         raise
+    if not settings.weights_memory:
+        return cache.read(file, threads, report)
+    found = cache.stream(file, threads, settings.weights_memory, report)
+    if found is not None and found.streamer is not None:
+        told = found.streamer.weights
+        log.info(
+            "weights_streamed",
+            layers=sorted(found.streamer.layers),
+            memory_bytes=told.memory,
+            bytes_per_step=told.per_step,
+            disk_bytes_per_second=round(told.disk_rate),
+            tokens_per_second=round(told.tokens_per_second, 3),
+        )
+    return found
 
 
 def _cache_of(
@@ -199,6 +267,8 @@ class _CachedShare(Share):
         self.facts = found.facts
         self.layout = ShardLayout.of(found.facts.heads, spec.world_size, spec.rank)
         self._model = found.model
+        self._streamer = found.streamer
+        self.streamed = None if found.streamer is None else found.streamer.weights
         self._settings = settings
         self._rank = spec.rank
         self._collectives = collectives
@@ -213,7 +283,16 @@ class _CachedShare(Share):
         threads, cores = thread_count(self._settings), cores_of(self._settings, self._rank)
         widths, collectives = self.facts.widths, self._collectives
         return backend.packed_runner(
-            self._model, widths, store, self.layout, collectives, threads, spill, cores, beside
+            self._model,
+            widths,
+            store,
+            self.layout,
+            collectives,
+            threads,
+            spill,
+            cores,
+            beside,
+            self._streamer,
         )
 
 
@@ -229,7 +308,7 @@ class _BuiltShare(Share):
         collectives: Collectives,
         report: Report,
         cache: WeightCache | None,
-        enough: Enough | None,
+        has_room: Enough,
     ) -> None:
         from services.executor.gpu.linear import pack_for_gpu, weight_codec
         from services.executor.model.adapters.targets import targets_of
@@ -250,7 +329,6 @@ class _BuiltShare(Share):
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)
         context = context_of(settings, context_length(config), rotary.longest)
-        has_room = enough or partial(_has_room, settings, device)
         self._model: Any = load_model(
             directory,
             self.dtype,
@@ -301,6 +379,23 @@ class _BuiltShare(Share):
         runner = backend.make_runner(model, store, *where, spill, self._cores, limits, beside)
         give_back()  # what reading and packing took
         return runner
+
+    def write(self) -> None:
+        """Keeps the weights, as far as that can be done, and lets go of them. Raises `ConfigurationError` where the
+        native kernels do not compute the model."""
+        assert self._cache is not None, "there is nowhere to keep them"
+        model, self._model = self._model, None
+        try:
+            packed = backend.packed_model(
+                model, self.dtype, self.layout, self._collectives, self._device, self._threads
+            )
+        except CannotLower as reason:
+            raise ConfigurationError(
+                f"--weights-memory is for models that the native CPU kernels compute, not this one ({reason}); leave "
+                "it out."
+            ) from None
+        self._cache.keep(self.facts, packed)
+        give_back()
 
     def keep(self, packed: PackedModel | None) -> None:
         if self._cache is not None and packed is not None:

@@ -9,8 +9,11 @@ is gone, so weights can be re-packed one after another without being held twice.
 """
 
 import mmap
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -72,8 +75,31 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
+@contextmanager
+def in_files(directory: Path) -> Iterator[None]:
+    """Meanwhile large memory is that of files without a name in `directory`, where the system puts what does not fit:
+    a model that is larger than memory can be packed, as fast as the disk writes. Not for several threads at once."""
+    _directories.append(directory)
+    try:
+        yield
+    finally:
+        _directories.pop()
+
+
+_directories: list[Path] = []
+
+
+def _of_file(size: int, directory: Path) -> Tensor:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is told now, and not by a signal later
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+
+
 def fresh(size: int) -> Tensor:
-    """uint8 [size] of memory that nobody has touched, of undefined content."""
+    """uint8 [size] of memory that nobody has touched, of undefined content. Raises `OSError` within `in_files`."""
+    if _directories and size >= _HUGE_PAGE:
+        return _of_file(size, _directories[-1])
     if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     # Private: shared anonymous memory is a file to the kernel, and has no huge pages by default.

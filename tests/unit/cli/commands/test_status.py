@@ -15,6 +15,7 @@ from shared.messages import (
     HostRecord,
     RankBeat,
     ServiceRecord,
+    StreamedWeights,
 )
 from shared.process import pid_namespace
 
@@ -61,6 +62,20 @@ def test_what_computes_is_shown() -> None:
     ranks = [RankBeat(0, 1, 5, 0, False)]
     assert "native avx2" in shown(
         GroupRecord("g", "m", "ready", 1, ranks, GroupLoad(), kernels="native avx2")
+    )
+
+
+def test_weights_that_are_read_in_each_step_are_shown() -> None:
+    weights = StreamedWeights(2_000_000_000, 500_000_000, 1_000_000_000.0)
+    assert weights.of_ranks(2) == StreamedWeights(4_000_000_000, 1_000_000_000, 2_000_000_000.0)
+    assert (
+        "g: 2,000 MB in memory, 500 MB of others are read for each step; 1,000 MB/s from disk allow 2 tokens/s to one "
+        "sequence"
+    ) in shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=weights))
+    unmeasured = StreamedWeights(2_000_000_000, 500_000_000, 0.0)
+    assert unmeasured.tokens_per_second == 0
+    assert "are read for each step\n" in shown(
+        GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=unmeasured)
     )
 
 

@@ -11,7 +11,7 @@ from services.executor.core.settings import ExecutorSettings, packed_directory, 
 from services.executor.supervisor import model_files
 from services.executor.supervisor.host import settings_of
 from services.executor.supervisor.metrics import GpuReader
-from services.executor.supervisor.model_files import ResidentFiles, size_of
+from services.executor.supervisor.model_files import ResidentFiles, StoredModel, size_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import ModelSettings, ModelSpec
@@ -43,6 +43,16 @@ def settings(tmp_path: Path, **more: Any) -> ExecutorSettings:
 )
 def test_weights_take_what_they_are_computed_in(tmp_path: Path, more: dict[str, str], weights: int) -> None:
     assert size_of(settings(tmp_path, **more), model(tmp_path / "m")).weights == weights
+
+
+def test_weights_take_no_more_than_they_may(tmp_path: Path) -> None:
+    directory = model(tmp_path / "m")
+    assert size_of(settings(tmp_path, weights_memory=300), directory).weights == 300
+    assert size_of(settings(tmp_path, weights_memory=300, tp=2), directory).weights == 600
+    assert size_of(settings(tmp_path, weights_memory=3000), directory).weights == 1000
+    asked = settings(tmp_path, weights_memory=300, model=str(directory))
+    with pytest.raises(ConfigurationError, match="do not sleep there"):
+        StoredModel(asked).resident()
 
 
 def test_a_sequence_takes_its_keys_and_values_at_full_length(tmp_path: Path) -> None:

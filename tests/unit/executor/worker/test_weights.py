@@ -1,6 +1,8 @@
 """In which data type a rank's share is computed, and at which level of CPU instructions."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.model import dtypes
 from services.executor.model.dtypes import choose_dtype
-from services.executor.model.loading import loader
+from services.executor.model.loading import arena, loader
 from services.executor.native import library
 from services.executor.worker import weights
 from services.executor.worker.runner import ModelRunner
@@ -198,3 +200,71 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
     monkeypatch.setattr(PackedFile, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigurationError, match="holds 0 tokens"):
         share_of(directory, kv_memory=100, **kept)
+
+
+@natively
+def test_weights_beyond_their_memory_are_streamed_from_the_first_start_on(tmp_path: Path) -> None:
+    directory = model_of(tmp_path / "model", head_dim=32, num_hidden_layers=6)
+    kept = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": tmp_path / "kept"}
+    with pytest.raises(
+        ConfigurationError, match=r"WEIGHTS_MEMORY is 1 bytes, .* needs \d+ at least"
+    ) as refused:
+        share_of(directory, weights_memory=1, **kept)
+    least = int(refused.value.message.split(" at least")[0].split()[-1])
+    _, steps = mixed_script()
+    for left in tmp_path.glob("kept/*.packed"):
+        left.unlink()
+    found = []
+    for allowed in (least, least, 0, 1 << 30):
+        share = share_of(directory, weights_memory=allowed, **kept)
+        assert share.is_cached
+        assert [*(tmp_path / "kept").iterdir()] == [*(tmp_path / "kept").glob("*.packed")], (
+            "nothing else is left"
+        )
+        assert (share.streamed is not None) is (allowed == least)
+        if share.streamed is not None:
+            assert share.streamed.memory <= least
+            assert share.streamed.per_step > 0
+            assert share.streamed.tokens_per_second > 0
+        runner = runner_of(share)
+        found.append([runner.forward(plan) for plan, _ in steps])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert isinstance(one, Tensor)
+            assert isinstance(other, Tensor)
+            assert torch.equal(one, other)
+
+
+@natively
+@pytest.mark.parametrize(
+    ("changes", "settings", "error"),
+    [
+        ({"head_dim": 32}, {"weight_cache_bytes": 0}, "needs Linux, a CPU with native kernels"),
+        ({"head_dim": 32}, {"weight_cache_bytes": 1}, "could not be kept there"),
+        ({"head_dim": 16}, {}, "not this one \\(heads of 16 values do not fit"),
+    ],
+)
+def test_weights_memory_is_refused_where_nothing_can_be_streamed(
+    tmp_path: Path, changes: dict[str, object], settings: dict[str, object], error: str
+) -> None:
+    directory = model_of(tmp_path / "model", **changes)
+    kept = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": tmp_path / "kept", **settings}
+    with pytest.raises(ConfigurationError, match=error):
+        share_of(directory, weights_memory=1 << 20, **kept)
+
+
+@natively
+def test_where_weights_cannot_be_packed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(arena, "_HUGE_PAGE", 4096)
+    directory = model_of(tmp_path / "model", head_dim=32)
+    with pytest.raises(ConfigurationError, match=r"cannot be packed in .*kept \(No space left on device\)"):
+        share_of(
+            directory,
+            weights_memory=1 << 20,
+            weight_cache_bytes=1 << 30,
+            weight_cache_directory=tmp_path / "kept",
+        )
