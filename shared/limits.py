@@ -376,6 +376,9 @@ COLD_MODEL_BYTES = Limit(
     "gateway",
     "RYZANSTEIN_COLD_MODEL_BYTES",
 )
+PREFILLS = Limit(
+    "prefills", 64, "entries", "a tenant's sessions whose next turns are prepared at a time", "gateway"
+)
 READERS = Limit("readers", 64, "entries", "readers of one generation", "gateway", "RYZANSTEIN_MAX_READERS")
 TENANT_GRAMMARS = Limit(
     "tenant_grammars", 16, "entries", "unknown grammars that wait to be compiled in a gateway", "tenant"

@@ -135,6 +135,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     those of any session; negative: they are not pinned."""
     sparse: SparseAttention | None = None
     """Not all earlier tokens are read from some position on; None: all are."""
+    prefill: bool = False
+    """The prompt's blocks are wanted, and its output by nobody: `max_tokens` is 1. In a ring it makes way for all
+    others of the interactive lane, and goes before the batch lane."""
 
     @property
     def pools(self) -> bool:

@@ -4,7 +4,7 @@ The batch is `{sequence: number of tokens}`; prefill and decode are not told apa
 calls, `schedule()` and `update()`; requests may be added and cancelled between them.
 
       add ──▶ waiting ──admit──▶ running ──▶ ended          urgency: lane (recovery, interactive,
-                 ▲                  │                       batch), then arrival
+                 ▲                  │                       prefill ahead, batch), then arrival
                  └────preempt───────┘
     A request with a grammar is held before it waits, until the grammar has been compiled (`release`); one with a LoRA
     adapter until its files are on this host's disk (`adapter_ready`).
@@ -495,10 +495,10 @@ class ContinuousBatcher:
     # --- admission -------------------------------------------------------------------------------
 
     def _queue_full(self, request: GenerationRequest) -> RyzansteinError | None:
-        """Whether as many wait before the request as may: the batch lane keeps no other out."""
+        """Whether as many wait before the request as may: what makes way keeps no other out."""
         waiting = (*self._planner.waiting, *self._held.values()) if self._held else self._planner.waiting
         ahead = len(waiting)
-        if request.lane != "batch":
+        if request.lane != "batch" and not request.prefill:
             ahead = sum(1 for sequence in waiting if not sequence.is_batch)
         return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
 

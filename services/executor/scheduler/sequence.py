@@ -30,6 +30,8 @@ LOST = -1
 
 Urgency = tuple[int, int]
 """(lane, arrival): the smaller comes first."""
+_BEFORE_ALL = -(1 << 62)
+"""Added to an arrival: before all others of its lane."""
 
 
 class SequenceState(Enum):
@@ -107,7 +109,9 @@ class Sequence:
         """Of the gateway that owns it: what an earlier owner says of it counts no more."""
         self.arrival = arrival
         self.urgency: Urgency = (LANES.index(request.lane), arrival)
-        self.is_batch = request.lane == "batch"
+        if request.prefill:  # in whatever lane it comes
+            self.urgency = (LANES.index("batch"), arrival + _BEFORE_ALL)
+        self.is_batch = request.lane == "batch" or request.prefill
         """Whether it makes way for whoever is in a hurry."""
         self.alone = bool(request.suspected)
         """Whether no step computes it beside others."""

@@ -1,7 +1,7 @@
 """Which sequences a step computes, and how many tokens of each.
 
 Recovery and interactive requests first; the batch lane gets what they leave, and gives up its places,
-blocks and share of the tokens within one step:
+blocks and share of the tokens within one step. Prompts that are computed ahead of their requests go first in it:
 
     token budget   [ decodes, prompts: recovery, interactive | decodes, prompts: batch ]
     running        [ most urgent ........................... | batch .... least urgent ]

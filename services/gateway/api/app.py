@@ -32,6 +32,7 @@ from services.gateway.api.openai.stored_chats import chat_routes
 from services.gateway.api.openai.uploads import upload_routes
 from services.gateway.api.openapi.document import DocumentRoute, document
 from services.gateway.api.openapi.operation import TEMPLATE, ApiRoute
+from services.gateway.api.sessions import session_routes
 from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
@@ -109,6 +110,7 @@ class GatewayApp:
                 one((operations.GENERATION_STREAM, completions.stream_generation)),
                 *response_routes(backend, settings),
                 *conversation_routes(backend, settings),
+                *session_routes(backend, settings),
                 *file_routes(backend, settings),
                 *upload_routes(backend, settings),
                 *batch_routes(backend, settings),

@@ -113,6 +113,8 @@ class GatewaySettings(CommonSettings):
     set."""
     allowed_origins: str = ""
     """Origins (https://chat.example), separated by commas, whose web pages may call the API (CORS); `*`: any."""
+    prefill_ahead: bool = True
+    """Whether `POST /v1/sessions/{id}/prefill` computes a conversation before its next turn comes."""
     strict_fields: bool = False
     """Refuse request fields that have no effect here, instead of naming them in the header
     `x-ryzanstein-ignored-fields`."""

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from services.gateway.auth.authenticator import Authenticator, Principal
-from services.gateway.core.catalog import Catalog
+from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
@@ -19,6 +19,7 @@ from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendere
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
+from services.gateway.intake.prefill import Prefill, Prefills, ahead, next_prompt, without_answer
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.history import History
 from services.gateway.intake.responses.intake import ResponseIntake
@@ -96,12 +97,14 @@ class Intake:
         self._tokenizers = tokenizers
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._completion = msgspec.json.Decoder(CompletionRequest)
+        self._kind = msgspec.json.Decoder(_Kind)
         self._pooled: dict[str, msgspec.json.Decoder[Pooled]] = {
             "embeddings": msgspec.json.Decoder(embeddings.EmbeddingRequest),
             "rerank": msgspec.json.Decoder(RerankRequest),
             "score": msgspec.json.Decoder(ScoreRequest),
             "classify": msgspec.json.Decoder(ClassifyRequest),
         }
+        self.prefills = Prefills()
         self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
         """It comes back here with the chat that a response is inside."""
         self.messages = MessagesIntake(self, parts.settings)
@@ -308,7 +311,42 @@ class Intake:
             response=response,
             extras=extras,
         )
+        if record.response is not None and record.response.prewarm:
+            record = ahead(record)
         return self._run(record, request, card, tokenizer, context)
+
+    async def prefill(self, body: bytes, context: Context) -> Prefill:
+        """Has the prompt of a conversation so far, of the session that `context` names, computed before its next turn.
+        `body`: of a chat completion, or of a response with its `input`. Raises as `prepare`, and `ModelNotLoaded`."""
+        self._authenticator.check(context.principal)
+        context = await self._admitted(context)
+        if decode(body, self._kind).input is not msgspec.UNSET:
+            request = await self.responses.chat_of(body, context.tenant)
+        else:
+            request = self._decoded("chat.completions", body, context.answer_headers)  # type: ignore[assignment]
+        request = without_answer(request)
+        rules.check_chat(request)
+        context = self._named(request, context)
+        card = self._catalog.card(request.model, context.tenant)
+        if not self._catalog.has_ready_group(card.model):
+            raise ModelNotLoaded(
+                f"The model '{card.model[:128]}' is not loaded now, and nothing is computed ahead that would have it "
+                "loaded; send the request itself.",
+                param="model",
+            )
+        card, context = self._as_named(request.model, card, context)
+        rules.check_task(card, "generate")
+        request = await with_files_read(request, context.tenant, self._files)
+        tokenizer = await self._tokenizers.get(card)
+        with tracing.stage("tokenize"):
+            prompt = await next_prompt(request, card, tokenizer, self._parts.settings.prompt_limit)
+        extras = await extra_fields.extras_of(request, card, tokenizer)
+        record = ahead(
+            record_of([prompt], request, card, context, self._parts, session=context.session, extras=extras)
+        )
+        return await self.prefills.begin(
+            self._run(record, request, card, tokenizer, context), context.session
+        )
 
     def _run(
         self,
@@ -443,6 +481,12 @@ class Intake:
             prompts, request, card, context, self._parts, session=session, grammar=grammar, extras=extras
         )
         return self._run(record, request, card, tokenizer, context)
+
+
+class _Kind(msgspec.Struct):
+    """By which a response's body is told from a chat's."""
+
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def _check_pooled(request: Pooled) -> None:

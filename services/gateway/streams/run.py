@@ -353,7 +353,8 @@ class Run:
         if last is not None:
             metrics.between_tokens.observe(now - last)
         elif not self._arrivals:
-            if self.answer.record.requests[0].lane != "batch":  # it waits its turn
+            first = self.answer.record.requests[0]
+            if first.lane != "batch" and not first.prefill:  # they wait their turn
                 metrics.first_token.observe(now - self._began)
             if (trace := self.answer.trace) is not None:
                 trace.first_token()

@@ -121,6 +121,8 @@ def _responses(operation: Operation, shown: dict[int, Any]) -> dict[str, Any]:
         content[LINES] = {"schema": {"description": "One line.", "anyOf": [*lines, error]}}
     done = {"description": "Done."} | ({"content": content} if content else {})
     answers: dict[str, dict[str, Any]] = {str(operation.success): done}
+    if operation.accepted:
+        answers["202"] = {**done, "description": "Under way."}
     if operation.plain:
         for status in operation.errors:
             answers[str(status)] = {"description": STATUSES[status], "content": content}

@@ -84,6 +84,8 @@ class Operation(msgspec.Struct, frozen=True):
     error: Any = ErrorBody
     """The type of the body of an error: each API has its own."""
     success: int = 200
+    accepted: bool = False
+    """Whether 202 answers, in the same form, what is still under way."""
     query: type[msgspec.Struct] | None = None
     """What its query is read as."""
     parameters: tuple[Parameter, ...] = ()
@@ -201,4 +203,5 @@ _NAMED = {
 def _named(name: str) -> Parameter:
     """What a path names by `name`."""
     about = _NAMED.get(name, f"The {name.replace('_', ' ')}'s id.")
-    return Parameter(name, about, {"type": "string", "minLength": 1}, "path", _EXAMPLES.get(name))
+    schema = SESSION.schema if name == "session" else {"type": "string", "minLength": 1}
+    return Parameter(name, about, schema, "path", _EXAMPLES.get(name))

@@ -109,12 +109,17 @@ class ResponseIntake:
 
     async def count(self, body: bytes, tenant: str) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
+        chat = await self.chat_of(body, tenant)
+        with own_words():
+            return await self._chat.chat_tokens(chat, tenant)
+
+    async def chat_of(self, body: bytes, tenant: str) -> ChatCompletionRequest:
+        """The conversation that `body` describes, as the messages of a chat. Raises as `count`."""
         request = decode(body, self._count)
         check_input_fields(request)
         past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
         with own_words():
-            items = compaction.behind_last(past + own)
-            return await self._chat.chat_tokens(chat_request(request, items), tenant)
+            return chat_request(request, compaction.behind_last(past + own))
 
     async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
         """The conversation so far, and the items of this request."""

@@ -72,6 +72,8 @@ def map_case(context: HookContext, case: Case) -> Case:
         case.body = _fit_ollama(case.path, case.body, number)
     if "lora" in case.path and isinstance(case.body, dict):
         case.body = _fit_adapter(case.path, number)
+    if "session" in case.path_parameters:  # a path has no slashes in its parts
+        case.path_parameters["session"] = f"session {number % 5}"
     if "adapter" in case.path_parameters:
         case.path_parameters["adapter"] = f"adapter-{number % 5}"
     _know_places(case, number)

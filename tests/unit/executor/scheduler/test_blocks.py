@@ -327,6 +327,21 @@ def test_a_session_that_returns_finds_what_was_spilled(spec: dict[str, int]) -> 
     assert max(len(plan.restores) // 8 for plan, _ in ring.plans) <= 3
 
 
+@pytest.mark.parametrize("spec", [{"num_host": 40}, {"num_disk": 40}])
+def test_an_announced_turn_brings_its_session_back_from_where_it_was_spilled(spec: dict[str, int]) -> None:
+    ring = Ring(blocks=12, copies_per_step=3, ttl=60.0, **spec)
+    said = list(range(30))
+    _turn(ring, "one", said)
+    _others(ring, "x", 46)
+    ring.add(ask("ahead", [*said, 1], max_tokens=1, session="s", prefill=True))
+    ring.run()
+    restored = ring.engine.restores
+    assert restored >= 3
+    assert ring.last("ahead").finish == "length"
+    assert _turn(ring, "two", [*said, 1, 2, 3]) >= 7 * BLOCK, "nothing is left to be computed of it"
+    assert ring.engine.restores == restored, "nor to be restored"
+
+
 def test_what_cannot_be_restored_is_computed_again() -> None:
     ring = Ring(blocks=12, num_host=40)
     said = list(range(30))

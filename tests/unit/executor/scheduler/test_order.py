@@ -151,3 +151,36 @@ def test_a_deadline_is_for_the_first_token_alone() -> None:
     assert not ring.batcher.expire(1000.0)
     ring.run()
     assert ring.tokens("b") == undisturbed(ask("b"), 6)
+
+
+def test_what_is_computed_ahead_goes_before_the_batch_lane_and_makes_way_for_others() -> None:
+    ring = Ring(tokens=8, sequences=2)
+    ring.add(*bulk(1, prompt=12, max_tokens=2), ask("ahead", 20, max_tokens=1, prefill=True))
+    order = []
+
+    def step() -> None:
+        plan = ring.schedule()
+        order.append(computed(ring))
+        ring.finish(plan)
+
+    step()
+    ring.add(ask("i0", 8, max_tokens=2), ask("i1", 8, max_tokens=1))
+    while ring.batcher.has_work:
+        step()
+    assert order[0] == {"ahead"}
+    assert order[1:3] == [{"i0"}, {"i0", "i1"}], "its place is lent, its blocks stay in the cache"
+    assert [entry.generation_id for entry in ring.log if entry.finish] == ["i0", "i1", "ahead", "b0"]
+    assert ring.batcher.preemptions == 1
+    assert ring.tokens("ahead") == undisturbed(ask("ahead", 20), 1)
+
+
+def test_what_is_computed_ahead_keeps_nobody_out() -> None:
+    ring = Ring(waiting=1, sequences=1)
+    ring.add(ask("runs"))
+    ring.step()
+    ring.add(ask("ahead", prefill=True))
+    assert ring.batcher.interactive == 1
+    ring.add(ask("i"))
+    assert ring.batcher.add(ask("more", prefill=True)) is not None
+    ring.run()
+    assert [entry.generation_id for entry in ring.log if entry.finish] == ["runs", "i", "ahead"]
