@@ -67,6 +67,8 @@ def stub_settings(settings: ExecutorSettings, directory: Path | None) -> StubSet
         fault=settings.stub_fault,
         max_adapters=settings.max_adapters,
         max_adapter_rank=settings.max_adapter_rank,
+        draft_right=settings.stub_draft_right,
+        draft_ms=settings.stub_draft_ms,
     )
 
 

@@ -336,6 +336,10 @@ class ExecutorSettings(ModelStoreSettings):
     """Stub engine: KV blocks."""
     stub_context_length: int = Field(default=8192, ge=2)
     """Stub engine: context length."""
+    stub_draft_right: float = Field(default=0.0, ge=0, le=1)
+    """Stub engine: share of its draft model's proposals that are right; 0: it has none."""
+    stub_draft_ms: float = Field(default=0.0, ge=0)
+    """Stub engine: milliseconds per pass of its draft model."""
     stub_fault: Literal["", "crash", "exit", "hang", "error"] = ""
     """Stub engine, for tests: what happens to a step that computes token 1."""
     nnodes: int = Field(default=1, ge=1, le=64)

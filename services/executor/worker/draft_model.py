@@ -73,6 +73,11 @@ class DraftModel:
         if int(as_int32(plan.positions).min()) < self.context_length:
             self.runner.forward(self._own(plan), progress)
 
+    def compress(self, plan: StepPlan) -> None:
+        """Compresses its own keys and values of the blocks that a step fills which it does not follow: rounds of
+        proposals have computed them, or nobody reads them."""
+        self.runner.compress(plan)
+
     def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         """Computes a plan that is `of_draft`, as `ModelRunner.forward` does."""
         return self.runner.forward(self._own(plan), progress)

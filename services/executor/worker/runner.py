@@ -98,6 +98,10 @@ class Draft(Protocol):
         """Computes the rows of a step of the model that is served, for its own keys and values."""
         ...
 
+    def compress(self, plan: StepPlan) -> None:
+        """Compresses its own keys and values of the blocks that a step fills, whose rows it has computed before."""
+        ...
+
     def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         """Computes a plan that is `of_draft`, as `ModelRunner.forward` does."""
         ...
@@ -222,6 +226,10 @@ class ModelRunner:
             return f"Triton batch-invariant {_capability(self._device)}"
         return f"{'PyTorch' if self._decoder is None else 'Triton'} {self._device.type}"
 
+    def compress(self, plan: StepPlan) -> None:
+        """Compresses the blocks that the plan says in all layers, and computes nothing."""
+        self._store.compress(as_int32(plan.compressions).reshape(-1, 2))
+
     def spent(self) -> dict[str, float]:
         """Seconds that the native kernels have spent on each part of the steps so far."""
         assert self._native is not None, "the native kernels do not compute"
@@ -295,6 +303,8 @@ class ModelRunner:
             failed = self._copier.run(plan)
         if failed and self._is_leader:
             raise RestoreFailed(failed)
+        if plan.compressions and not plan.followed and self._draft is not None and not failed:
+            self._draft.compress(plan)
         return not failed
 
     def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from services.executor.core.draft_passes import DraftPasses
 from services.executor.core.engine import (
     DraftPlan,
     DraftToken,
@@ -45,6 +46,9 @@ from shared.nats.adapters import CONFIG, WEIGHTS
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz      "
 """32 tokens, six of them spaces: words of about five letters."""
 _LARGEST = max(_ALPHABET)
+
+_DRAFTS = 0x5DEECE66D
+"""Sets the chance of a proposal apart from that of the token."""
 
 STUB_EMBEDDING_SIZE = 32
 STUB_LABEL = "relevant"
@@ -195,6 +199,10 @@ class StubSettings(msgspec.Struct, frozen=True):
     """What a step does that computes `FAULT_TOKEN`: `crash`, `exit`, `hang`, `error`; empty: nothing."""
     max_adapters: int = 0
     max_adapter_rank: int = 256
+    draft_right: float = 0.0
+    """Probability that a proposal of its draft model is what it draws; 0: it has none."""
+    draft_ms: float = 0.0
+    """Milliseconds that every pass of the draft model takes."""
 
 
 class StubEngine:
@@ -258,6 +266,20 @@ class StubEngine:
         self._busy_until = max(self._busy_until, self._clock()) + self.seconds(plan)
         return Later(partial(self._finish, plan, samples, self._seeds(plan, samples), self._busy_until))
 
+    def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
+        """What it will draw without grammar and edits of logits, or another letter, as `draft_right` has it."""
+        if not self._settings.draft_right:
+            raise InternalError("The stub engine has no draft model.")
+        self._sleep(plan.count * self._settings.draft_ms / 1e3)
+        return [[self._proposal(state, ahead) for ahead in range(plan.count)] for state in samples]
+
+    def _proposal(self, state: SamplingState, ahead: int) -> DraftToken:
+        settings, seed, position = self._settings, state.params.seed, state.position + ahead
+        token = stub_token(seed, position, settings.vocab_size)
+        if random_bits(seed ^ _DRAFTS, position) * 2.0**-64 >= settings.draft_right:
+            token = _ALPHABET[(_ALPHABET.index(token) + 1) % len(set(_ALPHABET))]
+        return DraftToken(token + settings.first_token, settings.draft_right)
+
     def _finish(
         self, plan: StepPlan, samples: Sequence[SamplingState], seeds: Sequence[int], at: float
     ) -> list[SampledToken]:
@@ -279,7 +301,8 @@ class StubEngine:
     def seconds(self, plan: StepPlan) -> float:
         """That the step takes."""
         tokens = len(plan.token_ids) // 4
-        return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6
+        following = self._settings.draft_ms / 1e3 if plan.followed else 0.0
+        return self._settings.step_ms / 1e3 + tokens * self._settings.us_per_token / 1e6 + following
 
     def _seeds(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[int]:
         """Of each row that is sampled; what the plan loads is loaded."""
@@ -393,7 +416,15 @@ class StubRing:
             self._board.end(plan.step)
 
     def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
-        raise InternalError("This ring has no draft model.")
+        passes, last = DraftPasses(plan, self._engine_spec.block_size), plan.plan.step + plan.count - 1
+        try:
+            for number in range(plan.count):
+                each = passes.plan(number, [0] * len(samples))
+                self._board.begin(each.step)
+                self._sender.send(each)
+            return self._stub.draft(plan, samples)
+        finally:
+            self._board.end(last)
 
     def pooled(self) -> Floats:
         return self._stub.pooled()

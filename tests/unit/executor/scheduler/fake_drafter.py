@@ -7,7 +7,7 @@ from services.executor.core.engine import EngineSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.drafting import Drafter
 from services.executor.scheduler.sequence import Sequence
-from services.executor.scheduler.speculation import Agreement, DraftModel, StepCost
+from services.executor.scheduler.speculation import Agreement, DraftModel, Proposal, StepCost
 from tests.unit.executor.scheduler.fake_engine import VOCAB, next_token
 
 
@@ -26,6 +26,30 @@ class WhimsicalModel(DraftModel):
 
     def step_over(self, running: int) -> None:
         self.used = self._rng.random() < 0.97
+
+
+class DevotedModel(DraftModel):
+    """Takes part wherever it can, with as much as it may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, StepCost())
+        self.right = self.wrong = 0
+        """Proposals, as far as they were compared."""
+
+    def learn(self, offer: Proposal, drawn: Seq[int]) -> int:
+        right = super().learn(offer, drawn)
+        self.right += right
+        self.wrong += right < min(len(offer.drafted), len(drawn))
+        return right
+
+    def takes_on(self, agreement: Agreement, decodes: int) -> bool:
+        return True
+
+    def count(self, decodes: int, agreements: Seq[Agreement], most: int) -> int:
+        return min(self._most, most)
+
+    def step_over(self, running: int) -> None:
+        """It stays in use."""
 
 
 class FakeDrafter(Drafter):

@@ -1,0 +1,88 @@
+"""Real ranks, a batcher, and a draft model that is the model itself: it is always right. So whatever it has
+not computed, or computed in a wrong place, is seen as a proposal that is not taken."""
+
+from pathlib import Path
+
+import pytest
+
+from services.executor.core.engine import EngineSpec
+from services.executor.native import library
+from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.drafting import Drafter
+from services.executor.worker.engine import RingEngine
+from shared.messages import GenerationRequest, SamplingParams
+from tests.unit.executor.scheduler.fake_drafter import DevotedModel
+from tests.unit.executor.worker.drafting_ring import ring_of
+from tests.unit.executor.worker.test_draft_model import model_in
+
+natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
+PLAIN = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=9),
+]
+"""What the draft model draws as the model does."""
+EDITED = [
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2),
+    SamplingParams(temperature=0.8, seed=9, frequency_penalty=0.4),
+]
+LENGTH = 50
+
+
+def requests(turn: int) -> list[GenerationRequest]:
+    """Prompts that begin alike, so that later ones find blocks of earlier ones."""
+    prompt = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 21, 40, 3, 7, 7, 60, 61, 62, 63]
+    return [
+        GenerationRequest(
+            f"{turn}-{at}", "r", "m", "c", [*prompt[: 9 + 3 * at], 70 + turn], LENGTH - 7 * at, sampling
+        )
+        for at, sampling in enumerate(EDITED if turn == 2 else PLAIN)
+    ]
+
+
+Texts = dict[str, list[int]]
+
+
+def generate(engine: RingEngine, spec: EngineSpec, drafts: int) -> tuple[list[Texts], DevotedModel]:
+    """What each turn gives."""
+    settings = BatchSettings(64, 4, max_drafts=drafts)
+    drafter, model = Drafter(spec, settings), DevotedModel(drafts)
+    drafter._speculation.model = model
+    batcher = ContinuousBatcher(spec, settings, "m", drafter)
+    turns: list[Texts] = []
+    for turn in range(3):
+        turns.append({})
+        for request in requests(turn):
+            assert batcher.add(request) is None
+        while batcher.has_work:
+            if (drafting := batcher.plan_drafts()) is not None:
+                batcher.take_drafts(engine.draft(drafting[0], [row.sampling for row in drafting[1]]), 0.001)
+            step = batcher.schedule()
+            assert step is not None
+            sampled = engine.execute(step[0], [row.sampling for row in step[1]])
+            for entry in batcher.update(sampled, 0.001)["c"]:
+                turns[-1].setdefault(entry.generation_id, []).extend(entry.tokens)
+            batcher.check()
+        if turn < 2:
+            # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept.
+            assert model.wrong <= (model.right // 50 if spec.num_cold else 0)
+    return turns, model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("tp", [1, 2])
+@natively
+def test_every_proposal_is_right_and_every_text_the_same(tmp_path: Path, kv_dtype: str, tp: int) -> None:
+    model = model_in(tmp_path / "model")
+    twin = model_in(tmp_path / "twin")
+    shape = {"dtype": "bf16", "kv_dtype": kv_dtype, "tp": tp}
+    for place in ("plain", "drafting"):
+        (tmp_path / place).mkdir()
+    with ring_of(tmp_path / "plain", model, **shape) as ring:
+        plain, _ = generate(ring.engine, ring.spec, 0)
+    with ring_of(tmp_path / "drafting", model, twin, **shape) as ring:
+        drafted, devoted = generate(ring.engine, ring.spec, 4)
+    assert drafted == plain
+    assert devoted.right > 200
