@@ -1,8 +1,9 @@
 """A conversation with the gateway, streamed to the terminal."""
 
 import asyncio
+import re
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -98,6 +99,8 @@ class ChatClient:
         self.messages: list[Message] = []
         self.plain = False
         """Whether the model has turned out to have no chat template: it goes on with each text alone."""
+        self.on_progress: Callable[[int, int], None] | None = None
+        """Is told how many tokens of a long prompt, of how many, have been computed."""
 
     def close(self) -> None:
         self._client.close()
@@ -138,6 +141,8 @@ class ChatClient:
                     response.read()
                     raise _refusal(response)
                 for line in response.iter_lines():
+                    if self.on_progress is not None and (progress := _PROGRESS.fullmatch(line)):
+                        self.on_progress(int(progress[1]), int(progress[2]))
                     text = _text_of(self.url, line)
                     if text is None:
                         return
@@ -235,6 +240,10 @@ def _first_model(url: str, response: httpx.Response) -> str:
     if not models:
         raise Unavailable("The gateway serves no model yet; wait until a group is ready.")
     return models[0].id
+
+
+_PROGRESS = re.compile(r": prompt (\d{1,12})/(\d{1,12})", re.ASCII)
+"""A comment of the stream."""
 
 
 def _text_of(url: str, line: str) -> str | None:

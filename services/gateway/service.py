@@ -35,6 +35,7 @@ EXPOSED_HEADERS = (
     "x-request-id",
     "x-ryzanstein-exact",
     "x-ryzanstein-generation",
+    "x-ryzanstein-progress",
     "x-ryzanstein-ignored-fields",
     "x-ryzanstein-warning",
     "retry-after",

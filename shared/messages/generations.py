@@ -178,6 +178,9 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """As the request's; told as the attempt is taken on, for whoever takes the generation over."""
     fingerprint: str = ""
     """Of the ring (`ModelCard.fingerprint`); told as the attempt is taken on."""
+    computed: int = 0
+    """Tokens of the prompt that are computed by now, the cached ones among them: told at most once a second of a prompt
+    that takes longer, in entries of their own without tokens. 0: not told."""
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True):

@@ -168,6 +168,9 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     texts: list[str] = []
     """Of each of `requests`: the text that is shown with its score; empty: none is."""
 
+    return_progress: bool = False
+    """Whether chunks tell how much of the prompts is computed, while there is nothing else to tell."""
+
     @property
     def model_shown(self) -> str:
         """What answers call the model: the adapter's name, else the model's."""

@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from services.cli.chat_client import ChatClient
 from services.cli.target import ApiKey, DataDir, Gateway, Url, gateway_of_stack, trust_of
@@ -144,12 +146,27 @@ def show_answer(client: ChatClient, screen: Console, prompt: str, options: ChatO
     known = client.plain
     as_markdown = screen.is_terminal and not options.plain and not known
     printer = MarkdownPrinter(screen) if as_markdown else AnswerPrinter(screen)
+    reading = screen.status("", spinner="dots") if screen.is_terminal else None
+    if reading is not None:
+        client.on_progress = partial(_show_progress, reading)
     try:
         for text in client.ask(prompt, max_tokens=options.max_tokens, temperature=options.temperature):
+            if reading is not None:
+                reading.stop()
             printer.write(text)
     finally:
+        if reading is not None:
+            reading.stop()
         printer.end()
     if client.plain and not known and screen.is_terminal:
         screen.print(
             "(no chat template: the model completes each text by itself, without a conversation)", style="dim"
         )
+
+
+def _show_progress(reading: Status, computed: int, total: int) -> None:
+    """Of a long prompt, until the first text comes."""
+    reading.update(
+        f"[dim]the prompt is read: {computed:,} of {total:,} tokens, {computed / max(1, total):.0%}[/]"
+    )
+    reading.start()

@@ -77,6 +77,8 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
         or (first.logprobs is None) != (then.logprobs is None)
         or (then.cached_tokens and not first.cached_tokens)
         or then.prompt_scores
+        or first.computed
+        or then.computed
     ):
         return None
     first.tokens.extend(then.tokens)

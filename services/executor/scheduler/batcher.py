@@ -374,6 +374,9 @@ class ContinuousBatcher:
         for sequence, new in drawn:
             if sequence.state is not SequenceState.ENDED:
                 self._receive(sequence, new)
+        if len(step.sampled) < len(step.batch):  # some prompt goes on
+            for sequence in self._stages.progressed([c.sequence for c in step.batch], self._now):
+                self._owe(sequence.request.consumer, sequence.progress_entry())
         self._settle()
         return self.take_entries()
 

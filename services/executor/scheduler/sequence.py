@@ -60,6 +60,8 @@ class StageTimes:
     accepted: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
+    told: float = 0.0
+    """When its consumer was last told how much of its prompt is computed."""
 
 
 def finish_reason(
@@ -241,6 +243,17 @@ class Sequence:
             return self.entry([new[0].token], finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
+
+    def progress_entry(self) -> TokenEntry:
+        """What the consumer is told of a prompt that takes long."""
+        return TokenEntry(
+            self.request.generation_id,
+            self.request.attempt,
+            self.output_tokens,
+            [],
+            cached_tokens=self.cached_tokens,
+            computed=min(self.num_computed, self.prompt_tokens),
+        )
 
     def vector_entry(self) -> TokenEntry:
         """What the consumer is told of a prompt that is wanted as a vector, and has been computed."""

@@ -15,7 +15,7 @@ import msgspec
 from services.executor.core.engine import EngineSpec
 from services.executor.ipc.board import Kind, RingBoard
 from services.executor.scheduler.block_tables import BlockTables
-from services.executor.scheduler.sequence import Sequence
+from services.executor.scheduler.sequence import Ending, Sequence, SequenceState
 from services.executor.scheduler.step_planner import StepPlanner
 from shared.messages import GroupLoad
 from shared.messages.debugging import AllocatorDump, HolderDump
@@ -50,6 +50,10 @@ def load_of(
     )
 
 
+TELL_EVERY = 1.0
+"""Seconds after which it is told how much of a prompt is computed, and between two times."""
+
+
 class Stages:
     """Observes each stage once per attempt, when it is over."""
 
@@ -74,6 +78,21 @@ class Stages:
             self._observe(Kind.PREFILL, now - times.admitted)
         elif finished:
             self._observe(Kind.DECODE, now - times.first_token)
+
+    def progressed(self, sequences: Iterable[Sequence], now: float) -> list[Sequence]:
+        """Those of these whose consumers are to be told now how much of their prompts is computed."""
+        due = [
+            s
+            for s in sequences
+            if s.remaining > 1
+            and now - max(s.times.told, s.times.admitted) >= TELL_EVERY
+            and s.times.admitted
+            and s.state is SequenceState.RUNNING
+            and s.ending is Ending.NONE
+        ]
+        for sequence in due:
+            sequence.times.told = now
+        return due
 
     def _observe(self, kind: Kind, seconds: float) -> None:
         if self._board is not None:

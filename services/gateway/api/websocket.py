@@ -155,7 +155,9 @@ class _Connection(Session[ClientMessage]):
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
                 for chunk in batch:
-                    place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position
+                    if chunk.comment:
+                        continue  # who wants to know has asked for chunks that tell it
+                    place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position or b"null"
                     await self.send(head + place + b',"chunk":' + chunk.data + b"}")
 
     async def prepare(self, message: ClientMessage) -> Run:
@@ -256,7 +258,8 @@ class _ResponseConnection(_Connection):
         async with contextlib.aclosing(run.chunks()) as chunks:
             async for batch in chunks:
                 for chunk in batch:
-                    await self.send(chunk.data[:-1] + end)
+                    if not chunk.comment:  # OpenAI's events have no place for it
+                        await self.send(chunk.data[:-1] + end)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         """Its last event is the end of a response; any other error is told."""

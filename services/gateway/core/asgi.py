@@ -120,13 +120,19 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
     async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
-        """Events of (data, id) or (data, id, type), in one write; an empty id or type is left out."""
+        """Events of (data, id), (data, id, type) or (data, id, type, comment), in one write; an empty id or type is
+        left out, and of one with a comment that alone is written."""
         body = b""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
             body = b"retry: %d\n" % RETRY
         for data, identity, *kind in events:
+            if len(kind) > 1 and kind[1]:
+                body += (
+                    b": %b\n" % kind[1]
+                )  # clients take an empty line for an event, be it that it has no data
+                continue
             if kind and kind[0]:
                 body += b"event: %b\n" % kind[0]
             body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
@@ -149,12 +155,14 @@ class LineStream:
         self.started = False
 
     async def write(self, lines: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
-        """As `EventStream.write`; types have no place here."""
+        """As `EventStream.write`; types and comments have no place here."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
         body = b""
-        for data, identity, *_ in lines:
+        for data, identity, *kind in lines:
+            if len(kind) > 1 and kind[1]:
+                continue
             if self._positions and identity:
                 data = data[:-1] + b',"position":"%b"}' % identity
             body += data + b"\n"

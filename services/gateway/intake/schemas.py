@@ -321,6 +321,9 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
+    # llama.cpp's
+    return_progress: bool | None = None
+
     # this server's own
     sparse_attention: SparseAttentionField | None = None
 

@@ -67,6 +67,8 @@ class Generation:
     sources: tuple[str, ...] = ()
     """Other gateways whose token subjects have a part of the log."""
     cached_tokens: int = 0
+    computed: int = 0
+    """Tokens of its prompt that its ring has computed, as was told last; 0: nothing was told."""
     group: str = ""
     """The ring whose entry of the current attempt came first; empty while none has come."""
     epoch: int = 0
@@ -167,11 +169,22 @@ class Generation:
             deliver(self.index, self.error)
         if not self.ended:
             self._readers.append(deliver)
+            if self.computing:
+                deliver(self.index, self._progress())
 
     def detach(self, deliver: Deliver) -> None:
         """Undoes `attach`."""
         if deliver in self._readers:
             self._readers.remove(deliver)
+
+    @property
+    def computing(self) -> bool:
+        """Whether its prompt is being computed, for so long that it was told how far that is."""
+        return self.computed > 0 and not self.tokens and not self.ended
+
+    def _progress(self) -> TokenEntry:
+        """What readers are given of it: an entry without tokens."""
+        return TokenEntry(self.id, self.stream.attempt, 0, [], computed=self.computed)
 
     def _deliver(self, news: TokenEntry | RyzansteinError) -> None:
         for deliver in self._readers:
@@ -209,7 +222,7 @@ class Generation:
             self.group and (group, epoch) != (self.group, self.epoch)
         ):
             return self._on_foreign(group, epoch, entry)
-        if not self.group or entry.fingerprint or entry.cached_tokens:
+        if not self.group or entry.fingerprint or entry.cached_tokens or entry.computed:
             self._seen_in(group, epoch, entry, now)
         had_gap = bool(self.stream.ahead)
         for fresh in self.stream.accept(entry):
@@ -227,6 +240,13 @@ class Generation:
             return Decision.NOTHING if had_gap else Decision.REPLAY
         self._gap_replays = 0
         return Decision.NOTHING
+
+    def _on_progress(self, entry: TokenEntry, now: float) -> None:
+        """Its ring has computed more of its prompt: it is at work, though there is no token."""
+        self.computed = min(entry.computed, len(self.request.prompt))
+        self.last_progress = self.heard_at = now
+        if self.computing:
+            self._deliver(self._progress())
 
     def on_group_lost(self, group: str, epoch: int, death: RingDeath | None = None) -> Decision:
         """The ring's life `epoch` of `group`, and all before it, are over. `death`: what `epoch` has died of; None: it
@@ -296,7 +316,7 @@ class Generation:
             return None
         self.stream.restart(attempt)
         self.state = "recovering"
-        self.group, self.epoch = "", 0
+        self.group, self.epoch, self.computed = "", 0, 0
         self.last_progress = self.heard_at = self.attempt_at = now
         self._stall, self._gap_replays = self.limits.stall, 0
         self.request = msgspec.structs.replace(
@@ -390,7 +410,7 @@ class Generation:
             self.stream.position = position
         self._behind, self._gap_replays = False, 0
         self.stream.restart(entry.attempt)
-        self.state, self.group, self.epoch = "queued", "", 0
+        self.state, self.group, self.epoch, self.computed = "queued", "", 0, 0
         return True
 
     def _seen_in(self, group: str, epoch: int, entry: TokenEntry, now: float) -> None:
@@ -404,6 +424,8 @@ class Generation:
             self.fingerprint = entry.fingerprint
         if entry.cached_tokens and not self.cached_tokens:
             self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
+        if entry.computed > self.computed:
+            self._on_progress(entry, now)
 
     def _stalled(self, now: float) -> bool:
         return bool(self.group) and now - self.heard_at >= self._stall
@@ -426,7 +448,7 @@ class Generation:
         its owner's next attempt, or this one, of which other entries have been left out here."""
         self._rejected.add((self.group, self.epoch, self.stream.attempt))
         self.stream.ended = False
-        self.state, self.group, self.epoch = "queued", "", 0
+        self.state, self.group, self.epoch, self.computed = "queued", "", 0, 0
         return Decision.REREAD
 
     def _complete(self) -> bool:

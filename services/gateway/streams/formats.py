@@ -22,6 +22,7 @@ import msgspec
 
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.prompt_logprobs import EchoedPrompt, PromptList
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
@@ -103,6 +104,10 @@ class Format:
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         raise NotImplementedError
 
+    def progress(self, progress: PromptProgress) -> bytes | None:
+        """How much of the prompts is computed, where chunks can tell that."""
+        return None
+
 
 class JsonFormat(Format):
     """OpenAI's. Everything around the text is encoded once, and again where another ring has another fingerprint."""
@@ -169,6 +174,14 @@ class JsonFormat(Format):
         ]
         head = self._head | {"object": self.kind, "choices": shown, "usage": usage}
         return _json.encode(head | self._beside(choices[0]))
+
+    def progress(self, progress: PromptProgress) -> bytes:
+        """As llama.cpp: a chunk without text."""
+        self._name_ring(self._fingerprint or self._record.fingerprint)
+        shown = b'{"index":0,%b,"logprobs":null,"finish_reason":null}' % self._said(Piece("", ()))
+        return (
+            self._before + shown + self._after[:-1] + b',"prompt_progress":' + _json.encode(progress) + b"}"
+        )
 
     def _name_ring(self, fingerprint: str) -> None:
         """That of chunks from now on."""
@@ -369,6 +382,9 @@ class Shown(Format):
 
     def usage(self, usage: Usage) -> bytes:
         return self._shape.usage(usage)
+
+    def progress(self, progress: PromptProgress) -> bytes | None:
+        return self._shape.progress(progress)
 
     def first(self, index: int) -> bytes | None:
         prompt = self._prompt_of(index)

@@ -2,7 +2,8 @@
 cancelled.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -17,6 +18,7 @@ from services.gateway.streams.embeddings import VectorFormat
 from services.gateway.streams.formats import ChatFormat, CompletionFormat, Format, Shown
 from services.gateway.streams.messages import MessageRun
 from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateFormat
+from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
 from services.gateway.streams.scoring import ClassesFormat, RankingFormat, ScoresFormat
@@ -162,9 +164,12 @@ class Reading:
         self._metrics.attached.labels(how if after is None else f"{how}_resumed").inc()
         return run
 
-    async def state(self, public_id: str, request_id: str, tenant: str = "") -> GenerationState:
-        """Raises as `attach`."""
+    async def state(
+        self, public_id: str, request_id: str, tenant: str, headers: MutableMapping[str, str]
+    ) -> GenerationState:
+        """`headers`, of the reply, tell how much of its prompts is computed. Raises as `attach`."""
         answer = await self._find(public_id, tenant)
+        tell_progress(headers, answer, time.time())
         async with self._runs.reading(answer, self._answers) as run:
             response = await run.current()
         record = answer.record

@@ -51,7 +51,7 @@ class ResponseRun(NumberedRun):
         knows of is an event; raises `ClientGone`, and errors of this reading alone."""
         await self._until_stored()
         while True:
-            if batch := self._chunks():
+            if batch := [*self._progress(), *self._chunks()]:
                 yield batch
                 if self._since and self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)

@@ -16,6 +16,7 @@ from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
 from services.gateway.streams.formats import Format, PredictionTally, Usage, padded, with_usage
 from services.gateway.streams.output import Output, Piece
+from services.gateway.streams.progress import progress_of
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 from shared.sparse_attention import NO_SPARSE, SparseTokens, sparse_tokens
@@ -34,6 +35,9 @@ class Chunk(NamedTuple):
     """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
     event: bytes = b""
     """The type of the server-sent event, where it has one."""
+    comment: bytes = b""
+    """How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
+    (`progress.py`)."""
 
 
 class Run:
@@ -81,6 +85,10 @@ class Run:
         """New tokens of a choice, or the error that ended it; what nobody has taken yet."""
         self._news_at = 0.0
         """When the first of them was put (`time.perf_counter`)."""
+        self._computing = False
+        """Whether it was told how much of a prompt is computed, and nobody has taken that yet."""
+        self._progressed = False
+        """Whether it is to be shown."""
         self._waiter: asyncio.Future[None] | None = None
         self._ended: BaseException | None = None
         """Why nothing more is read."""
@@ -104,9 +112,12 @@ class Run:
 
     def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
         """What generations give it (`Deliver`)."""
-        if not self._news:
-            self._news_at = time.perf_counter()
-        self._news.append((choice, news))
+        if isinstance(news, TokenEntry) and news.computed:
+            self._computing = True
+        else:
+            if not self._news:
+                self._news_at = time.perf_counter()
+            self._news.append((choice, news))
         if (waiter := self._waiter) is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -187,7 +198,9 @@ class Run:
             )
         while self._open:
             batch: list[Chunk] = []
-            for index in await self._advance():
+            changed = await self._advance()
+            batch += self._progress()
+            for index in changed:
                 if self._bulk > LARGE:
                     await asyncio.to_thread(self._append, batch, index)
                 else:
@@ -198,8 +211,21 @@ class Run:
                 if self._stored is not None:
                     await self._until_stored()
                 yield batch
-                if self._metrics is not None:  # it has been handed to the connection
+                if changed and self._metrics is not None:  # it has been handed to the connection
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
+
+    def _progress(self) -> list[Chunk]:
+        """What was told of the prompts, as a comment, and as a chunk where the client wants some."""
+        if not self._progressed:
+            return []
+        self._progressed = False
+        progress = progress_of(self.answer, time.time())
+        if progress is None:
+            return []
+        told = [Chunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.shown}".encode())]
+        if self.answer.record.return_progress and (data := self._shape.progress(progress)) is not None:
+            told.append(Chunk(data, b""))
+        return told
 
     async def _until_stored(self) -> None:
         """A client that has an id can come back: its record must be there then."""
@@ -295,12 +321,13 @@ class Run:
             raise self._error
         if self._backlog:
             await asyncio.sleep(0)
-        elif not self._news and self._ended is None:
+        elif not self._news and not self._computing and self._ended is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        self._progressed, self._computing = self._computing, False
         changed: dict[int, None] = {}
         for choice, news in self._take():
             if self._outputs[choice].finish:

@@ -143,6 +143,7 @@ class FakeRing:
         cached: int = 0,
         error: tuple[str, str, bool] | None = None,
         group: str | None = None,
+        computed: int = 0,
     ) -> None:
         """One frame with one entry; `error`: (code, message, retryable)."""
         code, message, retryable = error or ("", "", False)
@@ -158,6 +159,7 @@ class FakeRing:
             error_code=code,
             error=message,
             retryable=retryable,
+            computed=computed,
         )
         frame = TokenFrame(self.group if group is None else group, self.epoch, self._step, [entry])
         await self.bus.publish(subjects.tokens(request.consumer), frame)

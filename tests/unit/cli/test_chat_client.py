@@ -66,6 +66,16 @@ def test_the_conversation_is_kept(client: ChatClient, monkeypatch: pytest.Monkey
     assert b'"max_tokens"' in Handler.asked[1]
 
 
+def test_how_far_a_long_prompt_is(client: ChatClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "retry: 500\n: prompt 512/6800\n: prompt 1024/6800\n: prompt x/y\n: prompt 1/2 or so\n"
+    monkeypatch.setattr(Handler, "body", lines + CHUNK % "Hello" + "data: [DONE]\n\n")
+    assert "".join(client.ask("Hi")) == "Hello"
+    told: list[tuple[int, int]] = []
+    client.on_progress = lambda computed, total: told.append((computed, total))
+    assert "".join(client.ask("Hi")) == "Hello"
+    assert told == [(512, 6800), (1024, 6800)]
+
+
 TEXT = 'data: {"choices":[{"index":0,"text":"%s"}]}\n\n'
 
 

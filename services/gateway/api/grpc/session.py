@@ -91,8 +91,9 @@ async def send_events(run: Run, output: pb.OutputOptions, send: Callable[[bytes]
     head = id_field(run.answer)
     async with contextlib.aclosing(run.chunks()) as chunks:
         async for batch in chunks:
-            await send(event(head, batch))
-            head = b""
+            if shown := [chunk for chunk in batch if not chunk.comment]:
+                await send(event(head, shown))
+                head = b""
 
 
 class ChatSession(Session[pb.ChatSessionRequest]):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -24,6 +25,7 @@ from services.gateway.intake.headers import check_background, check_idempotency_
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
+from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.reading import GenerationState
 from services.gateway.streams.run import Run
 from shared.service.endpoints import Receive, Scope, Send
@@ -62,6 +64,7 @@ def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
     endpoint = run.answer.record.endpoint
     if endpoint == "embeddings" or ENDPOINTS[endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
+    tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     watcher = asyncio.create_task(watch_disconnect(receive, run.end))
     try:
         yield
@@ -143,7 +146,9 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 async def retrieve_generation(ask: Ask) -> GenerationState:
     """What has come of it so far."""
-    state = await ask.parts.reading.state(ask.named("generation"), ask.request_id, ask.tenant)
+    state = await ask.parts.reading.state(
+        ask.named("generation"), ask.request_id, ask.tenant, ask.answer_headers
+    )
     ask.of_model(state.model)
     return state
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -33,8 +34,10 @@ from services.gateway.intake.responses.schemas import (
     check_include,
 )
 from services.gateway.intake.responses.translation import own_words
+from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.idempotency import fingerprint
 from services.gateway.persistence.responses import Found, ResponseLookup
+from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.response_items import Item
 from shared.errors import RyzansteinError
 from shared.messages.records import StoredResponse
@@ -266,6 +269,8 @@ async def cancel(ask: Ask) -> bytes:
 async def _found(ask: Ask) -> Found:
     found = await ask.parts.responses.find(ask.named("response"), ask.tenant)
     ask.of_model(found.record.requests[0].model)
+    if isinstance(found, Answer):
+        tell_progress(ask.answer_headers, found, time.time())
     return found
 
 

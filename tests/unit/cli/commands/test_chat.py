@@ -124,3 +124,20 @@ def test_answers_are_plain_where_that_is_asked_for() -> None:
     show_answer(client, console, "**bold**", ChatOptions(None, None, plain=True))
     client.close()
     assert "**bold** **bold**" in output(console)
+
+
+def test_how_far_a_long_prompt_is_stands_there_until_the_answer_comes() -> None:
+    class Slow(Client):
+        def ask(
+            self, prompt: str, *, max_tokens: int | None = None, temperature: float | None = None
+        ) -> Iterator[str]:
+            assert self.on_progress is not None
+            self.on_progress(34816, 131072)
+            yield from super().ask(prompt)
+
+    console, client = screen(80), Slow()
+    show_answer(client, console, "Hello", ChatOptions(None, None, plain=True))
+    client.close()
+    shown = output(console)
+    assert "34,816 of 131,072 tokens, 27%" in shown
+    assert "Hello Hello" in shown[shown.index("27%") :]

@@ -43,6 +43,8 @@ def test_what_does_not_go_on_stays_apart() -> None:
         [entry("a", 0, [1]), entry("a", 2, [3])],
         [entry("a", 0, []), entry("a", 0, [1], cached_tokens=16)],
         [entry("a", 0, [1]), TokenEntry("a", 1, 1, [2])],
+        [entry("a", 0, [], computed=512), entry("a", 0, [1])],
+        [entry("a", 0, []), entry("a", 0, [], computed=512)],
     ]
     for pair in apart:
         for each in pair:

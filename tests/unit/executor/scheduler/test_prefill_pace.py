@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -244,3 +245,36 @@ def test_a_prompt_beside_streams_keeps_a_new_request_waiting_for_one_step_at_mos
     ring.step()
     assert ring.batcher.load().waiting_tokens <= 2 * 32
     assert ring.batcher.shares_time or not lens(ring.plans[-1][0])[1:]
+
+
+# --- how far they are ----------------------------------------------------------------------------
+
+
+def test_a_prompt_that_takes_long_is_told_of_once_a_second() -> None:
+    ring = Ring(blocks=300, tokens=10)
+    ring.now = 5.0
+    ring.add(ask("long", 100, max_tokens=2), ask("short", 5, max_tokens=2))
+    told = []
+    while not ring.tokens("long"):
+        told += [(ring.now, e.computed, e.position, e.tokens) for e in ring.step() if e.computed]
+        ring.now += 0.4
+    times = [now for now, *_ in told]
+    assert times[0] - 5.0 >= 1.0
+    assert min(later - now for now, later in pairwise(times)) >= 1.0
+    assert [entry[1:] for entry in told] == [(40, 0, []), (70, 0, [])]
+    ring.run()
+    assert ring.tokens("long") == undisturbed(ask("long", 100), 2)
+
+
+def test_what_was_computed_again_after_a_failover_is_told_within_the_prompt() -> None:
+    ring = Ring(blocks=300, tokens=4)
+    generated = undisturbed(ask("again", 10), 40)
+    ring.now = 1.0
+    ring.add(ask("again", 10, max_tokens=45, generated=generated))
+    told = []
+    while not ring.tokens("again"):
+        told += [(entry.computed, entry.position) for entry in ring.step() if entry.computed]
+        ring.now += 0.5
+    assert told
+    assert {position for _, position in told} == {40}
+    assert max(computed for computed, _ in told) == 10

@@ -46,6 +46,15 @@ test("an answer grows by text, reasoning and tool calls, and knows up to where",
   assert.deepEqual(pace(node, 2500), { first: null, rate: null, total: 1.5 }, "nobody has measured it");
 });
 
+test("how much of a long prompt is read is known until text comes", () => {
+  const node = answer();
+  const progress = { total: 90, cache: 0, processed: 30, time_ms: 1500 };
+  take(node, event({ ...delta({ role: "assistant", content: null }), prompt_progress: progress }), 1100);
+  assert.deepEqual([node.pending.progress, node.pending.id, node.pending.last], [progress, "chatcmpl-1", null]);
+  take(node, event(delta({ role: "assistant" }), "0"), 1200);
+  assert.equal(node.pending.progress, null);
+});
+
 test("an error within a stream is told, and leaves the text as it was", () => {
   const node = answer();
   take(node, event(delta({ content: "Yes" }), "1"), 1);

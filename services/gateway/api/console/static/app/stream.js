@@ -42,6 +42,7 @@ export function take(node, event, now) {
   delete pending.body; // the generation is known by its id now
   if (chunk.model) node.model = chunk.model;
   if (chunk.usage) node.usage = chunk.usage;
+  pending.progress = chunk.prompt_progress ?? null; // until the first chunk that is none
   for (const choice of chunk.choices ?? []) addChoice(node, choice, now);
   return false;
 }

@@ -138,7 +138,9 @@ export class Message {
   /** How fast it is, while it grows. */
   #live() {
     const { node } = this;
-    const soFar = node.usage ? figures({ ...node, pace: pace(node, Date.now()) }) : "";
+    const read = node.pending.progress;
+    const reading = read ? `the prompt is read: ${Math.floor((100 * read.processed) / read.total)}%` : "";
+    const soFar = node.usage && !read ? figures({ ...node, pace: pace(node, Date.now()) }) : reading;
     return element("span", { className: "figures", "aria-hidden": "true" }, soFar);
   }
 

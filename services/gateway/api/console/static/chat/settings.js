@@ -29,6 +29,7 @@ export function requestOf(settings, model, messages, { continued = false } = {})
     model,
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
+    return_progress: true,
     messages,
   };
   for (const name of NUMBERS) {

@@ -1,0 +1,58 @@
+"""How far the prompts of an answer are, while they are being computed and nothing of it has come.
+
+    SSE              : prompt 34816/131072                                    a comment, which clients pass over
+    return_progress  "prompt_progress": {"total", "cache", "processed", "time_ms"}      llama.cpp's, in a chunk
+    GET              X-Ryzanstein-Progress: 34816/131072
+
+It is not of the log: it has no position, and a reader that comes later is told what was told last.
+"""
+
+from collections.abc import MutableMapping
+
+import msgspec
+
+from services.gateway.lifecycle.answer import Answer
+
+PROGRESS_HEADER = "x-ryzanstein-progress"
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """llama.cpp's shape, in tokens of all prompts."""
+
+    total: int
+    cache: int
+    """Found in the KV cache."""
+    processed: int
+    """Computed by now, those of the cache among them."""
+    time_ms: int
+    """Since the request came."""
+
+    @property
+    def shown(self) -> str:
+        """As the header and comments have it."""
+        return f"{self.processed}/{self.total}"
+
+
+def progress_of(answer: Answer, now: float) -> PromptProgress | None:
+    """None while nothing was told, and from the first token on. `now`: unix seconds. Each prompt counts once, however
+    many choices share it."""
+    if not any(generation.computing for generation in answer.generations):
+        return None
+    lengths: dict[int, int] = {}
+    cached: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    for generation in answer.generations:
+        prompt = generation.request.prompt
+        key, length = id(prompt), len(prompt)
+        done = length if generation.tokens or generation.ended else generation.computed
+        lengths[key] = length
+        cached[key] = max(cached.get(key, 0), generation.cached_tokens)
+        computed[key] = max(computed.get(key, 0), done)
+    elapsed = max(0, round(1000 * (now - answer.record.created)))
+    return PromptProgress(sum(lengths.values()), sum(cached.values()), sum(computed.values()), elapsed)
+
+
+def tell_progress(headers: MutableMapping[str, str], answer: Answer, now: float) -> None:
+    """Adds the header to those of a reply, where there is something to tell."""
+    if (progress := progress_of(answer, now)) is not None:
+        headers[PROGRESS_HEADER] = progress.shown
