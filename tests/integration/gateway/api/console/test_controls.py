@@ -337,3 +337,31 @@ async def test_the_chat_on_a_phone(phone: Tab, ring: FakeRing) -> None:
     await tab.until("document.querySelector('main').inert")
     await tab.call("Emulation.setDeviceMetricsOverride", **PHONE | {"width": 1200, "mobile": False})
     await tab.until("!document.querySelector('main').inert")
+
+
+async def test_the_next_turn_is_prepared_while_it_is_typed(tab: Tab, ring: FakeRing) -> None:
+    await ask(tab, "Hi")
+    await finished(tab, 2)
+    await ring.put_record("ready")
+    await tab.until(
+        "[...document.querySelectorAll('#registry td')].some(cell => cell.textContent === 'loaded')"
+    )
+    await tab.type("And ")
+    await until(lambda: any(request.prefill for request in ring.requests))
+    await tab.type("you?")
+    [prepared] = [request for request in ring.requests if request.prefill]
+    await tab.press("Enter", 13, "\r")
+    await finished(tab, 4)
+    said = ring.requests[-1]
+    assert said.session == prepared.session
+    assert said.prompt[: len(prepared.prompt)] == prepared.prompt
+    assert len(prepared.prompt) >= len("Hi\nHello, world!\n")
+
+    await tab.click("#options > summary")
+    await tab.run(
+        f"{of('ahead')} = 'off'; {of('ahead', 'dispatchEvent')}(new Event('input', {{bubbles: true}}))"
+    )
+    await fill(tab, "prompt", "More")
+    await tab.press("Enter", 13, "\r")
+    await finished(tab, 6)
+    assert sum(request.prefill for request in ring.requests) == 1

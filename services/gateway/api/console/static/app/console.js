@@ -77,6 +77,7 @@ const chat = new Chat();
 const fineTuning = new FineTuningPage(chatWith);
 const models = new ModelsPage((found) => {
   showModels(found);
+  chat.knows(found);
   fineTuning.form.offer(found);
 });
 $("menu").addEventListener("click", () => showSide(!document.body.classList.contains("side-open")));

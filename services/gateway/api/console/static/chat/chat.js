@@ -1,7 +1,8 @@
 // The chat: which conversation is shown, what is sent, and the answers that are being read, also of others.
 
-import { random, told } from "../app/api.js";
+import { random, send, told } from "../app/api.js";
 import { $, download, say, soon } from "../app/dom.js";
+import { Ahead, PAUSE } from "./ahead.js";
 import { Answer } from "./answer.js";
 import { Attachments } from "./attachments.js";
 import { add, choose, create, messages, path } from "./conversation.js";
@@ -21,6 +22,7 @@ export class Chat {
   #store = new Store((id) => this.#changedElsewhere(id));
   #history = new History(this.#store, fail);
   #files = new Attachments(fail);
+  #ahead = new Ahead(send);
   #transcript = new Transcript({
     edit: (node, text) => this.#guarded(() => this.#ask(node.parent, text, node.files)),
     regenerate: (node) => this.#guarded(() => this.#answer(node.parent)),
@@ -38,6 +40,8 @@ export class Chat {
       this.send();
     });
     $("prompt").addEventListener("keydown", (event) => this.#key(event));
+    const typed = soon(() => this.#prepare(), PAUSE);
+    $("prompt").addEventListener("input", () => typed());
     $("stop").addEventListener("click", () => this.stop());
     $("model").addEventListener("change", () => localStorage.setItem("ryzanstein.model", $("model").value));
     $("rename").addEventListener("click", () => this.#rename());
@@ -148,7 +152,19 @@ export class Chat {
     this.#shown.save();
   }
 
+  /** The models that are there have changed. */
+  knows(models) {
+    this.#ahead.knows(models);
+  }
+
   // --- asking ------------------------------------------------------------------------------------
+
+  /** Somebody types the next message of the conversation. */
+  #prepare() {
+    const { conversation, answer } = this.#shown;
+    if (answer || !$("prompt").value.trim()) return;
+    this.#ahead.prepare(conversation, $("model").value, () => this.#request(conversation, messages(conversation)));
+  }
 
   #key(event) {
     if (event.isComposing) return;

@@ -1,6 +1,6 @@
 // What a conversation asks the model for, besides its messages: the fields of the form, and the request made of them.
 
-export const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools", "background"];
+export const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools", "background", "ahead"];
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const BACKGROUND = 60; // seconds that an answer goes on while nobody is there
 const STORE = "ryzanstein.settings";
