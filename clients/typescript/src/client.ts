@@ -15,6 +15,8 @@ import type {
   GenerationState,
   Json,
   Piece,
+  PrefillOptions,
+  Prefilled,
   Ranking,
   RerankRequest,
   ResponseRequest,
@@ -166,6 +168,20 @@ export class Client {
     return (await this.#answer(SCORE, body, options)) as Scores;
   }
 
+  /** Has a conversation so far computed before its next request, which names the session in `X-Session-ID`. */
+  async prefill<Body extends ChatRequest>(session: string, body: Body, options: PrefillOptions = {}): Promise<Prefilled> {
+    const path = `${prefillOf(session)}?wait=${(options.wait ?? 30_000) / 1000}`;
+    const ask = { method: "POST", path, body: JSON.stringify(body) };
+    const answer = await this.#transport.json(ask, options.signal, this.#transport.answerTimeout);
+    return answer as unknown as Prefilled;
+  }
+
+  /** Ends what the session has under way at its gateway; false where there is nothing. */
+  async cancelPrefill(session: string, signal?: AbortSignal): Promise<boolean> {
+    const answer = await this.#transport.json({ method: "DELETE", path: prefillOf(session) }, signal);
+    return Boolean(answer["cancelled"]);
+  }
+
   /** Names of the models that are served. */
   async models(signal?: AbortSignal): Promise<string[]> {
     const answer = await this.#transport.json({ method: "GET", path: "/v1/models" }, signal);
@@ -233,6 +249,10 @@ export class Client {
 }
 
 /** A request that may be repeated: it always has a key. */
+function prefillOf(session: string): string {
+  return `/v1/sessions/${encodeURIComponent(session)}/prefill`;
+}
+
 function begin(path: string, body: object, options: StreamOptions): Ask {
   const headers: Record<string, string> = { "idempotency-key": options.idempotencyKey ?? newKey(), ...options.headers };
   if (options.background !== undefined) headers["x-ryzanstein-background"] = String(options.background / 1000);

@@ -15,6 +15,8 @@ export type {
   GenerationState,
   Json,
   Piece,
+  PrefillOptions,
+  Prefilled,
   RankedDocument,
   Ranking,
   RerankRequest,

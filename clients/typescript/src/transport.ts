@@ -100,7 +100,7 @@ export class Transport {
         signal: exchange.signal,
       }),
     );
-    if (answer.status !== 200) {
+    if (!answer.ok) {
       throw refusal(answer.status, answer.headers, await exchange.watched(answer.text()));
     }
     return answer;

@@ -103,6 +103,26 @@ export interface Scores {
   readonly usage: { readonly prompt_tokens: number; readonly total_tokens: number };
 }
 
+/** How far a session's prompt is computed ahead of its next request. */
+export interface Prefilled {
+  /** Of the generation that computes it. */
+  readonly id: string;
+  readonly session: string;
+  readonly model: string;
+  /** `cancelled`: a longer conversation of the session has taken its place. */
+  readonly status: "in_progress" | "completed" | "cancelled";
+  readonly prompt_tokens: number;
+  /** Of these, those that were there; null while it is not completed. */
+  readonly cached_tokens: number | null;
+  readonly computed_tokens: number | null;
+}
+
+export interface PrefillOptions {
+  /** Milliseconds until it answers all the same, 0 to 60,000; 30,000. */
+  wait?: number | undefined;
+  signal?: AbortSignal | undefined;
+}
+
 export interface CallOptions {
   /** Yours, so that another process can repeat the request; else one is made up. 1 to 255 printable ASCII characters
    * without spaces. */

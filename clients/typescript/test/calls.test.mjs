@@ -32,7 +32,8 @@ test("each endpoint has its call", async (t) => {
       const done = { choices: [{ text: "So far" }] };
       return json(response, { id: "cmpl-1", model: "m", status: "in_progress", position: 2, response: done, error: null });
     }
-    json(response, { object: request.url, output: [{ type: "message", content: [{ text: "Yes." }] }] });
+    const status = request.url.includes("/prefill") ? 202 : 200;
+    json(response, { object: request.url, output: [{ type: "message", content: [{ text: "Yes." }] }] }, status);
   });
   const client = new Client(server.url);
   assert.equal((await client.completion({ model: "m", prompt: "x" })).object, "/v1/completions");
@@ -44,6 +45,9 @@ test("each endpoint has its call", async (t) => {
   const state = await client.state({ generation: "cmpl-1", position: "" });
   assert.deepEqual([state.status, state.over, state.text, state.position], ["in_progress", false, "So far", "2"]);
   assert.equal(await client.cancel("cmpl-1"), true);
+  const prefilled = await client.prefill("a b", { model: "m", messages: [] }, { wait: 500 });
+  assert.equal(prefilled.object, "/v1/sessions/a%20b/prefill?wait=0.5");
+  assert.equal(await client.cancelPrefill("a b"), true);
 });
 
 test("what is no error of OpenAI's is told all the same", async (t) => {

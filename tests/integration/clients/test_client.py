@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ryzanstein_client import ApiError, AsyncClient, Client, Cursor, Piece
+from ryzanstein_client import ApiError, AsyncClient, Client, Cursor, Piece, Prefilled
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.clients.cutting import Cutting, cutting
@@ -271,3 +271,25 @@ async def test_streams_of_the_readme(
     shown = await run(example(contains, gateway.url, other.url), gateway.url)
     assert shown.removesuffix("\n") == STORY
     assert len(ring.requests) == 1
+
+
+async def test_a_session_is_prepared_before_its_next_turn(gateway: RunningGateway, ring: FakeRing) -> None:
+    await ring.put_record("ready")
+    await until(lambda: gateway.service.work.catalog.has_ready_group(MODEL))
+    talk: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+    def by_thread() -> tuple[Prefilled, bool]:
+        with Client(gateway.url) as client:
+            return client.prefill("a b", **talk, max_tokens=9), client.cancel_prefill("a b")
+
+    prefilled, cancelled = await asyncio.to_thread(by_thread)
+    assert (prefilled.status, cancelled) == ("completed", False)
+    tokens = len(ring.requests[0].prompt)
+    assert prefilled.prompt_tokens == tokens == prefilled.cached_tokens + prefilled.computed_tokens
+    assert prefilled.raw["session"] == "a b"
+
+    ring.behave = silence
+    async with AsyncClient(gateway.url) as client:
+        under_way = await client.prefill("a b", **talk, wait=0)
+        assert (under_way.status, under_way.cached_tokens) == ("in_progress", None)
+        assert await client.cancel_prefill("a b")

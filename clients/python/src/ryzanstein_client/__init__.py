@@ -7,7 +7,7 @@ from ryzanstein_client.asynchronous import AsyncClient, AsyncStream
 from ryzanstein_client.client import Client, Stream
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError
-from ryzanstein_client.types import GenerationState, Piece, RankedDocument, Ranking
+from ryzanstein_client.types import GenerationState, Piece, Prefilled, RankedDocument, Ranking
 
 __all__ = [
     "ApiError",
@@ -17,6 +17,7 @@ __all__ = [
     "Cursor",
     "GenerationState",
     "Piece",
+    "Prefilled",
     "RankedDocument",
     "Ranking",
     "Stream",

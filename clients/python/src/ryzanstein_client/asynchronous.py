@@ -12,7 +12,7 @@ from ryzanstein_client import requests
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, LostConnection, refusal, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState, Piece, Ranking
+from ryzanstein_client.types import GenerationState, Piece, Prefilled, Ranking
 
 
 class AsyncStream:
@@ -95,6 +95,23 @@ class AsyncClient(requests.Streams[AsyncStream]):
     async def cancel(self, generation: str | Cursor) -> bool:
         """As `Client.cancel`."""
         return bool((await self._call(Ask("DELETE", requests.path_of(generation))))["cancelled"])
+
+    async def prefill(
+        self,
+        session: str,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        wait: float = 30.0,
+        **fields: Any,
+    ) -> Prefilled:
+        """As `Client.prefill`."""
+        body = {"model": model, "messages": list(messages), **fields}
+        return requests.prefilled_from(await self._call(requests.prefill_ask(session, body, wait)))
+
+    async def cancel_prefill(self, session: str) -> bool:
+        """As `Client.cancel_prefill`."""
+        return bool((await self._call(Ask("DELETE", requests.prefill_of(session))))["cancelled"])
 
     async def rerank(
         self,
@@ -195,7 +212,7 @@ class AsyncClient(requests.Streams[AsyncStream]):
         url = self._gateways.current
         try:
             answer = await self._http.request(ask.method, url + ask.path, **self._options(ask))
-            if answer.status_code != 200:
+            if not answer.is_success:
                 raise refusal(answer.status_code, answer.headers, answer.content)
         except requests.LOST as error:
             self._lost(error, url)

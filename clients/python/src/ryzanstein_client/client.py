@@ -11,7 +11,7 @@ from ryzanstein_client import requests
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, LostConnection, refusal, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState, Piece, Ranking
+from ryzanstein_client.types import GenerationState, Piece, Prefilled, Ranking
 
 
 class Stream:
@@ -104,6 +104,24 @@ class Client(requests.Streams[Stream]):
     def cancel(self, generation: str | Cursor) -> bool:
         """Ends it for everybody; False when it had ended already."""
         return bool(self._call(Ask("DELETE", requests.path_of(generation)))["cancelled"])
+
+    def prefill(
+        self,
+        session: str,
+        *,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        wait: float = 30.0,
+        **fields: Any,
+    ) -> Prefilled:
+        """Has a conversation so far computed before its next request, which names the session in `X-Session-ID`.
+        `wait`: seconds until it answers all the same, 0 to 60. `fields` are those of a chat completion."""
+        body = {"model": model, "messages": list(messages), **fields}
+        return requests.prefilled_from(self._call(requests.prefill_ask(session, body, wait)))
+
+    def cancel_prefill(self, session: str) -> bool:
+        """Ends what the session has under way at its gateway; False where there is nothing."""
+        return bool(self._call(Ask("DELETE", requests.prefill_of(session)))["cancelled"])
 
     def rerank(
         self,
@@ -198,7 +216,7 @@ class Client(requests.Streams[Stream]):
         url = self._gateways.current
         try:
             answer = self._http.request(ask.method, url + ask.path, **self._options(ask))
-            if answer.status_code != 200:
+            if not answer.is_success:
                 raise refusal(answer.status_code, answer.headers, answer.content)
         except requests.LOST as error:
             self._lost(error, url)

@@ -12,7 +12,7 @@ import stamina
 from ryzanstein_client.cursor import Cursor
 from ryzanstein_client.errors import ApiError, when_again
 from ryzanstein_client.reading import Ask, Reading
-from ryzanstein_client.types import GenerationState, RankedDocument, Ranking
+from ryzanstein_client.types import GenerationState, Prefilled, RankedDocument, Ranking
 
 StreamT = TypeVar("StreamT")
 CHAT = "/v1/chat/completions"
@@ -101,6 +101,25 @@ def state_from(answer: Mapping[str, Any]) -> GenerationState:
         position=str(answer.get("position") or ""),
         response=answer.get("response"),
         error=answer.get("error"),
+    )
+
+
+def prefill_of(session: str) -> str:
+    return f"/v1/sessions/{quote(session, safe='')}/prefill"
+
+
+def prefill_ask(session: str, body: Mapping[str, Any], wait: float) -> Ask:
+    """It has no key: the same again joins it, or finds what it has computed."""
+    return Ask("POST", f"{prefill_of(session)}?wait={wait:g}", {}, body)
+
+
+def prefilled_from(answer: Mapping[str, Any]) -> Prefilled:
+    return Prefilled(
+        status=answer["status"],
+        prompt_tokens=answer["prompt_tokens"],
+        cached_tokens=answer["cached_tokens"],
+        computed_tokens=answer["computed_tokens"],
+        raw=answer,
     )
 
 

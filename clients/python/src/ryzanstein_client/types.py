@@ -42,6 +42,20 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How far a session's prompt is computed ahead of its next request."""
+
+    status: Literal["in_progress", "completed", "cancelled"]
+    """`cancelled`: a longer conversation of the session has taken its place."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """Of these, those that were there; None while it is not completed."""
+    computed_tokens: int | None
+    raw: Mapping[str, Any]
+    """The endpoint's answer: the id of the generation, the model."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationState:
     """What has come of a generation."""
 
