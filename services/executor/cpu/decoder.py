@@ -14,6 +14,7 @@ from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.settings import AdapterDtype
 from services.executor.core.sharding import ShardLayout
+from services.executor.core.sparse_attention import FIELDS
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.adapters import NativeAdapters
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, PackedLayer, PackedModel
@@ -122,6 +123,7 @@ class NativeDecoder:
             num_compressions=len(plan.compressions) // (2 * _INT),
             num_states=len(plan.state_slots) // _INT,
             num_snapshots=len(plan.state_snapshots) // (2 * _INT),
+            num_sparse=len(plan.sparse) // (FIELDS * _INT),
             progress=progress.address,
             **results,
             **self.adapters.arguments(plan),
@@ -206,6 +208,15 @@ class NativeDecoder:
         into.codec = CODECS["" if codec is None else codec.name]
         into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
+        if layer.page in self._store.shape.choosing and not layer.reads_only:
+            self._describe_summaries(layer.page, into)
+
+    def _describe_summaries(self, page: int, into: Layer) -> None:
+        into.chooses = True
+        summary = self._store.shape.summary_of(page)
+        if summary is not None:
+            into.summaries = self._store.hot(summary).data_ptr()
+            into.cold_summaries = self._store.codes(summary).data_ptr()
 
     def _describe_experts(self, experts: PackedExperts) -> Experts:
         described = experts.describe()
@@ -278,7 +289,7 @@ def _heads_of(layout: ShardLayout, latent: LatentShape | None) -> Heads:
 
 _ARRAYS = (
     *("token_ids", "positions", "slots", "query_lens", "context_lens", "block_tables", "sample_rows"),
-    *("compressions", "state_slots", "state_snapshots", "adapters"),
+    *("compressions", "state_slots", "state_snapshots", "adapters", "sparse"),
 )
 
 

@@ -62,6 +62,7 @@ typedef struct {
     int position;         /* of the first row */
     int first_key, last_key; /* multiples of KEYS, but for the end */
     int parts;            /* of the same rows and heads, this one the first: to be merged; else 0 */
+    int from_layer, until_layer; /* in which it is computed; layers in which no row chooses count as -1 */
 } rz_attention_part;
 
 /* Bytes of scratch memory that a thread needs, aligned to 64. */

@@ -5,6 +5,7 @@
 
 #include "codec.h"
 #include "latent.h"
+#include "sparse.h"
 
 typedef struct {
     rz_decoder *decoder;
@@ -13,6 +14,8 @@ typedef struct {
     const rz_attention_plan *plan;
     rz_attention_shape shape;
     rz_cache cache;
+    int place; /* of the layer, if rows choose in it; else -1 */
+    rz_attention_round done; /* the ends of the rounds before */
 } attention;
 
 rz_cache rz_cache_of(const rz_layer *layer)
@@ -150,13 +153,23 @@ static void compress_task(void *argument, long task, long next, int thread)
                       (pair[1] - job->cache.num_hot) * planes + task % planes);
 }
 
+/* The round's part `task`; NULL where it is none, or not computed in this layer. */
+static const rz_attention_part *part_of_layer(const attention *job, long task)
+{
+    const rz_attention_part *part = &job->plan->parts[job->done.parts + task];
+    if (job->done.parts + task >= job->plan->count)
+        return NULL;
+    return part->from_layer <= job->place && job->place < part->until_layer ? part : NULL;
+}
+
 static void attend_task(void *argument, long task, long next, int thread)
 {
     const attention *job = argument;
     const rz_workspace *space = &job->decoder->space;
-    const rz_attention_plan *plan = job->plan;
-    rz_attend(&job->shape, &job->cache, &plan->parts[task], next < plan->count ? &plan->parts[next] : NULL,
-              space->scratch + space->scratch_piece * (size_t)thread);
+    const rz_attention_part *part = part_of_layer(job, task);
+    if (part)
+        rz_attend(&job->shape, &job->cache, part, part_of_layer(job, next),
+                  space->scratch + space->scratch_piece * (size_t)thread);
 }
 
 /* The partial results of one tile: part after part, each [rows * heads][value_dim + 2]. */
@@ -165,12 +178,27 @@ static void merge_task(void *argument, long task, long next, int thread)
     (void)next, (void)thread;
     const attention *job = argument;
     const int d = job->heads->value_dim;
-    const rz_attention_part *part = &job->plan->parts[job->plan->first_parts[task]];
+    const rz_attention_part *part = part_of_layer(job, job->plan->first_parts[job->done.merges + task] - job->done.parts);
+    if (!part)
+        return;
     const long size = (long)part->rows * part->heads * (d + 2);
     const float *sinks = job->shape.sinks ? job->shape.sinks + part->first_head : NULL;
     for (int query = 0; query < part->rows * part->heads; query++)
         rz_merge(part->partial + (long)query * (d + 2), part->parts, size, d, sinks ? sinks + query % part->heads : NULL,
                  part->out + query / part->heads * part->out_stride + query % part->heads * d);
+}
+
+/* Round by round: what is merged makes room for the next one's partial results. */
+static void attend_in_rounds(attention *job, int thread)
+{
+    const rz_attention_plan *plan = job->plan;
+    for (long i = 0; i < plan->num_rounds; i++) {
+        const rz_attention_round *round = &plan->rounds[i];
+        rz_run_stage(job->decoder, thread, RZ_ATTEND, round->parts - job->done.parts, attend_task, job);
+        if (round->merges > job->done.merges)
+            rz_run_stage(job->decoder, thread, RZ_ATTEND, round->merges - job->done.merges, merge_task, job);
+        job->done = *round;
+    }
 }
 
 /* The values of one token for a shared head, in what is exchanged and among what this rank attends. */
@@ -264,6 +292,7 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
         .shape = { heads->kv_heads, heads->lines, heads->key_dim, heads->value_dim, model->block_size,
                    layer->window, model->attention_scale, model->attention_cap, layer->sinks },
         .cache = rz_cache_of(layer),
+        .place = layer->chooses ? (int)(layer - model->layer) : -1,
     };
     if (model->wide_norms && layer->query_norm) { /* delta is free: what it held is in the residual */
         rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, square_heads_task, &job);
@@ -277,154 +306,14 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
     if (decoder->step->num_compressions && !layer->reads_only)
         rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->num_compressions * heads->lines * heads->kv_heads,
                      compress_task, &job);
-    rz_run_stage(decoder, thread, RZ_ATTEND, plan->count, attend_task, &job);
-    if (plan->merges)
-        rz_run_stage(decoder, thread, RZ_ATTEND, plan->merges, merge_task, &job);
+    if (layer->chooses) {
+        rz_summarise(decoder, thread, layer);
+        rz_choose_blocks(decoder, thread, layer, plan);
+    }
+    attend_in_rounds(&job, thread);
     if (!exchange_shared(&job, thread))
         return 0;
     if (layer->gated)
         rz_run_stage(decoder, thread, RZ_ATTEND, decoder->step->tokens, gate_heads_task, &job);
     return 1;
-}
-
-static int parts_of(int keys)
-{
-    return (keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
-}
-
-/* Gives a tile's attention for each shared head to one of its two ranks: to the first as long as it is not above
- * its share of the work so far. Both decide alike, from the plan alone. Notes what is this rank's, as bits. */
-static int share_tile(const rz_heads *heads, rz_attention_plan *plan, int ranks, int rows, long row, int keys)
-{
-    const long work = (long)rows * keys;
-    int mine = 0;
-    for (int i = 0; i < heads->shared_here; i++) {
-        const rz_shared_head *head = &heads->shared[i];
-        const int first = plan->first_work[i] * ranks <= plan->work * head->first_share;
-        plan->first_work[i] += first ? work : 0;
-        mine |= (first == head->is_first) << i;
-    }
-    plan->work += work;
-    if (heads->shared_here)
-        memset(plan->mine + row, mine, (size_t)rows);
-    return mine;
-}
-
-static int is_mine(const rz_heads *heads, int mine, int kv_head)
-{
-    for (int i = 0; i < heads->shared_here; i++)
-        if (heads->shared[i].kv_head == kv_head)
-            return mine >> i & 1;
-    return 1;
-}
-
-/* Tiles that the query heads of a KV head are dealt to. */
-static int tiles_of_group(const rz_heads *heads)
-{
-    return (heads->q_heads / heads->kv_heads + TILE_QUERIES - 1) / TILE_QUERIES;
-}
-
-/* Adds the parts of one tile of rows, for all heads; returns the partial results that they need, in floats. */
-static long plan_tile(const rz_decoder *decoder, const rz_step *step, const rz_heads *heads, rz_attention_plan *plan, const int32_t *table,
-                      int rows, long row, int position, long partial)
-{
-    const int group = heads->q_heads / heads->kv_heads, tiles = tiles_of_group(heads), keys = position + rows;
-    const long queries = (long)heads->q_heads * heads->key_dim, values = (long)heads->q_heads * heads->value_dim;
-    const int parts = parts_of(keys);
-    long used = 0;
-    const int mine = share_tile(heads, plan, decoder->model.ranks, rows, row, keys);
-    for (int tile = 0; tile < heads->kv_heads * tiles; tile++) {
-        const int head = tile / tiles, begin = group * (tile % tiles) / tiles, end = group * (tile % tiles + 1) / tiles;
-        const long column = (long)head * group + begin, size = (long)rows * (end - begin) * (heads->value_dim + 2);
-        if (!is_mine(heads, mine, head))
-            continue;
-        if (parts > 1)
-            plan->first_parts[plan->merges++] = plan->count;
-        for (int part = 0; part < parts; part++) {
-            plan->parts[plan->count++] = (rz_attention_part){
-                .table = table,
-                .slots = step->slots + row,
-                .queries = decoder->space.queries + row * queries + column * heads->key_dim,
-                .out = decoder->space.attended + row * values + column * heads->value_dim,
-                .partial = parts > 1 ? decoder->space.partial + partial + used : NULL,
-                .q_stride = queries,
-                .out_stride = values,
-                .rows = rows,
-                .kv_head = head,
-                .first_head = (int)column,
-                .heads = end - begin,
-                .position = position,
-                .first_key = part * SPLIT_KEYS,
-                .last_key = (int)least((part + 1L) * SPLIT_KEYS, keys),
-                .parts = part ? 0 : parts,
-            };
-            used += parts > 1 ? size : 0;
-        }
-    }
-    return used;
-}
-
-/* Rows that a sequence's first tile is short of: of several, each ends at a multiple of `tile`, so that few of them
- * have rows of two blocks. */
-static int lead_of(int tile, int length, int begin)
-{
-    return length > tile ? begin % tile : 0;
-}
-
-/* Room for the parts of this step's attention. 0 when there is no memory. */
-static int reserve_parts(rz_decoder *decoder, const rz_step *step, const rz_heads *heads, rz_attention_plan *plan,
-                         int tile)
-{
-    long parts = 0, floats = 0;
-    for (int i = 0; i < step->sequences; i++) {
-        const int length = step->query_lens[i], lead = lead_of(tile, length, step->context_lens[i] - length);
-        const long tiles = (length + lead + tile - 1) / tile, each = parts_of(step->context_lens[i]);
-        parts += heads->kv_heads * tiles_of_group(heads) * tiles * each;
-        if (each > 1)
-            floats += (long)heads->q_heads * step->query_lens[i] * each * (heads->value_dim + 2);
-    }
-    return rz_workspace_reserve_attention(plan, step->tokens, parts)
-        && rz_workspace_reserve(&decoder->space, &decoder->model, step->tokens, floats);
-}
-
-static int tile_of(const rz_heads *heads)
-{
-    const int group = heads->q_heads / heads->kv_heads;
-    return group < TILE_QUERIES ? TILE_QUERIES / group : 1;
-}
-
-/* Lists the parts of this step's attention in layers with these heads, the longest first as far as that costs nothing:
- * the last rows of prompts first. */
-static void plan_heads(rz_decoder *decoder, const rz_step *step, const rz_heads *heads, rz_attention_plan *plan)
-{
-    const int tile = tile_of(heads);
-    plan->count = plan->merges = 0;
-    plan->work = plan->first_work[0] = plan->first_work[1] = 0;
-    const int32_t *table = step->block_tables;
-    long row = 0, partial = 0;
-    for (int i = 0; i < step->sequences; i++) {
-        int length = step->query_lens[i], context = step->context_lens[i], begin = context - length;
-        const int lead = lead_of(tile, length, begin);
-        for (int start = (length + lead - 1) / tile * tile - lead; start > -tile; start -= tile) {
-            const int first = start > 0 ? start : 0, rows = (int)least(start + tile, length) - first;
-            partial += plan_tile(decoder, step, heads, plan, table, rows, row + first, begin + first, partial);
-        }
-        row += length;
-        table += (context + decoder->model.block_size - 1) / decoder->model.block_size;
-    }
-}
-
-int rz_reserve_attention(rz_decoder *decoder, const rz_step *step, rz_attention_plan *plans)
-{
-    const rz_model *model = &decoder->model;
-    for (int i = 0; i < model->num_heads; i++)
-        if (!reserve_parts(decoder, step, &model->heads[i], &plans[i], tile_of(&model->heads[i])))
-            return 0;
-    return 1;
-}
-
-void rz_plan_attention(rz_decoder *decoder, const rz_step *step, rz_attention_plan *plans)
-{
-    for (int i = 0; i < decoder->model.num_heads; i++)
-        plan_heads(decoder, step, &decoder->model.heads[i], &plans[i]);
 }

@@ -17,6 +17,7 @@
 #include "quantized.h"
 #include "recurrent.h"
 #include "residual.h"
+#include "sparse.h"
 #include "tail.h"
 
 int64_t rz_now(void)
@@ -349,6 +350,18 @@ static int adapters_exist(const rz_step *step)
     return good;
 }
 
+/* Whether every sequence has a choice, where any has one, and there are summaries where one asks for them. */
+static int choices_exist(const rz_model *model, const rz_step *step)
+{
+    if (!step->num_sparse)
+        return 1;
+    int good = step->num_sparse == step->sequences && rz_choices_are_sound(step->sparse, step->num_sparse);
+    for (long i = 0; good && i < step->num_sparse; i++)
+        for (int layer = 0; step->sparse[i * RZ_CHOICE_FIELDS] == RZ_PAGES && layer < model->layers; layer++)
+            good &= !model->layer[layer].chooses || model->layer[layer].summaries != NULL;
+    return good;
+}
+
 /* A plan that names blocks or rows that do not exist would write over other memory. */
 static int is_sound(const rz_model *model, const rz_step *step)
 {
@@ -363,7 +376,7 @@ static int is_sound(const rz_model *model, const rz_step *step)
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
         && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
         && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && slots_exist(model, step)
-        && adapters_exist(step);
+        && adapters_exist(step) && choices_exist(model, step);
 }
 
 /* Of the step and of its tail. */

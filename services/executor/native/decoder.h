@@ -170,10 +170,13 @@ typedef struct {
     const float *scales;
     int64_t num_hot;
     int64_t codec;
+    /* [blocks, 2, kv_heads, key_dim]: mean and deviation of each block's keys, see sparse.h; NULL: there are none */
+    void *summaries, *cold_summaries;
+    int64_t chooses; /* rows may read some of the blocks before them only */
 } rz_layer;
 
 /* A KV head that this rank and one of its neighbours hold: which of them attends is decided row by row
- * (attention_stages.c), and its outputs are brought to both. */
+ * (attention_plan.c), and its outputs are brought to both. */
 typedef struct {
     int32_t kv_head;     /* among this rank's */
     int32_t slot;        /* among all shared heads of the ring */
@@ -274,6 +277,8 @@ typedef struct {
     int64_t num_adapters;
     int64_t adapter_slots;   /* that every `rz_adapted` has */
     int64_t shrunk_columns;  /* of any adapter in them, at most */
+    const int32_t *sparse;   /* [num_sparse: none, or sequences][7]: which blocks their rows read, see sparse.h */
+    int64_t num_sparse;
 } rz_step;
 
 /* Bytes of linear, layer, model, step, codes, experts, recurrent, latent, adapted and low rank. Whoever fills them asks whether theirs are these. */

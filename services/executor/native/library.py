@@ -199,6 +199,9 @@ class Layer(ctypes.Structure):
         ("scales", c_void_p),
         ("num_hot", c_int64),
         ("codec", c_int64),
+        ("summaries", c_void_p),
+        ("cold_summaries", c_void_p),
+        ("chooses", c_int64),
     ]
 
 
@@ -291,6 +294,8 @@ class Step(ctypes.Structure):
         ("num_snapshots", c_int64),
         ("adapters", c_void_p),
         *((name, c_int64) for name in ("num_adapters", "adapter_slots", "shrunk_columns")),
+        ("sparse", c_void_p),
+        ("num_sparse", c_int64),
     ]
 
 

@@ -62,6 +62,7 @@ static void fill(rz_tail *tail, const rz_model *model, const rz_step *step)
     tail->step.block_tables = tables;
     tail->step.table_blocks = (int32_t)(end - tables);
     tail->step.num_compressions = 0;
+    tail->step.num_sparse = 0; /* its layers read what others have stored, all of it */
 }
 
 int rz_make_tail(rz_decoder *decoder, const rz_step *step)

@@ -85,6 +85,9 @@ int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads)
     space->scratch_piece = rz_attention_scratch();
     if (space->scratch_piece < (size_t)rz_inputs_row(model) * sizeof(float)) /* a row of a table is unpacked there */
         space->scratch_piece = ((size_t)rz_inputs_row(model) * sizeof(float) + LINE - 1) / LINE * LINE;
+    const size_t scoring = 2 * (size_t)space->most_queries * sizeof(float); /* sparse.c */
+    if (space->scratch_piece < scoring)
+        space->scratch_piece = (scoring + LINE - 1) / LINE * LINE;
     return renew(&space->scratch, space->scratch_piece * (size_t)threads);
 }
 
@@ -123,14 +126,43 @@ int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens)
     return there;
 }
 
-int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, long parts)
+enum { SCORES = 4 << 20 /* that are there at once, where one row has no more */ };
+
+/* For the rows that choose blocks. */
+static int reserve_choices(rz_attention_plan *plan, int kv_heads)
 {
-    if (parts <= plan->room && tokens <= plan->tokens)
-        return 1;
-    plan->room = parts * 2;
+    int there = 1;
+    if (plan->num_choices > plan->choice_room) {
+        plan->choice_room = plan->num_choices * 2;
+        there &= renew(&plan->choices, (size_t)plan->choice_room * sizeof *plan->choices);
+        plan->choice_room *= there;
+    }
+    if (plan->num_chosen > plan->chosen_room) {
+        const int got = renew(&plan->chosen, (size_t)plan->num_chosen * 2 * sizeof *plan->chosen);
+        plan->chosen_room = got ? plan->num_chosen * 2 : 0;
+        there &= got;
+    }
+    const long row = plan->most_between * kv_heads;
+    plan->scored_at_once = larger(1, row ? SCORES / row : plan->num_choices);
+    const long scores = row * (plan->scored_at_once < plan->num_choices ? plan->scored_at_once : plan->num_choices);
+    if (scores > plan->score_room) {
+        const int got = renew(&plan->scores, (size_t)scores * sizeof *plan->scores);
+        plan->score_room = got ? scores : 0;
+        there &= got;
+    }
+    return there;
+}
+
+int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, int kv_heads)
+{
+    int there = !plan->num_choices || reserve_choices(plan, kv_heads);
+    if (plan->count <= plan->room && tokens <= plan->tokens)
+        return there;
+    plan->room = plan->count * 2;
     plan->tokens = tokens * 2;
-    int there = renew(&plan->parts, (size_t)plan->room * sizeof *plan->parts);
+    there &= renew(&plan->parts, (size_t)plan->room * sizeof *plan->parts);
     there &= renew(&plan->first_parts, (size_t)plan->room * sizeof *plan->first_parts);
+    there &= renew(&plan->rounds, (size_t)plan->room * sizeof *plan->rounds);
     there &= renew(&plan->mine, (size_t)plan->tokens);
     plan->room *= there;
     plan->tokens *= there;
@@ -141,6 +173,10 @@ void rz_workspace_free_attention(rz_attention_plan *plan)
 {
     free(plan->parts);
     free(plan->first_parts);
+    free(plan->rounds);
+    free(plan->choices);
+    free(plan->chosen);
+    free(plan->scores);
     free(plan->mine);
 }
 

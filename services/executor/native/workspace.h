@@ -50,12 +50,38 @@ typedef struct {
     long most_channels, most_heads, most_norms; /* of all layers */
 } rz_recurrent_space;
 
+/* A row that reads some of the blocks before it only: see sparse.h. */
+typedef struct {
+    const int32_t *table; /* the sequence's block table */
+    int32_t *chosen;      /* [kv_heads, length]: the row's own tables, of the layer at hand */
+    long row;             /* of the step */
+    int first, recent;    /* places in the table: [0, first) and [recent, own] are read */
+    int top;              /* how many of [first, recent) are, those that score best; fewer than there are */
+    int own, length;
+    int dense_layers;     /* first ones, in which all is read */
+} rz_choice;
+
+/* Parts that are computed before their partial results are merged, and make room for others. */
+typedef struct {
+    long parts, merges; /* the ends of both */
+} rz_attention_round;
+
 /* A step's attention in layers whose heads are alike. */
 typedef struct {
     rz_attention_part *parts;
     long *first_parts;   /* [merges]: of what is to be merged */
-    long room;           /* of both */
-    long count, merges;
+    rz_attention_round *rounds;
+    long room;           /* of the three */
+    long count, merges, num_rounds;
+    long partial;        /* floats of partial results in the round that is planned, */
+    long last_partial;   /* in the one before, */
+    long most_partial;   /* and of one tile, at most */
+    rz_choice *choices;
+    long num_choices, choice_room;
+    int32_t *chosen;     /* their tables */
+    long num_chosen, chosen_room;
+    float *scores;       /* [scored_at_once, kv_heads, most_between] */
+    long score_room, scored_at_once, most_between;
     long tokens;         /* that `mine` has room for */
     unsigned char *mine; /* [tokens]: bit i: this rank attends for its shared head i */
     long work, first_work[2]; /* in rows times keys: planned, and for the first rank of each shared head */
@@ -97,7 +123,8 @@ RZ_INLINE long rz_inputs_row(const rz_model *model)
 /* 0 when there is no memory. */
 int rz_workspace_new(rz_workspace *space, const rz_model *model, int threads);
 int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens, long partial);
-int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, long parts);
+/* For as many parts, choices and tables as the plan says. */
+int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, int kv_heads);
 void rz_workspace_free_attention(rz_attention_plan *plan);
 int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens);
 /* Notes what a recurrent layer needs. */

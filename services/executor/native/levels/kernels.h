@@ -16,6 +16,8 @@
 #define rz_best_of RZ_OF_LEVEL(rz_best_of)
 #define rz_cache_of RZ_OF_LEVEL(rz_cache_of)
 #define rz_compress_plane RZ_OF_LEVEL(rz_compress_plane)
+#define rz_choices_are_sound RZ_OF_LEVEL(rz_choices_are_sound)
+#define rz_choose_blocks RZ_OF_LEVEL(rz_choose_blocks)
 #define rz_choose_experts RZ_OF_LEVEL(rz_choose_experts)
 #define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
 #define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
@@ -63,6 +65,7 @@
 #define rz_quantized_panel RZ_OF_LEVEL(rz_quantized_panel)
 #define rz_quantized_panel_bytes RZ_OF_LEVEL(rz_quantized_panel_bytes)
 #define rz_quantized_row RZ_OF_LEVEL(rz_quantized_row)
+#define rz_reads_some RZ_OF_LEVEL(rz_reads_some)
 #define rz_recur_rows RZ_OF_LEVEL(rz_recur_rows)
 #define rz_recurrent_channels RZ_OF_LEVEL(rz_recurrent_channels)
 #define rz_recurrent_inner RZ_OF_LEVEL(rz_recurrent_inner)
@@ -81,6 +84,7 @@
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
+#define rz_summarise RZ_OF_LEVEL(rz_summarise)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)
@@ -99,6 +103,7 @@
 #include "../activations.c"
 #include "../adapters.c"
 #include "../attention.c"
+#include "../attention_plan.c"
 #include "../attention_stages.c"
 #include "../codec.c"
 #include "../decoder.c"
@@ -114,6 +119,7 @@
 #include "../quantized_pack.c"
 #include "../recurrent.c"
 #include "../residual.c"
+#include "../sparse.c"
 #include "../tail.c"
 #include "../unpack.c"
 #include "../workspace.c"

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.collectives.shared_memory import SharedMemory, make_area
 from services.executor.core.engine import EngineSpec, RestoreFailed, SampledToken
-from services.executor.core.layer_state import page_layers
+from services.executor.core.layer_state import choosing_pages, page_layers
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
@@ -78,6 +78,8 @@ class Ranks:
         hot: int,
         cold: int,
         world_size: int,
+        *,
+        summaries: bool = False,
     ) -> None:
         config = load_config(directory)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
@@ -90,7 +92,9 @@ class Ranks:
             model = load_model(directory, torch.bfloat16, layout, collectives, CPU, lambda done, total: None)
             states = layer_states(config, layout)
             slot = tuple(state.slot for state in states if state.slot)
-            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot)
+            choosing = choosing_pages(states)
+            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing)
+            shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
             store = KvStore(shape, hot, CPU, cold, STATES if slot else 0)
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
@@ -158,7 +162,7 @@ class ExactRing:
         spec = EngineSpec(
             ranks.block_size, ranks.hot, ranks.context, ranks.vocabulary, num_cold=cuts.num_cold,
             num_host=SLOTS if cuts.spills else 0, copies_per_step=4, num_states=ranks.states,
-            state_blocks=ranks.state_blocks,
+            state_blocks=ranks.state_blocks, sparse=["pages", "window"],
         )  # fmt: skip
         settings = BatchSettings(
             cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.native.library import why_not
-from shared.messages import GenerationRequest, SamplingParams
+from shared.messages import GenerationRequest, SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said
 from tests.unit.executor.model.tiny import make_model
 
@@ -29,8 +29,12 @@ class Case(NamedTuple):
     world_size: int
     prompts: tuple[int, ...]
     outputs: int
+    sparse: SparseAttention | None = None
+    """What most of its requests ask for."""
 
 
+PAGES = SparseAttention(threshold=12, sinks=5, recent=7, budget=8, share=0.25, dense_layers=1)
+WINDOW = SparseAttention("window", threshold=12, sinks=5, recent=7, dense_layers=0)
 SMALL = {"head_dim": 32}
 RECURRENT = {
     **SMALL,
@@ -87,6 +91,21 @@ CASES = {
         (500, 530),
         30,
     ),
+    "sparse": Case(SMALL, "llama", [INT8, FP8, INT8], 4, 1, (9, 33, 60), 24, PAGES),
+    "sparse as written": Case(SMALL, "llama", [], 4, 1, (9, 33, 60), 24, PAGES),
+    "sinks": Case({**SMALL, "sliding_window": 10}, "gemma2", [INT8] * 3, 4, 1, (9, 33, 60), 24, WINDOW),
+    "sparse beside states": Case(RECURRENT, "qwen3_5_text", [INT8], 4, 1, (40, 70), 24, PAGES),
+    "sparse on three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 33, 60), 24, PAGES),
+    "sparse over parts": Case(
+        {**SMALL, "max_position_embeddings": 1400, "num_hidden_layers": 2},
+        "llama",
+        [INT8] * 2,
+        16,
+        1,
+        (1200, 1000),
+        20,
+        SparseAttention(threshold=256, sinks=16, recent=64, budget=560, share=0.5, dense_layers=0),
+    ),
 }
 
 
@@ -100,7 +119,7 @@ class Ring:
 
 TAKE_LONG = (
     *("three ranks", "two ranks", "recurrent on two ranks", "latent on two ranks"),
-    *("keys of other layers on two ranks", "long"),
+    *("keys of other layers on two ranks", "long", "sparse on three ranks", "sparse over parts"),
 )
 """Seven seconds and more. `make test` has the codecs, windows and families on one rank."""
 
@@ -112,7 +131,9 @@ TAKE_LONG = (
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     case = CASES[request.param]
     directory = make_model(Path(tmp_path_factory.mktemp("model")), case.model_type, **case.model)
-    ranks = Ranks(directory, case.codecs, case.block_size, 160, 400, case.world_size)
+    ranks = Ranks(
+        directory, case.codecs, case.block_size, 160, 400, case.world_size, summaries=bool(case.sparse)
+    )
     requests = list(_requests(case))
     alone = ExactRing(ranks, ALONE)
     alone.run(requests)
@@ -132,7 +153,10 @@ def _requests(case: Case) -> Iterator[GenerationRequest]:
             prompt = [(7 * i + at) % 120 for i in range(length - twin)] + [3] * twin
             params = ways[(2 * at + twin) % len(ways)]
             name = f"{length}-{twin}"
-            yield GenerationRequest(name, "r", "m", "c", prompt, case.outputs, params, session=name)
+            sparse = case.sparse if not (twin and at % 2) else None
+            yield GenerationRequest(
+                name, "r", "m", "c", prompt, case.outputs, params, session=name, sparse=sparse
+            )
 
 
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
