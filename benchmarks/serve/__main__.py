@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.report import Report, Setting, machine, markdown, show, versions
-from benchmarks.serve.runner import Target, choose_model, run_round, server_measure, warm_up
+from benchmarks.serve.runner import Between, Target, choose_model, run_round, server_measure, warm_up
 from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
 from benchmarks.serve.workloads import (
@@ -67,6 +67,7 @@ class Plan:
     vocabulary: Vocabulary | None = None
     needs_done: bool = True
     keep_alive: bool = True
+    between: Between | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,7 @@ async def _run_rounds(
                     loads[index][at],
                     arrival_seed=plan.seed + at,
                     on_request=_advance(progress, task),
+                    between=plan.between,
                 )
             )
     return found
@@ -293,6 +295,15 @@ def main(
         str | None,
         typer.Option(help="JSON object merged into every request; null takes a field out."),
     ] = None,
+    think: Annotated[
+        float, typer.Option(min=0, help="Seconds between an answer and the session's next turn (W4, W4s).")
+    ] = 0.0,
+    prefill_ahead: Annotated[
+        bool,
+        typer.Option(
+            "--prefill-ahead", help="Have the conversation computed ahead while a user thinks: with --think."
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take in all.")] = 600.0,
     json: Annotated[Path | None, typer.Option(help="Write everything, each round too, to this file.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
@@ -314,6 +325,7 @@ def main(
             seed=secrets.randbits(32) if seed is None else seed,
             timeout=timeout,
             command=_command_line(sys.argv[1:], api_key),
+            between=Between(think, prefill_ahead) if think or prefill_ahead else None,
         )
         with progress_bars() as progress:
             report = run_to_end(plan, progress)

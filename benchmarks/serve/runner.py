@@ -54,6 +54,11 @@ class Target:
         }
         return {name: value for name, value in fields.items() if value is not None}
 
+    def unstreamed(self, contents: Sequence[str]) -> dict[str, object]:
+        """A request for one token behind a conversation, whole."""
+        body = self.body(conversation(contents), 1)
+        return {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+
 
 async def choose_model(client: Client, wanted: str | None) -> str:
     """`wanted` if the server lists it or lists none, by default the server's first. Raises BenchError
@@ -80,9 +85,7 @@ def server_measure(target: Target) -> Measure:
     """Counts a conversation's tokens by the usage field of a one-token answer."""
 
     async def measure(contents: Sequence[str]) -> int:
-        body = target.body(conversation(contents), 1)
-        del body["stream"]
-        body.pop("stream_options", None)
+        body = target.unstreamed(contents)
         answer = await target.client.post("/v1/chat/completions", body)
         if answer.status != 200:
             raise BenchError(f"A request of one token was refused with {_http_fault(answer)}.")
@@ -117,10 +120,12 @@ async def run_round(
     *,
     arrival_seed: int,
     on_request: Callable[[Sample], None],
+    between: "Between | None" = None,
 ) -> Summary:
-    """Play all sessions and measure. `on_request` is told of each request that has ended."""
+    """Play all sessions and measure. `on_request` is told of each request that has ended. `between`: what happens
+    between two turns of a session; None: nothing."""
     cpu = time.process_time()
-    play = _Player(target, workload.output_tokens, on_request)
+    play = _Player(target, workload.output_tokens, on_request, between)
     if workload.rate is None:
         await _closed_loop(play, workload.clients, sessions)
     else:
@@ -151,11 +156,28 @@ async def _open_loop(play: "_Player", arrivals: Iterator[float], sessions: Seque
             group.create_task(play.session(session, planned))
 
 
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What a session's user does between two turns."""
+
+    think: float
+    """Seconds for which the next message is written."""
+    prefill: bool
+    """Whether the conversation is computed ahead meanwhile (`/v1/sessions/{id}/prefill`)."""
+
+
 class _Player:
     """Plays sessions and collects their samples."""
 
-    def __init__(self, target: Target, output_tokens: int, on_request: Callable[[Sample], None]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        output_tokens: int,
+        on_request: Callable[[Sample], None],
+        between: Between | None,
+    ) -> None:
         self.target = target
+        self._between = between
         self.samples: list[Sample] = []
         self._output_tokens = output_tokens
         self._on_request = on_request
@@ -166,6 +188,11 @@ class _Player:
         headers = {"X-Session-ID": session.session_id} if session.session_id else {}
         contents: list[str] = []
         for turn, message in enumerate(session.messages):
+            if turn and self._between is not None:
+                fault = await self._think(self._between, session, contents)
+                if fault:
+                    self._fail_turns(turn, len(session.messages), time.perf_counter(), fault)
+                    return
             contents.append(message)
             body = self.target.body(conversation(contents), self._output_tokens)
             late = time.perf_counter() - planned if planned is not None else 0.0
@@ -174,15 +201,27 @@ class _Player:
             sample = _sample(answer, turn, late)
             self._record(sample)
             if sample.error is not None:
-                self._fail_turns(turn + 1, len(session.messages), sample)
+                why = "not sent: an earlier turn failed"
+                self._fail_turns(turn + 1, len(session.messages), sample.finished, why)
                 return
             contents.append("".join(answer.text))
 
-    def _fail_turns(self, first: int, turns: int, cause: Sample) -> None:
+    async def _think(self, between: Between, session: Session, contents: Sequence[str]) -> str:
+        """Until the next turn is sent; what has gone wrong, or nothing."""
+        pause = asyncio.create_task(asyncio.sleep(between.think))
+        if between.prefill:
+            body = self.target.unstreamed(contents)
+            path = f"/v1/sessions/{session.session_id}/prefill?wait=0"
+            answer = await self.target.client.post(path, body)
+            if answer.status not in (200, 202):
+                pause.cancel()
+                return f"--prefill-ahead was refused with {_http_fault(answer)}"
+        await pause
+        return ""
+
+    def _fail_turns(self, first: int, turns: int, at: float, why: str) -> None:
         for turn in range(first, turns):
-            self._record(
-                Sample(cause.finished, cause.finished, turn, error="not sent: an earlier turn failed")
-            )
+            self._record(Sample(at, at, turn, error=why))
 
     def _record(self, sample: Sample) -> None:
         self.samples.append(sample)

@@ -59,6 +59,8 @@ class FakeServer:
     """Close the connection in the middle of the stream's body."""
     silent: bool = False
     """Never answer a streamed request."""
+    lacks: str = ""
+    """What is asked without a stream below a path with this in it gets 404."""
     fail_after: int | None = None
     """Answer this many streamed requests; then 503."""
     requests: list[Request] = field(default_factory=list)
@@ -133,7 +135,9 @@ async def _read(fake: FakeServer, reader: asyncio.StreamReader) -> Request | Non
 async def _answer(
     fake: FakeServer, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    if not request.body.get("stream"):
+    if fake.lacks and fake.lacks in request.path:
+        writer.write(_plain(404, b"{}"))
+    elif not request.body.get("stream"):
         writer.write(_plain(200, json.dumps(_unstreamed(fake, request)).encode()))
     elif fake.silent:
         await reader.read()  # until the client gives up

@@ -114,6 +114,25 @@ async def test_sessions_keep_their_answers_and_their_id() -> None:
         assert [request.prompt_tokens for request in turns] == [100, 264, 428, 592]
 
 
+async def test_conversations_are_computed_ahead_between_their_turns() -> None:
+    async with serving() as fake:
+        options = ["--workload", "w4", "--requests", "8", "--think", "0.01", "--prefill-ahead"]
+        result = await bench(fake.url, *options)
+    assert result.exit_code == 0, result.output
+    ahead = [request for request in fake.requests if "/prefill" in request.path]
+    asked = {request.headers["x-session-id"] for request in fake.streamed[1:]}
+    assert {request.path.split("/")[3] for request in ahead} == asked
+    assert sorted(len(request.body["messages"]) for request in ahead) == [2, 2, 4, 4, 6, 6]
+    assert all("stream" not in request.body for request in ahead)
+
+
+async def test_a_server_that_computes_nothing_ahead_is_told_of() -> None:
+    async with serving(lacks="/prefill") as fake:
+        result = await bench(fake.url, "--workload", "w4", "--requests", "4", "--prefill-ahead")
+    assert result.exit_code == 1
+    assert "--prefill-ahead was refused with HTTP 404" in result.output
+
+
 async def test_with_a_tokenizer_the_server_is_asked_for_the_template_only(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
