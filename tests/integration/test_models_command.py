@@ -181,6 +181,12 @@ async def test_a_model_comes_is_changed_and_goes(command: Command, cluster: Clus
     assert "keep the settings" not in await command.run("set", "chat", "--no-pin")
     told = await command.run("set", "chat", "--setting", "context_length=4096")
     assert "Its groups keep the settings that they were loaded with: `ryzanstein models unload chat`" in told
+    told = await command.run("set", "chat", "--sparse-attention", "window,recent=4096")
+    assert "keep the settings" not in told, "a window needs nothing that groups keep"
+    assert "sparse_attention  window,recent=4096" in await command.run("show", "chat")
+    assert "keep the settings" in await command.run("set", "chat", "--sparse-attention", "on")
+    assert "keep the settings" in await command.run("set", "chat", "--sparse-attention", "")
+    assert "sparse" not in await command.run("show", "chat")
     assert "chat is unloaded" in await command.run("unload", "chat", "--force")
     entry = await cluster.registry.get("chat")
     assert entry is not None
@@ -225,6 +231,12 @@ async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> No
         await command.run("set", "large", "--setting", "tp=99")
     with pytest.raises(ConfigurationError, match=r"`settings\.tpp`; tp may be meant"):
         await command.run("set", "large", "--setting", "tpp=1")
+    with pytest.raises(
+        ConfigurationError, match="--sparse-attention: 'much' is none of on, off, pages, window"
+    ):
+        await command.run("set", "large", "--sparse-attention", "much")
+    with pytest.raises(ConfigurationError, match="`sparse_attention.threshold` cannot be so: it is 9, below"):
+        await command.run("set", "large", "--sparse-attention", "threshold=9")
     with pytest.raises(ConfigurationError, match="KEY=VALUE"):
         await command.run("set", "large", "--setting", "tp")
     with pytest.raises(ConfigurationError, match="Nothing is to be changed"):

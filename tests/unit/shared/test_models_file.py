@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.messages import SparseAttention
 from shared.messages.registry import ModelSettings, ModelSpec
 from shared.models_file import MAX_BYTES, MAX_TOLD, ModelsFileError, read_models_file, to_yaml
 from shared.registry import DeclaredAdapter, check_all
@@ -31,6 +32,14 @@ models:
     revision: 123
     name: d
     idle: 2099-99-99
+  - name: e
+    sparse_attention: {kind: most, bugdet: 3}
+  - name: f
+    sparse_attention:
+      recent: 64
+      budget: 0
+  - name: g
+    sparse_attention: pages
 other: 1
 """
 TOLD = [
@@ -49,7 +58,10 @@ TOLD = [
     (20, "`revision` is text, not 123"),
     (21, "`name` stands in line 19 already"),
     (22, "`idle` is a number of seconds"),
-    (23, "There is no `other`; there are: models"),
+    (24, "no 'bugdet'; there are: kind, threshold"),
+    (28, "`sparse_attention.budget` cannot be so: it is 0, below one token"),
+    (30, "`sparse_attention` cannot be so: it is true, false, or a mapping of kind"),
+    (31, "There is no `other`; there are: models"),
 ]
 
 
@@ -184,6 +196,9 @@ models:
             pinned=st.booleans(),
             idle=st.floats(0, 1e6),
             aliases=st.lists(_NAMES, max_size=3),
+            sparse_attention=st.sampled_from(
+                [None, True, False, SparseAttention("window"), SparseAttention(budget=16, share=0.5)]
+            ),
         ),
         max_size=4,
     )
