@@ -37,7 +37,7 @@ DEEP = (
         "guided_grammar",
     ),
     *("chat_template_kwargs", "text", "reasoning", "service_tier", "verbosity"),
-    *("format", "think", "raw", "instruction"),
+    *("format", "think", "raw", "instruction", "sparse_attention"),
 )
 """Fields whose values have a language of their own."""
 _ID = re.compile(rb'"id":"((?:chatcmpl-|cmpl-|msg_|msgbatch_|resp_|file-|batch_)[0-9a-f]{24,32}[a-z]*)"')
@@ -105,6 +105,8 @@ def _fit_ollama(path: str, body: dict[str, Any], number: int) -> dict[str, Any]:
     if path == "/api/create":
         return {"model": f"model-{number % 5}", "from": MODEL}
     body.pop("dimensions", None)  # the model has few
+    if isinstance(body.get("options"), dict):
+        body["options"].pop("sparse_attention", None)
     if path == "/api/embed" and number % 4:
         return body | {"input": "Hi"}
     if isinstance(body.get("messages"), list):
