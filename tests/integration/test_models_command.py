@@ -235,7 +235,9 @@ async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> No
         ConfigurationError, match="--sparse-attention: 'much' is none of on, off, pages, window"
     ):
         await command.run("set", "large", "--sparse-attention", "much")
-    with pytest.raises(ConfigurationError, match="`sparse_attention.threshold` cannot be so: it is 9, below"):
+    with pytest.raises(
+        ConfigurationError, match=r"`sparse_attention\.threshold` cannot be so: it is 9, below"
+    ):
         await command.run("set", "large", "--sparse-attention", "threshold=9")
     with pytest.raises(ConfigurationError, match="KEY=VALUE"):
         await command.run("set", "large", "--setting", "tp")

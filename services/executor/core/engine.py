@@ -130,6 +130,8 @@ def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:
         activation=spec.activation,
         draft_model=spec.draft_model,
         draft_left_out=spec.draft_left_out,
+        sparse=spec.sparse,
+        page_tokens=spec.block_size,
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from services.executor.core.step_plan import to_bytes
 from shared.errors import InvalidRequest
 from shared.messages import SparseAttention
+from shared.sparse_attention import WrongChoice, check
 
 FIELDS = 7
 """Numbers of a choice in a plan: kind, threshold, sinks, recent, budget, share in millionths, dense layers."""
@@ -20,7 +21,6 @@ DENSE, PAGES, WINDOW = 0, 1, 2
 """Kinds, as plans and kernels number them."""
 MILLION = 1_000_000
 KINDS = {"pages": PAGES, "window": WINDOW}
-LARGEST = (1 << 31) - 1
 DEVIATIONS = 1.0
 """How many times its keys' deviation a page's score is above that of their mean; native kernels have the same."""
 
@@ -83,16 +83,8 @@ def problem_with(wanted: SparseAttention, block_size: int, kinds: list[str]) -> 
             f"This group keeps no page summaries, so sparse_attention of kind {wanted.kind!r} cannot be computed; "
             "start it with --sparse-attention, ask for kind 'window', or leave sparse_attention out."
         )
-    for name in ("threshold", "sinks", "recent", "budget", "dense_layers"):
-        if not 0 <= getattr(wanted, name) <= LARGEST:
-            return InvalidRequest(
-                f"sparse_attention's {name} is {getattr(wanted, name)} and must be between 0 and {LARGEST}."
-            )
-    if not 0.0 <= wanted.share <= 1.0:
-        return InvalidRequest(f"sparse_attention's share is {wanted.share} and must be between 0 and 1.")
-    if wanted.kind == "pages" and wanted.budget < block_size:
-        return InvalidRequest(
-            f"sparse_attention's budget is {wanted.budget} tokens, less than one KV block of {block_size}; ask for "
-            f"{block_size} or more."
-        )
+    try:
+        check(wanted, block_size)
+    except WrongChoice as error:
+        return InvalidRequest(f"sparse_attention's {error.field} cannot be so: {error}.")
     return None

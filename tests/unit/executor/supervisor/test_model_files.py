@@ -14,7 +14,7 @@ from services.executor.supervisor.metrics import GpuReader
 from services.executor.supervisor.model_files import ResidentFiles, StoredModel, size_of
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.messages import ModelSettings, ModelSpec
+from shared.messages import ModelSettings, ModelSpec, SparseAttention
 
 CONFIG = {
     "torch_dtype": "bfloat16",
@@ -103,6 +103,13 @@ def test_settings_of_a_model_are_those_of_its_host_but_for_its_own(tmp_path: Pat
     told = (found.tp, found.context_length, found.max_waiting, found.served_model_name, found.model)
     assert told == (2, 64, 7, "m", "org/m")
     assert found.handover_port == 0
+    for choice, keeps in ((None, False), (True, True), (SparseAttention("window"), False)):
+        assert settings_of(host, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
+    choosing = host.model_copy(update={"sparse_attention": True})
+    for choice, keeps in ((None, True), (False, False), (SparseAttention("window"), True)):
+        assert (
+            settings_of(choosing, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
+        )
     with pytest.raises(ConfigurationError, match="speculation"):
         settings_of(host, ModelSpec("m", "org/m", settings=ModelSettings(speculation="much")))
 
