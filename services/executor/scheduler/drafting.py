@@ -289,7 +289,8 @@ class Drafter:
 
     def _would_lack(self, chunk: Chunk, decodes: int) -> bool:
         sequence = chunk.sequence
-        if not _is_up_to_date(sequence) or not self._keeps_up(sequence, decodes):
+        ends = chunk.samples and chunk.length == 1 and not self._limit(sequence)  # with the next token
+        if ends or not _is_up_to_date(sequence) or not self._keeps_up(sequence, decodes):
             return False
         if sequence not in self._proposals:
             return True

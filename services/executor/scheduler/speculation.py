@@ -58,7 +58,7 @@ _FIRST_PASS = 0.2
 """Before a pass of the draft model was timed: what it takes, of a step."""
 _PAYS, _STILL_PAYS = 1.05, 1.0
 """Tokens per second with the draft model, against those without it, from which it is used, and down to which."""
-_TRIAL = 32
+_TRIAL = 16
 """Steps for which a draft model that does not pay is tried again."""
 _FIRST_REST, _LONGEST_REST = 512, 16384
 """Steps until then: twice as many after each trial in vain."""

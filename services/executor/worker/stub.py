@@ -246,6 +246,7 @@ class StubEngine:
             labels=[STUB_LABEL],
             activation="sigmoid",
             sparse=["pages", "window"],
+            drafts=settings.draft_right > 0,
         )
 
     def adapter_digest(self, directory: Path) -> str:

@@ -1,13 +1,21 @@
 """The leader's steps, one after the other and one ahead, with an engine that checks its memory."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from services.executor.core.engine import EngineSpec, Launched, SampledToken
+from services.executor.core.engine import (
+    BadLogits,
+    DraftPlan,
+    DraftToken,
+    EngineSpec,
+    Launched,
+    SampledToken,
+)
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
@@ -18,9 +26,12 @@ from services.executor.leader.step_loop import Stepping, looks_ahead
 from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
+from services.executor.scheduler.drafting import Drafter
 from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import Launches
 from shared.errors import RingLost
+from tests.unit.executor.scheduler.fake_draft_model import FakeDraftModel
+from tests.unit.executor.scheduler.fake_drafter import DevotedModel
 from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, ask
 
@@ -35,6 +46,15 @@ class NotedEngine:
         self.bad: dict[int, set[int]] = {}
         """Rows that are no numbers, by step."""
         self.lost_at = 0
+        self.model = FakeDraftModel(self.fake, random.Random(5), right=1.0)
+        self.bad_round = 0
+        """The step whose round is no numbers."""
+
+    def draft(self, plan: DraftPlan, samples: Sequence[SamplingState]) -> list[list[DraftToken]]:
+        self.noted.append(("draft", plan.plan.step))
+        if plan.plan.step == self.bad_round:
+            raise BadLogits([0])
+        return self.model.draft(plan, list(samples))
 
     def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         self.noted.append(("execute", plan.step))
@@ -50,17 +70,24 @@ class NotedEngine:
         if plan.step == self.lost_at:
             raise RingLost("A rank is gone.")
         self.fake.bad_rows = self.bad.get(plan.step, set())
-        return self.fake.execute(plan, list(samples))
+        self.model.copy(plan)
+        try:
+            return self.fake.execute(plan, list(samples))
+        finally:
+            self.model.step(plan)
 
 
 class Ring:
     """A batcher, its steps and what they have given."""
 
-    def __init__(self, directory: Path, *, lookahead: bool) -> None:
-        self.spec = EngineSpec(BLOCK, 64, 200, VOCAB)
+    def __init__(self, directory: Path, *, lookahead: bool, drafts: int = 0) -> None:
+        self.spec = EngineSpec(BLOCK, 64, 200, VOCAB, drafts=drafts > 0)
         board = RingBoard(directory / "board", 1, create=True)
         self.flight = FlightRecorder.beside(directory / "board", 1, create=True)
-        self.batcher = ContinuousBatcher(self.spec, BatchSettings(16, 4))
+        settings = BatchSettings(16, 4, max_drafts=drafts)
+        drafter = Drafter(self.spec, settings)
+        drafter._speculation.model = DevotedModel(drafts)
+        self.batcher = ContinuousBatcher(self.spec, settings, drafter=drafter)
         self.engine = NotedEngine(self.spec)
         self.grammars = GrammarWork()
         self.thread = ThreadPoolExecutor(max_workers=1)
@@ -87,6 +114,7 @@ class Ring:
 
     async def run(self, *, ahead: bool = True) -> None:
         while self.batcher.has_work:
+            await self.steps.draft()
             assert self.steps.plan()
             while self.steps.under_way:
                 self.take(await self.steps.finish(ahead=ahead))
@@ -181,6 +209,35 @@ async def test_a_lost_rank_ends_the_ring(ring: Ring) -> None:
     ring.engine.lost_at = 3
     with pytest.raises(RingLost):
         await ring.run()
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+async def test_rounds_of_the_draft_model_come_between_steps(tmp_path: Path, lookahead: bool) -> None:
+    ring = Ring(tmp_path, lookahead=lookahead, drafts=3)
+    expected = dict(add(ring))
+    await ring.run()
+    assert ring.text == expected
+    counts, totals = ring.batcher.drafter.model, ring.board.totals
+    assert 3 < counts.accepted <= counts.drafted, "a stop token cuts what is right"
+    assert counts.seconds > 0
+    rounds = [step for kind, step in ring.engine.noted if kind == "draft"]
+    assert counts.passes == ring.batcher.step - totals.steps
+    assert ring.told == totals.steps + len(rounds), "tokens go out meanwhile"
+    plans = {plan.step: plan for plan in ring.flight.plans.read()}
+    assert set(rounds) <= set(plans)
+    assert all(plan.ms > 0 for plan in plans.values())
+    ring.close()
+
+
+async def test_a_round_that_is_no_numbers_is_done_without(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, lookahead=False, drafts=3)
+    expected = dict(add(ring))
+    ring.engine.bad_round = 2
+    await ring.run()
+    assert ring.text == expected
+    assert [step for kind, step in ring.engine.noted if kind == "draft"] == [2]
+    assert ring.batcher.load().free_blocks == 64
+    ring.close()
 
 
 @pytest.mark.parametrize(

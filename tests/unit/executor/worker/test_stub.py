@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from services.executor.core.engine import Engine, EngineSpec
+from services.executor.core.engine import DraftPlan, Engine, EngineSpec
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker.stub import FAULT_TOKEN, STUB_EOS_TOKEN, StubEngine, StubSettings, stub_token
@@ -164,3 +166,23 @@ def test_a_step_can_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", sleep)
     with pytest.raises(InterruptedError):
         faulty("hang")
+
+
+def test_its_draft_model_is_right_as_often_as_set() -> None:
+    slept: list[float] = []
+    engine = StubEngine(StubSettings(draft_right=0.7, draft_ms=2.0), slept.append)
+    spec = engine.load(lambda done, total: None)
+    assert spec.drafts
+    samples = [SamplingState(SamplingParams(seed=seed), [1], []) for seed in range(100)]
+    drafted = engine.draft(DraftPlan(StepPlan(1, 0, *[b""] * 7), 8, b""), samples)
+    assert slept == pytest.approx([0.016])
+    right = [
+        one.token == stub_token(seed, position)
+        for seed, row in enumerate(drafted)
+        for position, one in enumerate(row)
+    ]
+    assert len(right) == 800
+    assert 0.65 < sum(right) / len(right) < 0.75
+    assert engine.seconds(StepPlan(1, 0, *[b""] * 7, followed=True)) == pytest.approx(0.002)
+    with pytest.raises(InternalError, match="no draft model"):
+        StubEngine(StubSettings()).draft(DraftPlan(StepPlan(1, 0, *[b""] * 7), 1, b""), [])
