@@ -427,6 +427,13 @@ HELD_REQUESTS = Limit(
 HELD_BYTES = Limit(
     "held_bytes", 256 << 20, "bytes", "requests taken from the queue", "scheduler", "RYZANSTEIN_HELD_BYTES"
 )
+KNOWN_BEGINNINGS = Limit(
+    "known_beginnings",
+    1 << 16,
+    "entries",
+    "prompts' beginnings of which it is known who was sent them",
+    "scheduler",
+)
 RECENT_FRAMES = Limit(
     "recent_frames",
     8192,

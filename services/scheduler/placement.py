@@ -4,6 +4,8 @@
     no session           the home of the longest beginning that its prompt has a name for, within the same bound
     with an adapter      a group that has it in memory, else the adapter's home, unless another would answer sooner by
                          more than `ADAPTER_TOKENS` take; the home of a beginning only if it has the adapter
+    a later attempt      whose ring is lost: the ring that was sent a prompt with the longest common beginning, within
+                         the same bound, since that need not be computed again
     otherwise            the soonest of a sample of the open groups; equals take turns
 
     expected seconds:     home, all cached     best, nothing cached          slack
@@ -16,7 +18,8 @@ went to was within TOLERANCE of every other with nothing cached, so while the lo
 with the session's tokens cached, however long its prompt has become. (Of more than `SAMPLE` open groups it was
 so among the sample; there the slack and the time keep it in place.)
 
-What one scheduler decides another one would: homes follow from names alone, pins are agreed upon. The sample
+Of what rings were sent a scheduler knows its own part alone: another one may choose otherwise after a loss. Else what
+one scheduler decides another one would: homes follow from names alone, pins are agreed upon. The sample
 is random so that schedulers which see the same stale figures do not all choose the same group.
 """
 
@@ -32,6 +35,7 @@ import structlog
 
 from services.scheduler.groups import Group, GroupTable
 from services.scheduler.request import Prefix, WaitingRequest
+from shared import limits
 from shared.errors import RyzansteinError
 from shared.messages import SessionPin
 from shared.nats.kv import Bucket
@@ -43,6 +47,8 @@ TOLERANCE = 1.05
 ADAPTER_TOKENS = 1024
 """What it is worth, in prompt tokens, to compute a request where its LoRA adapter is in memory: elsewhere that would
 be read from disk, and another's might have to make way."""
+RINGS = 4
+"""Of those that have a beginning so many are remembered."""
 HOLD = 30.0
 """Seconds that a session stays, at least, with the ring that it has moved to."""
 
@@ -61,6 +67,35 @@ class Decision(msgspec.Struct, frozen=True):
     reason: Reason
 
 
+class Beginnings:
+    """Which rings were sent prompts with which beginnings, the latest ones: they may have their KV blocks still, in
+    memory or in a spill tier."""
+
+    def __init__(self, most: int = limits.KNOWN_BEGINNINGS.value) -> None:
+        self._rings: OrderedDict[int, dict[str, int]] = OrderedDict()
+        """Epochs by group, by the name of a beginning."""
+        self._most = most
+
+    def sent(self, prefixes: Iterable[Prefix], group: str, epoch: int) -> None:
+        """A ring has accepted a prompt with these; what was not met with for longest is forgotten."""
+        for prefix in prefixes:
+            rings = self._rings.setdefault(prefix.key, {})
+            rings.pop(group, None)
+            rings[group] = epoch
+            if len(rings) > RINGS:
+                del rings[next(iter(rings))]
+            self._rings.move_to_end(prefix.key)
+        while len(self._rings) > self._most:
+            self._rings.popitem(last=False)
+
+    def rings(self, prefix: Prefix) -> list[tuple[str, int]]:
+        """(group, epoch) of those with a beginning, the one that was sent it last first."""
+        return list(reversed(self._rings.get(prefix.key, {}).items()))
+
+    def __len__(self) -> int:
+        return len(self._rings)
+
+
 class Placement:
     """Chooses groups out of a table. Times are unix seconds."""
 
@@ -69,6 +104,11 @@ class Placement:
         self._table = table
         self._sticky_tokens = sticky_tokens
         self._random = random.Random(seed)
+        self._beginnings = Beginnings()
+
+    def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
+        """A ring has taken `item`."""
+        self._beginnings.sent(item.prefixes, group, epoch)
 
     def alive(self, model: str, pin: SessionPin) -> bool:
         """Whether the ring that `pin` names still stands, with the session's cache."""
@@ -80,9 +120,16 @@ class Placement:
         best = self._soonest(item)
         if best is None:
             return None
-        if pin is not None:
+        if pin is not None and self.alive(item.model, pin):
             return self._by_pin(item, pin, best, now)
-        home = self._home(item, best) if item.prefixes else None
+        kept = self._that_has(item, best) if item.attempt else None
+        if pin is not None:
+            return Decision(kept or best, "moved")
+        if item.session:
+            home = None
+            best = kept or best
+        else:
+            home = kept or self._home(item, best)
         if home is not None and (not item.adapter or item.adapter in home.adapters):
             return Decision(home, "prefix")
         holder = self._holder(item, best) if item.adapter else None
@@ -105,8 +152,7 @@ class Placement:
         return None
 
     def _by_pin(self, item: WaitingRequest, pin: SessionPin, best: Group, now: float) -> Decision:
-        if not self.alive(item.model, pin):
-            return Decision(best, "moved")
+        """Of a pin to a ring that stands."""
         home = self._table.get(pin.group)
         assert home is not None, "a living ring is in the table"
         if home.may_take(item.lane) and self._is_worth(home, best, item, 0, self._sticky_tokens):
@@ -115,6 +161,26 @@ class Placement:
         if suspected or item.lane == "batch" or now < pin.moved_at + HOLD:
             return Decision(best, "spilled")
         return Decision(best, "relieved")
+
+    def _that_has(self, item: WaitingRequest, best: Group) -> Group | None:
+        """The ring that may have the longest beginning of the prompt, if that is worth its waiting time: whose life is
+        that in which it was sent it."""
+        for prefix in item.prefixes:
+            for name, epoch in self._beginnings.rings(prefix):
+                if not self.alive(item.model, SessionPin(name, epoch)):
+                    continue
+                ring = self._table.get(name)
+                if ring is not None and ring.may_take(item.lane) and self._saves(ring, best, item, prefix):
+                    return ring
+        return None
+
+    def _saves(self, ring: Group, best: Group, item: WaitingRequest, prefix: Prefix) -> bool:
+        """As `_keeps`. A ring that has not said how fast it is counts as fast as this one: seconds of work would be
+        done twice on a guess."""
+        here, there = ring.ttft, best.ttft
+        speed = there if best.load.prompt_tokens_per_second else here
+        limit = there.seconds + item.tokens * speed.seconds_per_token
+        return here.first_token(max(0, item.tokens - prefix.tokens)) <= TOLERANCE * limit
 
     def _home(self, item: WaitingRequest, best: Group) -> Group | None:
         """Where the prompt's beginning is kept, if that is worth its waiting time."""

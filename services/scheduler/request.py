@@ -230,7 +230,7 @@ class WaitingRequest:
     due: float = math.inf
     """Unix seconds: of a tenant's requests the one that is due first goes first."""
     prefixes: tuple[Prefix, ...] = ()
-    """Names of the prompt's beginnings, longest first, for a request without a session."""
+    """Names of the prompt's beginnings, longest first."""
     paid: bool = False
     """Its tenant's share has been charged; a request that comes back is not charged twice."""
     arrived: float = 0.0
@@ -288,9 +288,9 @@ class WaitingRequest:
             due=request.deadline or published + PATIENCE,
             claim=request.claim,
             priority=request.priority,
-            prefixes=()
-            if request.session
-            else prefixes(request.model, request.prompt, request.cache_salt, request.adapter, request.sparse),
+            prefixes=prefixes(
+                request.model, request.prompt, request.cache_salt, request.adapter, request.sparse
+            ),
             adapter=request.adapter,
             arrived=arrived,
         )

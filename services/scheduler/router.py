@@ -385,6 +385,7 @@ class Router:
 
     def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
         self._history.taken(item.generation_id, Holder(item.attempt, group, epoch))
+        self._placement.accepted(item, group, epoch)
         item.trace.accepted(epoch)
         self._rejections.settle(item)
         self._metrics.groups.dispatched(group)

@@ -38,6 +38,7 @@ def waiting(
     prefixes: tuple[Prefix, ...] = (),
     priority: int = 0,
     adapter: str = "",
+    session: str = "",
 ) -> WaitingRequest:
     return WaitingRequest(
         priority=priority,
@@ -48,7 +49,7 @@ def waiting(
         consumer="c",
         lane=lane,
         tenant=tenant,
-        session="",
+        session=session,
         deadline=deadline,
         attempt=attempt,
         position=0,

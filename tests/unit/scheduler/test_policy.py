@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Decision, Placement
-from services.scheduler.request import prefixes
+from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Beginnings, Decision, Placement
+from services.scheduler.request import Prefix, prefixes
 from shared.messages import GroupLoad, GroupStatus, SessionPin
 from tests.unit.scheduler.requests import group, waiting
 from tests.unit.scheduler.tables import FREE, STATES, SUSPECT, known, loads, table_of
@@ -286,3 +286,57 @@ def test_batch_work_stops_short_of_a_full_group_and_interactive_work_goes_on() -
 def test_a_batch_request_does_not_move_its_sessions_pin() -> None:
     table = table_of(group("home", load=GroupLoad(waiting=3, slots=8)), group("other"))
     assert chosen(table, SessionPin("home", 1), lane="batch", now=1e9) == ("other", "spilled")
+
+
+PREFIXES = (Prefix(22, 4096), Prefix(11, 1024))
+LONG = {"tokens": 6000, "prefixes": PREFIXES}
+
+
+def sent(placement: Placement, name: str, epoch: int = 1, prefixes: tuple[Prefix, ...] = PREFIXES) -> None:
+    placement.accepted(waiting(f"to {name}", prefixes=prefixes), name, epoch)
+
+
+@pytest.mark.parametrize("session", ["", "s"])
+def test_a_recovered_prompt_goes_where_its_longest_beginning_is(session: str) -> None:
+    """Not to the ring that has come up in the lost one's place, whatever its name stands for."""
+    placement = Placement(table_of(group("a", epoch=2), group("b"), group("c"), group("d")), 0, seed=0)
+    sent(placement, "b", prefixes=PREFIXES[1:])
+    sent(placement, "c")
+    sent(placement, "a")
+    pin = SessionPin("a", 1) if session else None
+    for _ in range(8):
+        decision = placement.choose(waiting("x", attempt=1, session=session, **LONG), pin, 0.0)  # type: ignore[arg-type]
+        assert decision is not None
+        assert decision.group.name == "c"
+        assert decision.reason == ("moved" if session else "prefix")
+
+
+def test_nobody_is_asked_for_a_beginning_who_is_gone_or_has_begun_anew_or_is_too_busy() -> None:
+    busy = GroupLoad(running=60, waiting=50, waiting_tokens=60_000, free_blocks=100, total_blocks=100)
+    records = [group("a", epoch=2), group("b", state="gone"), group("c", load=busy), group("d"), group("e")]
+    placement = Placement(table_of(*records), 0, seed=0)
+    for name in ("a", "b", "c"):
+        sent(placement, name)
+    chosen_names = set()
+    for _ in range(8):
+        decision = placement.choose(waiting("x", attempt=1, session="s", **LONG), None, 0.0)  # type: ignore[arg-type]
+        assert decision is not None
+        decision.group.chosen += 1
+        chosen_names.add(decision.group.name)
+        assert decision.reason == "least_loaded"  # so that the session gets its pin
+    assert "c" not in chosen_names
+    sent(placement, "d", prefixes=PREFIXES[1:])
+    decision = placement.choose(waiting("x", attempt=1, **LONG), None, 0.0)  # type: ignore[arg-type]
+    assert decision is not None
+    assert (decision.group.name, decision.reason) == ("d", "prefix")
+
+
+def test_beginnings_are_remembered_of_the_latest_prompts_and_rings() -> None:
+    known = Beginnings(most=3)
+    for number in range(6):
+        known.sent([Prefix(number, 64)], "a", 1)
+    assert len(known) == 3
+    assert known.rings(Prefix(0, 64)) == []
+    for name in ("b", "c", "d", "e", "a"):
+        known.sent([Prefix(5, 64)], name, 2)
+    assert known.rings(Prefix(5, 64)) == [("a", 2), ("e", 2), ("d", 2), ("c", 2)]
