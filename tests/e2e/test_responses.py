@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
@@ -65,6 +66,33 @@ def test_a_prompt_is_computed_before_it_is_asked(connect: Connect, two_groups: S
     assert cold.output == []
     assert cold.usage.input_tokens_details.cached_tokens < warm.usage.input_tokens_details.cached_tokens
     assert warm.output_text
+
+
+def test_a_sessions_next_turn_is_computed_ahead(connect: Connect, two_groups: Stack) -> None:
+    client = connect(two_groups)
+    talk: Any = [
+        {"role": "user", "content": "Name the months of the year, " * 8},
+        {"role": "assistant", "content": "January, February, March and so on. " * 8},
+    ]
+    body = {"model": DEFAULT_MODEL, "messages": talk}
+    first, again = (
+        client.post("/sessions/months/prefill", cast_to=httpx.Response, body=body).json() for _ in range(2)
+    )
+    assert (first["status"], again["status"]) == ("completed", "completed")
+    assert first["computed_tokens"] > again["computed_tokens"]
+    assert again["computed_tokens"] <= 16, "a block at most"
+    answer = client.chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[*talk, {"role": "user", "content": "And the last one?"}],
+        max_completion_tokens=4,
+        temperature=0,
+        extra_headers={"X-Session-ID": "months"},
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= first["prompt_tokens"] // 16 * 16
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ async def test_a_prompt_is_computed_before_it_is_wanted(client: openai.AsyncOpen
         model=MODEL, input="So?", conversation=made.id, prompt_cache_options={"prewarm": True}
     )
     assert (warmed.status, warmed.output) == ("completed", [])
+    assert ring.requests[-1].prefill, "it makes way for whoever waits"
     assert bytes(ring.requests[-1].prompt) == b"I am Ada.\nSo?\n"
     assert (
         len((await client.conversations.items.list(made.id)).data) == 1
