@@ -11,6 +11,7 @@ more urgent, and shares the blocks that are computed by then.
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -25,7 +26,7 @@ from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import QueueFull, RyzansteinError
-from shared.messages import ModelCard
+from shared.messages import GenerationRequest, ModelCard
 from shared.messages.records import GenerationRecord
 from shared.tasks import TaskSet
 
@@ -117,12 +118,17 @@ class Prefill:
         self.session = session
         self.cancelled = False
         self.error: RyzansteinError | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
         self._cached: int | None = None
 
     @property
-    def prompt(self) -> list[int]:
-        return self.run.answer.generations[0].request.prompt
+    def request(self) -> GenerationRequest:
+        return self.run.answer.generations[0].request
+
+    def computes(self, other: GenerationRequest) -> bool:
+        """Whether what `other` wants in the cache is what this one has computed in the end."""
+        fields = ("model", "session", "cache_salt", "sparse", "prompt")
+        return all(getattr(self.request, name) == getattr(other, name) for name in fields)
 
     async def read(self) -> None:
         """To its end."""
@@ -130,7 +136,7 @@ class Prefill:
             usage = msgspec.json.decode(await self.run.collect())["usage"]
             self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
         except RyzansteinError as error:
-            self.error = None if self.cancelled else error
+            self.error = error
         finally:
             self.run.close()
 
@@ -140,9 +146,9 @@ class Prefill:
 
     def shown(self) -> Prefilled:
         """Raises what has ended it, if that was no cancellation."""
-        if self.error is not None:
+        if self.error is not None and not self.cancelled:
             raise self.error
-        tokens, cached = len(self.prompt), self._cached
+        tokens, cached = len(self.request.prompt), self._cached
         ended = "cancelled" if self.cancelled else "in_progress"
         return Prefilled(
             id=self.run.answer.public_id,
@@ -170,7 +176,7 @@ class Prefills:
         asked = Prefill(run, session)
         known = self._under_way.get((tenant, session))
         if known is not None:
-            if known.run.answer.record.requests[0].model == run.model and known.prompt == asked.prompt:
+            if known.computes(asked.request) and not known.cancelled:
                 return known
             self.cancel(tenant, session)
         if self._of_tenant[tenant] >= limits.PREFILLS.value:
@@ -182,17 +188,19 @@ class Prefills:
         self._of_tenant[tenant] += 1
         try:
             await run.begin()
-        except BaseException:
+        except BaseException as error:
+            asked.error = error if isinstance(error, RyzansteinError) else None
+            asked.cancelled = asked.error is None
             self._forget(tenant, asked)
             run.close()
             raise
-        asked.task = self._tasks.spawn(self._read(tenant, asked))
+        self._tasks.spawn(self._read(tenant, asked))
         return asked
 
     async def wait(self, prefill: Prefill, seconds: float) -> Prefilled:
         """How far it is when it has ended, or in `seconds`. Raises what has ended it."""
-        if prefill.task is not None:
-            await asyncio.wait([prefill.task], timeout=seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(prefill.ended.wait(), seconds)
         return prefill.shown()
 
     def cancel(self, tenant: str, session: str) -> bool:
@@ -210,6 +218,7 @@ class Prefills:
             self._forget(tenant, prefill)
 
     def _forget(self, tenant: str, prefill: Prefill) -> None:
+        prefill.ended.set()
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
