@@ -26,6 +26,7 @@ from services.executor.worker.backend import _why_no_triton, has_triton, reads_c
 from services.executor.worker.runner import ModelRunner
 from tests.unit.executor.gpu.gpu_runners import (
     RING_STEPS,
+    SMALL,
     STEPS,
     on_gpu_ring,
     runner_of,
@@ -244,6 +245,27 @@ def test_weights_are_not_kept_twice(tmp_path: Path, model_type: str) -> None:
     assert {name for name, size in kept.items() if size} == {
         name for name in kept if any(part in name for part in small)
     }
+
+
+def test_frequencies_beyond_the_first_length(tmp_path: Path) -> None:
+    """Short texts, too, turn by the factors of the context that is served."""
+    half = SMALL["head_dim"] // 2
+    factors = {
+        "short_factor": [1.0] * half,
+        "long_factor": [2.0 + number for number in range(half)],
+        "original_max_position_embeddings": 16,
+    }
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **factors}
+    directory = small_model(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=16)
+    ours, plain = (runner_of(directory, SingleRank(), gpu=gpu) for gpu in (True, False))
+    assert ours._decoder is not None
+    found = []
+    for runner in (ours, plain):
+        plan, _ = small_script().step({0: 9})
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        found.append(logits)
+    assert (found[0] - found[1]).abs().max() < 1e-4
 
 
 def test_what_is_not_lowered_attends_with_triton(tmp_path: Path) -> None:
