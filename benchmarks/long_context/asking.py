@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import httpx
 import msgspec
+from rich.console import Console
+from rich.progress import track
 
 from benchmarks.errors import BenchError
 from benchmarks.long_context.tasks import Sample, noise
@@ -126,7 +128,8 @@ class Endpoint:
         """Every sample in every way, so many at a time; the ways of one sample one after the other."""
         asked = [(sample, choice) for sample in samples for choice in choices]
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda one: self.ask(*one, tell=tell), asked))
+            answers = pool.map(lambda one: self.ask(*one, tell=tell), asked)
+            return list(track(answers, "asking", len(asked), console=Console(stderr=True), transient=True))
 
     def _body(self, sample: Sample) -> dict[str, Any]:
         asked = f"{_INSTRUCTION}\n\n{sample.text}\n\nQuestion: {sample.question}"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.groups import RANKS, SLOTS, Rendezvous
 from services.scheduler.request import LENGTHS, Prefix, prefixes
+from shared.messages import SparseAttention
 
 names = st.sets(st.text(min_size=1), min_size=1, max_size=12)
 keys = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20)
@@ -60,6 +61,10 @@ def test_prompts_that_begin_alike_share_the_names_of_that_beginning(
     assert not set(found) & set(prefixes("other", prompt))
     assert not set(found) & set(prefixes("m", prompt, "salt"))
     assert not set(prefixes("m", prompt, "other")) & set(prefixes("m", prompt, "salt"))
+    below = [prefix for prefix in found if prefix.tokens <= 256]
+    for choice in (SparseAttention(threshold=256), SparseAttention("window", threshold=256)):
+        shared = set(found) & set(prefixes("m", prompt, sparse=choice))
+        assert shared == set(below), "blocks are shared up to the threshold"
     for length in LENGTHS:
         if len(prompt) >= length:
             changed = [*prompt[: length - 1], prompt[length - 1] + 1, *prompt[length:]]
