@@ -186,8 +186,8 @@ class GrammarFailed(InvalidGrammar):
 
 
 class RestoreFailed(InternalError):
-    """Some spilled blocks cannot be read. No rank has computed the step; its copies are made, except for
-    the restores of `slots`, and state loads, which need not be: the next plan has them again."""
+    """Some spilled blocks cannot be read. What ranks have computed of the step is of no use; its copies are made, but
+    for the restores of `slots`, and state loads, which need not be: the next plan has them again."""
 
     def __init__(self, slots: list[int]) -> None:
         super().__init__(

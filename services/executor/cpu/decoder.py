@@ -69,6 +69,8 @@ class NativeDecoder:
         self._store = store
         self.packed = packed
         self._streamer = streamer
+        self.restored = 0
+        """Address of the number of layers whose blocks are there, of the step that comes; 0: all are."""
         self._handle: int | None = None
         self._layers = (Layer * len(packed.layers))()
         self._experts: list[Experts] = []
@@ -131,6 +133,7 @@ class NativeDecoder:
         )
         if self._streamer is not None:
             self._streamer.progress = progress
+        step.restored = self.restored or None
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
         if result == _RING_LOST:
             raise RingLost("A rank of the ring is gone; the ring is restarted and the request continues.")
@@ -138,6 +141,11 @@ class NativeDecoder:
             raise IndexError("the step plan names KV blocks, slots or rows that do not exist")
         if result == _NO_MEMORY:
             raise ConfigurationError(_NO_ROOM)
+
+    @property
+    def pages(self) -> list[int]:
+        """The page layer that each layer attends to."""
+        return [layer.page for layer in self.packed.layers]
 
     def keep_as(self, kind: AdapterDtype) -> None:
         """See `NativeAdapters`."""

@@ -13,11 +13,12 @@ What cannot be read, or is not what was saved, is lost: `load` returns None, and
 `BlockCopier` executes the copies of a plan; `block_pool.py` says why in this order.
 """
 
+import contextlib
 import os
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.kv_cache.restore import LayeredRestore
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 
@@ -100,6 +102,21 @@ class SpillStore:
             return self._host.get(slot)
         return None if self._disk is None else self._disk.load(slot - self._num_host)
 
+    def find(self, slot: int) -> bytes | int | None:
+        """See `restore.Slots`."""
+        if slot < self._num_host:
+            return self._host.get(slot)
+        return None if self._disk is None else self._disk.find(slot - self._num_host)
+
+    def expect(self, slot: int, offset: int, size: int) -> None:
+        """See `restore.Slots`."""
+        if self._disk is not None:
+            self._disk.expect(slot - self._num_host, offset, size)
+
+    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+        """See `restore.Slots`."""
+        return self._disk is not None and self._disk.read_into(slot - self._num_host, room, offset)
+
     def close(self) -> None:
         """Frees memory and disk. Safe to call twice."""
         self._host = {}
@@ -108,7 +125,7 @@ class SpillStore:
 
 
 class DiskSlots:
-    """Slots of equal size in a file without a name. `save` and `load` are called from one thread."""
+    """Slots of equal size in a file without a name. One thread at a time saves and loads."""
 
     def __init__(
         self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES
@@ -142,15 +159,38 @@ class DiskSlots:
                 self._waiting[slot] = content
                 self._changed.notify_all()
 
-    def load(self, slot: int) -> bytes | None:
+    def find(self, slot: int) -> bytes | int | None:
+        """What was saved last, where it waits to be written; else the checksum of what is on disk; None: it is lost."""
         with self._changed:
             waiting = self._waiting.get(slot)
             checksum = self._checksums.get(slot)
-        # Only `save` makes a slot wait again, and it is called by this thread.
-        if waiting is not None:
-            return _arrived(waiting)
-        if checksum is None:
-            return None
+        # Only `save` makes a slot wait again, and not meanwhile.
+        return checksum if waiting is None else _arrived(waiting)
+
+    def expect(self, slot: int, offset: int, size: int) -> None:
+        """Has the system read `size` bytes of a slot ahead."""
+        with contextlib.suppress(OSError):  # it is advice
+            os.posix_fadvise(self._file, slot * self._block_bytes + offset, size, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+        """Fills `room` from byte `offset` of a slot on, unchecked; whether it could."""
+        done = 0
+        try:
+            while done < len(room):
+                at = slot * self._block_bytes + offset + done
+                count = os.preadv(self._file, [room[done:]], at)
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            self._complain(error)
+            return False
+        return done == len(room)
+
+    def load(self, slot: int) -> bytes | None:
+        checksum = self.find(slot)
+        if not isinstance(checksum, int):
+            return checksum
         try:
             content = os.pread(self._file, self._block_bytes, slot * self._block_bytes)
         except OSError as error:
@@ -238,15 +278,37 @@ class BlockCopier:
         """Saves, adopts, restores: blocks, and slots whose bytes lie in blocks. Returns the spill slots that some rank
         cannot restore: the same answer on every rank, for which they ask each other only where a plan restores what
         may be lost."""
+        self._make_room(plan)
+        failed = self._restore(plan) if plan.restores else []
+        if plan.state_loads:
+            self._store.load_states(self._snapshots(plan.state_loads))
+        return failed
+
+    def begin(
+        self, plan: StepPlan, pages_of_layers: Sequence[int], tick: Callable[[], None]
+    ) -> LayeredRestore:
+        """As `run`, for a plan that `can_begin`: its restores go on beside the forward pass, until `finish`."""
+        assert isinstance(self._spill, SpillStore), "its slots are not read layer by layer"
+        self._make_room(plan)
+        pairs = [(slot, block) for slot, block in _pairs(plan.restores).tolist()]
+        return LayeredRestore(self._store, self._spill, pairs, pages_of_layers, tick)
+
+    def can_begin(self, plan: StepPlan) -> bool:
+        """Whether there are restores that the forward pass may begin before, and that may fail behind it: what it
+        computes of recurrent states cannot be computed again."""
+        return bool(plan.restores) and isinstance(self._spill, SpillStore) and self._store.states is None
+
+    def finish(self, plan: StepPlan, restore: LayeredRestore) -> list[int]:
+        """What `run` returns."""
+        restore.join()
+        return self._agreed(_pairs(plan.restores), [not lost for lost in restore.lost])
+
+    def _make_room(self, plan: StepPlan) -> None:
         if plan.saves:
             self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
         if plan.state_saves:
             self._store.save_states(self._snapshots(plan.state_saves))
         self._hand_over(plan)
-        failed = self._restore(plan) if plan.restores else []
-        if plan.state_loads:
-            self._store.load_states(self._snapshots(plan.state_loads))
-        return failed
 
     def _restore(self, plan: StepPlan) -> list[int]:
         restores = _pairs(plan.restores)
@@ -254,6 +316,10 @@ class BlockCopier:
         if not self._spilled.loses:  # asking would wait for the device
             assert all(found), "a plan restores what was never saved"
             return []
+        return self._agreed(restores, found)
+
+    def _agreed(self, restores: NDArray[np.int32], found: Sequence[bool]) -> list[int]:
+        """The slots of `restores` that some rank has not `found`."""
         lost = np.array([0.0 if there else 1.0 for there in found], dtype=np.float32)
         if self._collectives.world_size > 1:
             flags = torch.from_numpy(lost).to(self._store.device)

@@ -333,6 +333,29 @@ class KvStore:
             whole.index_copy_(1, blocks - self._first_whole, part)
             start = end
 
+    def extents(self) -> list[list[tuple[int, int]]]:
+        """Of each page layer, where its bytes are among those of a block in its last format, as `save` has them:
+        (offset, size) each."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.shape.num_layers)]
+        start = 0
+        for layers, whole in self._layers_of_wholes():
+            size = math.prod(whole.shape[2:])
+            for layer in layers:
+                found[layer].append((start, size))
+                start += size
+        return found
+
+    def unpack_layer(self, layer: int, blocks: Tensor, packed: Tensor) -> None:
+        """As `unpack`, in one page layer."""
+        start = 0
+        for layers, whole in self._layers_of_wholes():
+            size = math.prod(whole.shape[2:])
+            if layer in layers:
+                at = layers.index(layer)
+                part = packed[:, start + at * size : start + (at + 1) * size]
+                whole[at].index_copy_(0, blocks - self._first_whole, part.reshape(-1, *whole.shape[2:]))
+            start += len(layers) * size
+
     # --- slots -----------------------------------------------------------------------------------
 
     def save_states(self, snapshots: NDArray[np.int32]) -> None:
@@ -363,9 +386,13 @@ class KvStore:
 
     def _wholes(self) -> list[Tensor]:
         """All bytes of these blocks, in the order in which a block is saved: each [layers, blocks, parts, ...]."""
+        return [whole for _, whole in self._layers_of_wholes()]
+
+    def _layers_of_wholes(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The same, with the page layers of each."""
         if not self.num_cold:
-            return [_raw(group.hot) for group in self._groups]
-        return [_raw(whole) for cold in self._cold for whole in cold.wholes()]
+            return [(group.layers, _raw(group.hot)) for group in self._groups]
+        return [(cold.layers, _raw(whole)) for cold in self._cold for whole in cold.wholes()]
 
     def _read(self, layer: int, rows: Tensor, out: Tensor) -> None:
         """Fills `out` [n, lines * width] with `rows` int64 [n]: (block * parts + part) * heads + head."""

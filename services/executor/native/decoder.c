@@ -263,6 +263,14 @@ static void enter_layer(const rz_model *model, int layer)
     (void)!write(model->place->doorbell, &ring, sizeof ring);
 }
 
+/* Sleeps: whoever brings the blocks needs the cores. */
+static void wait_for_blocks(const rz_step *step, int layer)
+{
+    const struct timespec moment = { 0, 20000 };
+    while (step->restored && atomic_load_explicit(step->restored, memory_order_acquire) <= layer)
+        nanosleep(&moment, NULL);
+}
+
 static void forward(void *argument, int thread)
 {
     rz_decoder *decoder = argument;
@@ -279,6 +287,7 @@ static void forward(void *argument, int thread)
                          &decoder->tail.adapter_rows);
             left = RZ_NOTHING_LEFT;
         }
+        wait_for_blocks(step, i);
         if (decoder->step->tokens && !run_layer(decoder, thread, &model->layer[i], left))
             return;
         left = behind_layer(model, &model->layer[i]);

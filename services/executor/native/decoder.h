@@ -279,6 +279,8 @@ typedef struct {
     int64_t shrunk_columns;  /* of any adapter in them, at most */
     const int32_t *sparse;   /* [num_sparse: none, or sequences][7]: which blocks their rows read, see sparse.h */
     int64_t num_sparse;
+    const _Atomic int64_t *restored; /* layers, from the first on, whose blocks are all there: it grows, and each layer
+                                      * waits for its own; NULL: all are */
 } rz_step;
 
 /* Bytes of linear, layer, model, step, codes, experts, recurrent, latent, adapted and low rank. Whoever fills them asks whether theirs are these. */

@@ -296,6 +296,7 @@ class Step(ctypes.Structure):
         *((name, c_int64) for name in ("num_adapters", "adapter_slots", "shrunk_columns")),
         ("sparse", c_void_p),
         ("num_sparse", c_int64),
+        ("restored", c_void_p),
     ]
 
 

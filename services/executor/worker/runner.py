@@ -242,21 +242,50 @@ class ModelRunner:
         Returns the logits of `plan.sample_rows` on rank 0 and None on the others: as much of them as
         `plan.candidates` asks for, or without it float32 [R, vocab]. R may be 0.
         Raises `shared.errors.RingLost` when another rank is gone. Where some rank cannot restore a block no
-        rank computes the step, and rank 0 raises `RestoreFailed`.
+        rank's result is used, and rank 0 raises `RestoreFailed`.
         """
         progress = progress or Progress.unread()
         if plan.on_device:
             self.launch(plan, None, progress)
             return None
+        native = self._native
+        if native is not None and plan.token_ids and not plan.of_draft and self._copier.can_begin(plan):
+            return self._forward_beside_restores(native, plan, progress)
         if not self._copy(plan, progress) or not plan.token_ids:
-            return self._no_logits() if self._is_leader else None
+            return self._nothing()
         if plan.of_draft:
             assert self._draft is not None, "a plan is of a draft model, and the ring has none"
             return self._draft.forward(plan, progress)
         logits = self._logits(plan, progress)
+        self._follow(plan, progress)
+        return logits
+
+    def _forward_beside_restores(
+        self, native: NativeDecoder, plan: StepPlan, progress: Progress
+    ) -> Tensor | RowLogits | None:
+        """Each layer waits for the blocks that it attends to; where no sequence of the step does, none waits."""
+        self._load_adapters(plan, progress)
+        restore = self._copier.begin(plan, native.pages, progress.tick)
+        try:
+            blocks = as_int32(plan.restores)[1::2]
+            native.restored = restore.address if np.isin(blocks, as_int32(plan.block_tables)).any() else 0
+            logits = self._logits(plan, progress)
+        finally:
+            restore.join()
+            native.restored = 0
+        if self._failed(self._copier.finish(plan, restore)):
+            return self._nothing()
+        self._compress_draft(plan)
+        self._follow(plan, progress)
+        return logits
+
+    def _follow(self, plan: StepPlan, progress: Progress) -> None:
         if plan.followed and self._draft is not None:
             self._draft.follow(plan, progress)
-        return logits
+
+    def _nothing(self) -> Tensor | None:
+        """Of a step that has computed nothing."""
+        return self._no_logits() if self._is_leader else None
 
     def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
@@ -295,17 +324,29 @@ class ModelRunner:
     def _copy(self, plan: StepPlan, progress: Progress) -> bool:
         """Loads and copies what the plan does; False where some rank cannot restore a block, on rank 0
         `RestoreFailed`. Adapters come first: the next plan counts on them, whatever becomes of this one."""
+        self._load_adapters(plan, progress)
+        with span("copy KV blocks"):
+            failed = self._copier.run(plan)
+        if self._failed(failed):
+            return False
+        self._compress_draft(plan)
+        return True
+
+    def _failed(self, slots: list[int]) -> bool:
+        """Whether there are any; on rank 0 `RestoreFailed` then."""
+        if slots and self._is_leader:
+            raise RestoreFailed(slots)
+        return bool(slots)
+
+    def _load_adapters(self, plan: StepPlan, progress: Progress) -> None:
         if self._adapters is not None:
             for load in plan.adapter_loads:
                 self._adapters.load([load])
                 progress.tick()
-        with span("copy KV blocks"):
-            failed = self._copier.run(plan)
-        if failed and self._is_leader:
-            raise RestoreFailed(failed)
-        if plan.compressions and not plan.followed and self._draft is not None and not failed:
+
+    def _compress_draft(self, plan: StepPlan) -> None:
+        if plan.compressions and not plan.followed and self._draft is not None:
             self._draft.compress(plan)
-        return not failed
 
     def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share] of the rows that are sampled; those that are scored have

@@ -1,0 +1,146 @@
+"""Restores that go on beside a step: page layer by page layer, in order, and what is lost is told."""
+
+import threading
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from services.executor.core.layer_state import Pages
+from services.executor.kv_cache import restore
+from services.executor.kv_cache.codecs import FP8, INT8
+from services.executor.kv_cache.restore import LayeredRestore, in_order_of_use, layers_ready
+from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
+
+CPU = torch.device("cpu")
+KINDS = [Pages(2, 2, 8), Pages(1, 3, 16)]
+SHAPES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.sampled_from([None, INT8, FP8])), min_size=1, max_size=5
+)
+
+
+def store_of(pages: list[tuple[Pages, object]], *, cold: bool) -> KvStore:
+    codecs = tuple(codec for _, codec in pages) if cold else ()
+    shape = StoreShape(4, torch.bfloat16, tuple(one for one, _ in pages), codecs, ())  # type: ignore[arg-type]
+    return KvStore(shape, 6, CPU, 6 if cold else 0)
+
+
+def filled(store: KvStore, block: int, seed: int) -> bytes:
+    random = torch.Generator().manual_seed(seed)
+    content = torch.randint(0, 256, (store.block_bytes(block),), generator=random, dtype=torch.uint8)
+    return content.numpy().tobytes()
+
+
+class Fake:
+    """Slots whose bytes come when they are let."""
+
+    def __init__(self, contents: dict[int, bytes], on_disk: set[int]) -> None:
+        self._contents, self._on_disk = contents, on_disk
+        self.gate = threading.Semaphore(0)
+        """Released once for each read that may happen."""
+        self.broken: set[int] = set()
+        self.damaged: set[int] = set()
+        self.expected: list[tuple[int, int, int]] = []
+        self.reads: list[tuple[int, int, int]] = []
+
+    def find(self, slot: int) -> bytes | int | None:
+        content = self._contents.get(slot)
+        if content is None or slot not in self._on_disk:
+            return content
+        return zlib.crc32(content) ^ (slot in self.damaged)
+
+    def expect(self, slot: int, offset: int, size: int) -> None:
+        self.expected.append((slot, offset, size))
+
+    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+        assert self.gate.acquire(timeout=30)
+        self.reads.append((slot, offset, len(room)))
+        if slot in self.broken:
+            return False
+        room[:] = self._contents[slot][offset : offset + len(room)]
+        return True
+
+
+@settings(max_examples=30)
+@given(
+    pages=SHAPES,
+    cold=st.booleans(),
+    on_disk=st.sets(st.integers(0, 2)),
+    at_once=st.sampled_from([1, 1 << 20]),
+)
+def test_what_is_brought_is_what_was_saved(
+    pages: list[tuple[Pages, object]], cold: bool, on_disk: set[int], at_once: int
+) -> None:
+    store, expected = store_of(pages, cold=cold), store_of(pages, cold=cold)
+    first = 6 if cold else 0
+    pairs = [(0, first + 4), (2, first + 1), (1, first + 2)]
+    contents = {slot: filled(store, block, slot) for slot, block in pairs}
+    slots = Fake(contents, on_disk)
+    slots.gate.release(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restore, "READ_BYTES", at_once)
+        found = LayeredRestore(store, slots, pairs, range(len(pages)), lambda: None)
+        found.join()
+    assert found.lost == [False] * 3
+    assert found.ready > len(pages)
+    for slot, block in pairs:
+        expected.load(block, contents[slot])
+    for block in range(first, first + 6):
+        assert store.save(block) == expected.save(block)
+    assert slots.reads == slots.expected, "all is read ahead, and once"
+    assert sum(size for _, _, size in slots.reads) == sum(len(contents[slot]) for slot in on_disk)
+
+
+def test_layers_are_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "READ_BYTES", 1)
+    store = store_of([(KINDS[0], None)] * 3, cold=False)
+    slots = Fake({0: filled(store, 0, 0), 1: filled(store, 0, 1)}, {0, 1})
+    ticks = threading.Semaphore(0)
+    found = LayeredRestore(store, slots, [(0, 0), (1, 1)], [0, 1, 1, 2], ticks.release)
+    for ready in (1, 3):
+        assert found.ready < ready
+        slots.gate.release(2)  # one page layer of both blocks
+        assert ticks.acquire(timeout=30)
+        assert found.ready == ready
+    slots.gate.release(2)
+    found.join()
+    assert found.ready > 4
+    assert found.lost == [False, False]
+
+
+def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it() -> None:
+    store = store_of([(KINDS[0], INT8)] * 2, cold=True)
+    contents = {slot: filled(store, 6, slot) for slot in range(4)}
+    del contents[3]
+    slots = Fake(contents, {1, 2, 3})
+    slots.broken, slots.damaged = {1}, {2}
+    slots.gate.release(1000)
+    pairs = [(slot, 6 + slot) for slot in range(4)]
+    found = LayeredRestore(store, slots, pairs, [0, 1], lambda: None)
+    found.join()
+    assert found.lost == [False, True, True, True]
+    assert found.ready > 2
+    assert store.save(6) == contents[0]
+
+
+def test_a_reader_that_fails_loses_all_and_nothing_waits_for_it() -> None:
+    store = store_of([(KINDS[0], None)], cold=False)
+    slots = Fake({0: b"too long for a block" * 1000}, set())
+    with capture_logs() as log:
+        found = LayeredRestore(store, slots, [(0, 0)], [0], lambda: None)
+        found.join()
+    assert found.lost == [True]
+    assert found.ready > 1
+    assert [line["event"] for line in log] == ["kv_restore_failed"]
+
+
+def test_pages_that_no_layer_attends_to_come_first() -> None:
+    assert in_order_of_use([1, 0, 1, 3], 5) == [2, 4, 1, 0, 3]
+    assert layers_ready([1, 0, 1, 3], {2, 4}) == 0
+    assert layers_ready([1, 0, 1, 3], {1}) == 1
+    assert layers_ready([1, 0, 1, 3], {0, 1}) == 3
+    assert layers_ready([1, 0], {0, 1}) > 2
