@@ -1,0 +1,171 @@
+"""What is not in memory: `python -m benchmarks.engine.beyond_memory MODEL_DIRECTORY`.
+
+Restored blocks    steps that bring a sequence's keys and values back from disk, before the forward pass and beside it
+Streamed weights   tokens/s of one sequence with parts of the weights in memory, beside what the disk allows
+
+One rank, the native kernels. Both read from the disk itself: what a step has read leaves the page cache behind it.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from msgspec import structs
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.steps import BLOCK, Decode, decode_plan, load_one_rank
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+
+if TYPE_CHECKING:
+    from services.executor.worker.runner import ModelRunner
+    from services.executor.worker.weights import Share
+
+SHARES = (0.75, 0.5, 0.25)
+"""Of the weights, in memory."""
+CONTEXT = 128
+
+
+def timed(before: Callable[[], object], work: Callable[[], object], rounds: int) -> float:
+    """Median seconds of `work`, each behind a `before` that does not count."""
+    times = []
+    for _ in range(rounds):
+        before()
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+# --- restored blocks -----------------------------------------------------------------------------
+
+
+def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Table:
+    """Milliseconds of steps of one token that restore `tokens` tokens' blocks."""
+    blocks = -(-tokens // BLOCK)
+    runner, store = load_one_rank(directory, "bf16", threads, blocks + 16, "int8")
+    from services.executor.collectives.base import SingleRank
+    from services.executor.kv_cache.offload import BlockCopier, DiskSlots, SpillStore
+
+    class UncachedDisk(DiskSlots):
+        def forget(self) -> None:
+            """What is in the page cache."""
+            os.fsync(self._file)
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    class BeforeTheStep(BlockCopier):
+        def can_begin(self, plan: StepPlan) -> bool:
+            return False
+
+    spill = SpillStore(0, 0, store.shape.bytes_per_spilled_block)
+    spill._disk = disk = UncachedDisk(store.shape.bytes_per_spilled_block, scratch, 1 << 30)  # noqa: SLF001
+    steps = Decode(1, tokens).steps(store.num_hot, store.num_cold)
+    for plan in steps.before:
+        runner.forward(plan)
+    full = as_int32(steps.measured.block_tables)[:-1].tolist()
+    saves = to_bytes([(block, slot) for slot, block in enumerate(full)])
+    restores = to_bytes([(slot, block) for slot, block in enumerate(full)])
+    table = Table(
+        f"ms, {len(full)} blocks of {store.shape.bytes_per_spilled_block:,} bytes",
+        "alone",
+        "before",
+        "beside",
+    )
+    copiers = [kind(store, spill, SingleRank()) for kind in (BeforeTheStep, BlockCopier)]
+    copiers[0].run(structs.replace(steps.measured, saves=saves))
+    disk.flush()
+    own = ("the restored sequence's", steps.measured), ("another one's", decode_plan(1, CONTEXT))
+    for name, plan in own:
+        found = [timed(lambda: None, lambda: runner.forward(plan), rounds)]  # noqa: B023
+        for copier in copiers:
+            runner._copier = copier  # noqa: SLF001
+            restoring = structs.replace(plan, restores=restores)
+            found.append(timed(disk.forget, lambda: runner.forward(restoring), rounds))  # noqa: B023
+        table.add_row(name, *(f"{seconds * 1e3:.1f}" for seconds in found))
+    disk.close()
+    return table
+
+
+# --- streamed weights ----------------------------------------------------------------------------
+
+
+def measure_weights(directory: Path, scratch: Path, threads: int, rounds: int) -> Table:
+    """Tokens/s of one sequence."""
+    whole = _share(directory, scratch, threads, 0)
+    packed = sum(file.stat().st_size for file in scratch.glob("*.packed"))
+    table = Table("weights in memory", "bytes", "read a step", "disk, MB/s", "it allows", "tokens/s")
+    table.add_row("all", f"{packed:,}", "0", "", "", f"{_speed(whole, threads, rounds):.2f}")
+    for share in SHARES:
+        found = _share(directory, scratch, threads, int(packed * share))
+        told = found.streamed
+        assert told is not None, "they do not fit"
+        numbers = (f"{told.memory:,}", f"{told.per_step:,}", f"{told.disk_rate / 1e6:,.0f}")
+        speed = f"{_speed(found, threads, rounds):.2f}"
+        table.add_row(f"{share:.0%}", *numbers, f"{told.tokens_per_second:.2f}", speed)
+    return table
+
+
+def _share(directory: Path, scratch: Path, threads: int, memory: int) -> "Share":
+    import torch
+
+    from services.executor.collectives.base import SingleRank
+    from services.executor.core.settings import ExecutorSettings
+    from services.executor.ipc.rank_pipe import RankSpec
+    from services.executor.worker.weights import load_share
+    from shared.config import load_settings
+
+    cache = {"weight_cache_directory": scratch, "weight_cache_bytes": 1 << 40}
+    settings = load_settings(ExecutorSettings, threads=threads, weights_memory=memory, **cache)
+    spec = RankSpec(0, 1, "bench", "bench", 1, "", {})
+    where = (directory, torch.device("cpu"), SingleRank(), lambda done, total: None)
+    share = load_share(settings, spec, *where)
+    if not share.is_cached:
+        share.keep(_runner(share).packed)
+        share.settle()
+        while not any(scratch.glob("*.packed")):
+            time.sleep(0.1)
+        share = load_share(settings, spec, *where)
+    return share
+
+
+def _runner(share: "Share") -> "ModelRunner":
+    import torch
+
+    from services.executor.core.settings import ExecutorSettings
+    from services.executor.kv_cache.capacity import store_shape
+    from services.executor.kv_cache.offload import SpillStore
+    from services.executor.kv_cache.store import KvStore
+
+    shape = store_shape(ExecutorSettings(block_size=BLOCK), "bf16", share.facts.states, torch.bfloat16)
+    store = KvStore(shape, CONTEXT // BLOCK, torch.device("cpu"), num_slots=2 if shape.slot else 0)
+    return share.runner(store, SpillStore(0, 0, shape.bytes_per_spilled_block), None)
+
+
+def _speed(share: "Share", threads: int, rounds: int) -> float:
+    runner = _runner(share)
+    plan = decode_plan(1, CONTEXT)
+    runner.forward(plan)
+    return 1 / timed(lambda: None, lambda: runner.forward(plan), rounds)
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    tokens: Annotated[int, typer.Option(help="Tokens whose blocks are restored.", min=2 * BLOCK)] = 2048,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 10,
+    scratch: Annotated[Path | None, typer.Option(help="A directory on the disk that is measured.")] = None,
+) -> None:
+    """Steps that read blocks or weights from disk."""
+    with tempfile.TemporaryDirectory(dir=scratch) as place:
+        console = Console()
+        console.print(measure_restores(model, Path(place), tokens, threads, rounds))
+        console.print(measure_weights(model, Path(place), threads, rounds))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,38 @@
+"""The benchmark of what is not in memory runs, and measures what it says."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.beyond_memory import measure_restores, measure_weights
+from services.executor.native.library import why_not
+from tests.unit.executor.model.tiny import make_model
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+
+
+def shown(table: Table) -> list[str]:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
+
+
+def test_restores_before_and_beside(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", head_dim=32, num_hidden_layers=2)
+    lines = shown(measure_restores(model, tmp_path / "disk", 64, 1, 1))
+    assert [
+        sum(cell.strip().replace(".", "").isdecimal() for cell in line.split("│"))
+        for line in lines
+        if "'s" in line
+    ] == [3, 3]
+
+
+def test_weights_in_part(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama", head_dim=32, num_hidden_layers=24)
+    lines = shown(measure_weights(model, tmp_path / "cache", 1, 1))
+    assert [share for share in ("all", "75%", "50%", "25%") if any(share in line for line in lines)] == [
+        *("all", "75%", "50%", "25%")
+    ]
