@@ -17,7 +17,6 @@ from shared.errors import LinkLost
 from shared.messages.records import Idempotency
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.objects import Objects
 
 
 def split_brain() -> None:
@@ -64,20 +63,6 @@ def flush_ends_claims() -> None:
         await self._client.flush()
 
     Bus.flush = flush  # type: ignore[method-assign]
-
-
-def output_without_content() -> None:
-    """As before 24a956b3: who is stopped while an object's name is stored removes its content, and leaves the name."""
-    write_meta = Objects._write_meta
-
-    async def write_or_purge(self: Objects, name: str, nuid: str, *about: Any) -> None:
-        try:
-            await write_meta(self, name, nuid, *about)
-        except BaseException:
-            await self._try_to_purge(nuid)
-            raise
-
-    Objects._write_meta = write_or_purge  # type: ignore[method-assign,assignment]
 
 
 def records_given_up() -> None:

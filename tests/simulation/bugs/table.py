@@ -13,6 +13,10 @@ class Bug:
     """In the process of a run, before anything is built."""
     scenario: str
     """Where it is to be found."""
+    breaks: str
+    """The promise that it breaks there."""
+    seeds: tuple[int, ...]
+    """Drawn schedules that find it. Several, for the order of messages changes with the services' code."""
 
 
 def _toy() -> None:
@@ -34,48 +38,56 @@ _ALL = (
         "The toy's server carries out a request again whose answer was lost.",
         _toy,
         "counter",
+        "exactly_once",
+        (6, 8, 9),
     ),
     Bug(
         "split_brain",
         "A gateway that was cut off from NATS cancels, once it is back, what another one has claimed meanwhile.",
         _patch("split_brain"),
         "partitions",
+        "allowed_refusals",
+        (7, 21, 24),
     ),
     Bug(
         "keys_without_compare_and_set",
         "Two requests under one idempotency key at the same time both generate.",
         _patch("keys_without_compare_and_set"),
         "streams",
+        "one_answer_per_key",
+        (1, 2, 3),
     ),
     Bug(
         "lines_without_keys",
         "A batch's line that was under way when its gateway died is computed, and charged, twice.",
         _patch("lines_without_keys"),
         "batches",
+        "lines_computed_once",
+        (3, 7, 8),
     ),
     Bug(
         "flush_ends_claims",
         "A gateway that is cut off while it claims a dead one's generations stops in the middle.",
         _patch("flush_ends_claims"),
         "partitions",
-    ),
-    Bug(
-        "output_without_content",
-        "A batch is completed with an output file whose content its first gateway has removed.",
-        _patch("output_without_content"),
-        "releases",
+        "no_error",
+        (14, 16),
     ),
     Bug(
         "records_given_up",
         "The record of an answer is given up before a cluster of brokers has a leader, and a repeat is computed again.",
         _patch("records_given_up"),
         "cluster",
+        "one_answer_per_key",
+        (12, 17),
     ),
     Bug(
         "models_unknown_elsewhere",
         "A model that one gateway has registered does not exist (404) at another one whose watch is behind.",
         _patch("models_unknown_elsewhere"),
         "models",
+        "allowed_refusals",
+        (15, 23),
     ),
 )
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}

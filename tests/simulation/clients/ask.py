@@ -19,7 +19,7 @@ SILENCE = 30.0
 have it. Nobody tells it that its line is cut."""
 PAUSE = (0.1, 1.0)
 """Seconds before a client that nobody served tries again, from and to."""
-AGAIN = (408, 409, 429, 500, 502, 503, 504)
+AGAIN = (408, 409, 429, 500, 502, 503, 504, 507)
 """Statuses after which OpenAI's own client tries again."""
 NO_KEY = ("invalid_api_key", "16")
 """Codes of an error about a key: the API's, and gRPC's UNAUTHENTICATED."""

@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.simulation.bugs.table import BUGS, Bug
 from tests.simulation.faults.schedule import ClientPlan, Fault, Schedule, load
 from tests.simulation.scenarios import scenario as scenarios
 from tests.simulation.scenarios.drawing import draw
 from tests.simulation.search.runner import Worker
 from tests.simulation.search.seeds import one
 
+PAGE = Path(__file__).parents[4] / "docs" / "reliability.md"
 FOUND = Path(__file__).parents[3] / "simulation" / "found"
 
 
@@ -60,6 +62,27 @@ def test_operators_and_brokers_that_repeat_themselves_break_nothing() -> None:
         outcome = one(worker, scenarios.load("limits"), schedule)
     assert outcome.broken == []
     assert set(outcome.faults) == {fault.fault for fault in faults}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS.values(), ids=list(BUGS))
+def test_a_drawn_schedule_finds_a_bug_that_is_put_back(bug: Bug) -> None:
+    scenario, promises = scenarios.load(bug.scenario), set[str]()
+    with Worker() as worker:
+        for seed in bug.seeds:
+            schedule = msgspec.structs.replace(draw(scenario, seed), bugs=[bug.name])
+            promises = {broken.promise for broken in one(worker, scenario, schedule).broken}
+            if bug.breaks in promises:
+                return
+    pytest.fail(f"seeds {bug.seeds} of {bug.scenario} break {promises or 'nothing'}, not {bug.breaks}")
+
+
+def test_the_page_names_each_bug_with_a_seed_that_finds_it() -> None:
+    page = PAGE.read_text()
+    for bug in BUGS.values():
+        if bug.scenario != "counter":
+            assert f"| `{bug.name}`" in page
+            assert f"--scenario {bug.scenario} --seed {bug.seeds[0]} --bug {bug.name}" in page
 
 
 @pytest.mark.slow
