@@ -49,7 +49,8 @@ async def spans_of(received: Collector, trace_id: str, *names: str) -> dict[str,
 
 async def test_a_request_is_one_trace_from_the_client_to_the_ranks(house: House, received: Collector) -> None:
     trace_id = new_trace()
-    answer = await ask(house, f"00-{trace_id}-{CLIENT}-01")
+    choice = {"kind": "window", "recent": 512}
+    answer = await ask(house, f"00-{trace_id}-{CLIENT}-01", sparse_attention=choice)
     assert answer.status_code == 200
     expected_parents = {
         "POST /v1/completions": "",
@@ -85,6 +86,7 @@ async def test_a_request_is_one_trace_from_the_client_to_the_ranks(house: House,
     assert generation.attributes["gen_ai.usage.input_tokens"] == len("one two three")
     assert generation.attributes["gen_ai.usage.output_tokens"] == 4
     assert generation.attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert generation.attributes["ryzanstein.sparse_attention"] == "window,recent=512"
     assert generation.events == ["gen_ai.first_token"]
     ring = spans["generate group-0"]
     assert ring.resource["ryzanstein.group"] == "group-0"
@@ -101,6 +103,7 @@ async def test_a_request_is_one_trace_from_the_client_to_the_ranks(house: House,
     assert set(about) >= {"request", "dispatched", "accepted", "finished"}
     assert {line.get("trace_id") for line in logged} == {trace_id}
     assert about["request"]["span_id"] == root.span_id
+    assert about["accepted"]["sparse_attention"] == "window,recent=512"
     assert about["finished"]["span_id"] == ring.span_id
     assert (about["finished"]["group"], about["finished"]["rank"], about["finished"]["attempt"]) == (
         "group-0",
