@@ -242,9 +242,12 @@ class Generation:
         return Decision.NOTHING
 
     def _on_progress(self, entry: TokenEntry, now: float) -> None:
-        """Its ring has computed more of its prompt: it is at work, though there is no token."""
-        self.computed = min(entry.computed, len(self.request.prompt))
+        """Its ring computes its prompt: it is at work, though there is no token. What it computes again, having given
+        up its blocks, is not told again."""
         self.last_progress = self.heard_at = now
+        if entry.computed <= self.computed:
+            return
+        self.computed = min(entry.computed, len(self.request.prompt))
         if self.computing:
             self._deliver(self._progress())
 
@@ -424,7 +427,7 @@ class Generation:
             self.fingerprint = entry.fingerprint
         if entry.cached_tokens and not self.cached_tokens:
             self.cached_tokens = min(entry.cached_tokens, len(self.request.prompt))
-        if entry.computed > self.computed:
+        if entry.computed:
             self._on_progress(entry, now)
 
     def _stalled(self, now: float) -> bool:

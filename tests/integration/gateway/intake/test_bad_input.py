@@ -52,6 +52,13 @@ WRONG_CHATS = [
     (GOOD | {"max_tokens": "many"}, "invalid_type", "max_tokens"),
     (GOOD | {"max_tokens": 2046}, "context_length_exceeded", "messages"),
     (GOOD | {"messages": [{"role": "user", "content": "x" * 2048}]}, "context_length_exceeded", "messages"),
+    (
+        GOOD
+        | {"messages": [{"role": "user", "content": "x" * 2048}], "return_progress": True, "stream": True},
+        "context_length_exceeded",
+        "messages",
+    ),
+    (GOOD | {"return_progress": "often"}, "invalid_type", "return_progress"),
     (GOOD | {"temperature": 2.5}, "decimal_above_max_value", "temperature"),
     (GOOD | {"top_p": 0}, "decimal_below_min_value", "top_p"),
     (GOOD | {"n": 0}, "integer_below_min_value", "n"),

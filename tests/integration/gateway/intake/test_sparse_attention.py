@@ -193,3 +193,17 @@ async def test_a_lost_ring_or_a_repeat_changes_nothing(
         dense = await theirs.post(COMPLETIONS, json=BODY, headers=key)
         assert (dense.status_code, dense.json()["error"]["code"]) == (422, "idempotency_key_reused")
     await until(lambda: len(ring.requests) == 2)
+
+
+@pytest.mark.parametrize("choice", [CHOICE, {"kind": "window"}, {"budget": 16, "share": 0.01}])
+async def test_a_prompt_beyond_the_context_is_refused_however_little_it_would_read(
+    http: httpx.AsyncClient, ring: FakeRing, choice: dict[str, Any]
+) -> None:
+    body = BODY | {"prompt": "x" * 2100, "sparse_attention": choice, "return_progress": True, "stream": True}
+    answer = await http.post(COMPLETIONS, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "2048" in error["message"]
+    assert "2100" in error["message"]
+    assert ring.requests == []

@@ -191,3 +191,35 @@ def test_cancel_and_fail_end_it_once() -> None:
     made.generation.cancel()
     assert made.generation.state == "failed"
     assert len(made.news) == 1
+
+
+def test_a_prompt_that_is_being_computed_is_told_of_and_is_no_silence() -> None:
+    made = Recorded()
+    generation = made.generation
+    for now, computed in (
+        (1.0, 1),
+        (90.0, 2),
+        (150.0, 1),
+        (180.0, 2),
+    ):  # it was preempted, and computes it again
+        assert made.entry(0, [], now=now, computed=computed) is Decision.NOTHING
+    assert [(news.computed, news.tokens) for news in made.news] == [(1, []), (2, [])]
+    assert generation.on_time(279.0) is not Decision.EXPIRE
+    assert generation.on_time(280.0) is Decision.EXPIRE
+    late: list[Any] = []
+    generation.attach(lambda _, news: late.append(news))
+    assert [news.computed for news in late] == [2]
+    made.recover()
+    assert not generation.computing, "nobody knows what the next ring has of it"
+    made.entry(0, [], computed=1)
+    assert late[-1].computed == 1
+    made.entry(0, [7])
+    made.entry(1, [], computed=3)  # of an answer that goes on nothing is told
+    assert late[-1].tokens == [7]
+    assert not generation.computing
+
+
+def test_no_more_of_a_prompt_is_computed_than_it_has() -> None:
+    made = Recorded()
+    made.entry(0, [], computed=1000)
+    assert made.news[-1].computed == 3
