@@ -4,9 +4,12 @@ A checkpoint becomes a GGUF file by llama.cpp's converter, in bf16 as it is, so 
 What is given is llama.cpp's source directory, built with cmake in `build/`:
 
     cmake -B build -DBUILD_SHARED_LIBS=OFF && cmake --build build --target llama-batched-bench
+
+and of `benchmarks.engine.speculation` also `--target llama-speculative-simple`.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +21,8 @@ from benchmarks.errors import BenchError
 from benchmarks.random_model import TOKENIZER
 
 _CONVERTER, _BENCH = "convert_hf_to_gguf.py", "build/bin/llama-batched-bench"
+_SPECULATIVE = "build/bin/llama-speculative-simple"
+_SPEED = re.compile(r"decoded\s+\d+ tokens in\s+[\d.]+ seconds, speed:\s+([\d.]+) t/s")
 _TOKENS = 16
 """That are generated for the time of a decode step."""
 
@@ -63,6 +68,30 @@ class LlamaCpp:
         (row,) = self._measure(file, threads, tokens, 1, 1)
         return 1e3 * row["t_pp"]
 
+    def speculation(
+        self, model: Path, draft: Path, prompt: str, tokens: int, threads: int
+    ) -> dict[str, float]:
+        """Tokens per second behind `prompt`, greedily, without speculation and with the draft model."""
+        files = [self.convert(directory) for directory in (model, draft)]
+        command = [str(self.source / _SPECULATIVE), "-m", str(files[0]), "-md", str(files[1]), "-p", prompt]
+        command += [
+            "-n",
+            str(tokens),
+            "--temp",
+            "0",
+            "-t",
+            str(threads),
+            "-td",
+            str(threads),
+            "--draft-max",
+            "8",
+        ]
+        found = _SPEED.findall(_run(command, errors=True))
+        if len(found) != 1:
+            raise BenchError(f"{_SPECULATIVE} printed no speed; is it of another version of llama.cpp?")
+        plain = 1e3 / self.decode_ms(files[0], 1, 64, threads)
+        return {"none": plain, "draft model": float(found[0])}
+
     def _measure(
         self, file: Path, threads: int, prompt: int, generated: int, sequences: int
     ) -> Sequence[dict[str, float]]:
@@ -93,9 +122,10 @@ def _fall_back_to_bytes(file: Path) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str], *, errors: bool = False) -> str:
+    """What it prints; `errors`: its log too."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise BenchError(f"{Path(command[0]).name} ended with {done.returncode}: {' '.join(last)[:300]}")
-    return done.stdout
+    return done.stdout + (done.stderr if errors else "")

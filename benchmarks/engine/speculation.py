@@ -1,30 +1,38 @@
-"""What n-gram speculation gains, and that it costs nothing where it gains nothing.
+"""What speculation gains by kind, and that it costs nothing where it gains nothing.
 
 `python -m benchmarks.engine.speculation MODEL`: the real model, batcher and sampler in this process, without HTTP
-and NATS. Each load runs with and without speculation in turn; the best round of either counts. Loads:
+and NATS. Each load runs without speculation, with n-gram drafts and, with `--draft`, with those of a draft model too,
+in turn; the best round of each counts. `benchmarks.engine.noisy_target` makes a model and its draft. Loads:
 
     repeat   a text that is to be repeated word for word        greedy, ends as the model ends it
     edit     code in which one name is to be changed            greedy, ends as the model ends it
     words    random words (`benchmarks.serve.workloads`)   greedy, 128 tokens each
     sampled  random words                                       temperature 1, 128 tokens each
+
+`--llama-cpp SOURCE` adds llama.cpp with the same two models, greedy and alone, by its `llama-speculative-simple`.
 """
 
 import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.llama_cpp import LlamaCpp
 from benchmarks.engine.steps import BLOCK, load_one_rank
+from benchmarks.errors import BenchError
 from benchmarks.serve.workloads import PromptSource, calibrate
-from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan
@@ -33,6 +41,9 @@ from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
+KV_MEMORY = 3 << 30
+"""Of a model and its draft model."""
+_PROMPT = "The history of the lighthouse begins with"
 OUTPUT = 128
 _TEXT = (
     "The {0} stood at the edge of the {1}, where the road turns north. Every morning the {2} came by with "
@@ -48,6 +59,8 @@ _CODE = (
 _NOUNS = ("mill", "lake", "baker", "bread", "tower", "river", "fox", "apples", "church", "field", "smith")
 
 Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
+Draft = Callable[[DraftPlan, Sequence[SamplingState]], list[list[DraftToken]]]
+KINDS = ("none", "n-gram", "draft model")
 
 
 @dataclass
@@ -73,9 +86,11 @@ class Run:
 class Loads:
     """The requests of each load, with the model's own chat template."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, output: int = OUTPUT) -> None:
+        """`output`: tokens of each answer at most."""
         from transformers import AutoTokenizer
 
+        self._output = output
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
 
     def make(self, load: str, count: int) -> list[GenerationRequest]:
@@ -89,7 +104,7 @@ class Loads:
                 "m",
                 "c",
                 self._render([message]),
-                OUTPUT,
+                self._output,
                 SamplingParams(sampling.temperature, seed=number),
                 stops,
             )
@@ -127,8 +142,6 @@ def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execut
     sampler, vocabulary = Sampler(), runner.vocab_size
 
     def execute(plan: StepPlan, states: Sequence[SamplingState]) -> list[SampledToken]:
-        import msgspec
-
         wants = wants_of(states, vocabulary)
         logits = runner.forward(msgspec.structs.replace(plan, candidates=wants.tobytes()))
         assert logits is not None
@@ -137,16 +150,63 @@ def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execut
     return execute, EngineSpec(BLOCK, BLOCKS, CONTEXT, vocabulary)
 
 
+@contextmanager
+def with_draft(
+    model: Path, draft: Path, dtype: str, threads: int
+) -> Iterator[tuple[Execute, EngineSpec, Draft]]:
+    """As `make_execute`, of an engine with a draft model."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from services.executor.core.settings import ExecutorSettings
+    from services.executor.ipc.board import RingBoard
+    from services.executor.ipc.rank_pipe import RankSpec
+    from services.executor.worker.engine import RingEngine
+    from shared.config import load_settings
+
+    settings = load_settings(
+        ExecutorSettings,
+        model=str(model),
+        draft_model=str(draft),
+        device="cpu",
+        dtype=dtype,
+        threads=threads,
+        kv_memory=KV_MEMORY,
+        context_length=CONTEXT,
+    )
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "board"
+        board = RingBoard(path, 1, create=True)
+        engine = RingEngine(settings, RankSpec(0, 1, "g", "i", 1, str(path), {}), board, lambda meeting: None)
+        try:
+            spec = engine.load(lambda done, total: None)
+            if not spec.drafts:
+                raise BenchError(f"The draft model was left out: {spec.draft_left_out}")
+            yield engine.execute, spec, engine.draft
+        finally:
+            engine.close()
+
+
 def run(
-    execute: Execute, spec: EngineSpec, requests: list[GenerationRequest], at_once: int, drafts: int
+    execute: Execute,
+    spec: EngineSpec,
+    requests: list[GenerationRequest],
+    at_once: int,
+    drafts: int,
+    draft: Draft | None = None,
 ) -> Run:
-    """All requests, `at_once` at a time."""
-    batcher = ContinuousBatcher(spec, BatchSettings(max_sequences=at_once, max_drafts=drafts), "benchmark")
+    """All requests, `at_once` at a time; `draft`: the draft model's rounds."""
+    settings = BatchSettings(max_sequences=at_once, max_drafts=drafts)
+    batcher = ContinuousBatcher(
+        msgspec.structs.replace(spec, drafts=draft is not None), settings, "benchmark"
+    )
     for request in requests:
         batcher.add(request)
     result = Run({request.generation_id: [] for request in requests})
     began = time.perf_counter()
     while batcher.has_work:
+        if draft is not None and (planned := batcher.plan_drafts(began)) is not None:
+            round_began = time.perf_counter()
+            drafted = draft(planned[0], [row.sampling for row in planned[1]])
+            batcher.take_drafts(drafted, time.perf_counter() - round_began)
         scheduled = batcher.schedule(began)
         assert scheduled is not None
         plan, rows = scheduled
@@ -160,43 +220,74 @@ def run(
     return result
 
 
+def measure(
+    engine: tuple[Execute, EngineSpec, Draft | None],
+    requests: list[GenerationRequest],
+    places: int,
+    rounds: int,
+    drafts: int,
+) -> dict[str, Run]:
+    """The best round of each kind, taken in turn."""
+    execute, spec, draft = engine
+    found: dict[str, list[Run]] = {}
+    for _ in range(rounds):
+        for kind in KINDS if draft is not None else KINDS[:2]:
+            most, model = (0 if kind == "none" else drafts), (draft if kind == "draft model" else None)
+            found.setdefault(kind, []).append(run(execute, spec, requests, places, most, model))
+    return {kind: max(runs, key=lambda each: each.rate) for kind, runs in found.items()}
+
+
+def rows_of(load: str, places: int, found: dict[str, Run]) -> list[list[str]]:
+    """Of the table, one for each kind."""
+    plain = found["none"]
+    return [
+        [
+            load,
+            str(places),
+            kind,
+            f"{one.rate:.1f}",
+            f"{one.rate / plain.rate:.2f}x",
+            f"{one.drafted / one.steps:.1f}",
+            f"{one.accepted / one.drafted:.0%}" if one.drafted else "-",
+            f"{sum(plain.texts[name] == text for name, text in one.texts.items())}/{len(one.texts)}",
+        ]
+        for kind, one in found.items()
+    ]
+
+
 def main(
     model: Annotated[
         Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
     ],
+    draft: Annotated[Path | None, typer.Option(help="A draft model's directory.")] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds with and without, in turn.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds of each kind, in turn.", min=1)] = 2,
     loads: Annotated[str, typer.Option(help="Which loads.")] = "repeat,edit,words,sampled",
-    at_once: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16",
+    at_once: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     turns: Annotated[int, typer.Option(help="Requests for each place, one after the other.", min=1)] = 1,
     drafts: Annotated[int, typer.Option(help="Drafts of one sequence at most.")] = MOST_DRAFTS,
+    output: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = OUTPUT,
+    llama_cpp: Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")] = None,
 ) -> None:
-    """Tokens per second with and without speculation."""
-    execute, spec = make_execute(model, dtype, threads)
-    source = Loads(model)
-    table = Table(
-        "load", "at once", "without tok/s", "with tok/s", "gain", "drafts/step", "accepted", "same text"
-    )
-    for load in loads.split(","):
-        for places in map(int, at_once.split(",")):
-            requests = source.make(load, max(2, places * turns))
-            found: dict[int, list[Run]] = {0: [], drafts: []}
-            for _ in range(rounds):
-                for most, runs in found.items():
-                    runs.append(run(execute, spec, requests, places, most))
-            off, on = (max(runs, key=lambda each: each.rate) for runs in found.values())
-            same = sum(off.texts[name] == text for name, text in on.texts.items())
-            table.add_row(
-                load,
-                str(places),
-                f"{off.rate:.0f}",
-                f"{on.rate:.0f}",
-                f"{on.rate / off.rate - 1:+.0%}",
-                f"{on.drafted / on.steps:.1f}",
-                f"{on.accepted / on.drafted:.0%}" if on.drafted else "-",
-                f"{same}/{len(on.texts)}",
-            )
+    """Tokens per second by kind of speculation."""
+    source = Loads(model, output)
+    table = Table("load", "at once", "kind", "tok/s", "gain", "drafts/step", "accepted", "same text")
+    with ExitStack() as stack:
+        engine: tuple[Execute, EngineSpec, Draft | None] = (
+            (*make_execute(model, dtype, threads), None)
+            if draft is None
+            else stack.enter_context(with_draft(model, draft, dtype, threads))
+        )
+        for load in loads.split(","):
+            for places in map(int, at_once.split(",")):
+                requests = source.make(load, max(2, places * turns))
+                for row in rows_of(load, places, measure(engine, requests, places, rounds, drafts)):
+                    table.add_row(*row)
+    if llama_cpp is not None and draft is not None:
+        peer = LlamaCpp(llama_cpp, draft)
+        for kind, rate in peer.speculation(model, draft, _PROMPT, output, threads).items():
+            table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "")
     Console().print(table)
 
 
