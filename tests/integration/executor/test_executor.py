@@ -334,6 +334,35 @@ async def test_operations_endpoint(bus: Bus, nats_settings: CommonSettings, tmp_
         assert (await client.post(f"{url}/metrics")).status_code == 405
 
 
+async def test_a_draft_model_changes_no_token(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
+) -> None:
+    """Two ranks, and sequences that come to their ends one after the other."""
+    import httpx
+
+    options = ("--tp", "2", "--stub-step-ms", "10", "--stub-draft-right", "0.8", "--stub-draft-ms", "0.1")
+    async with (
+        executor(bus, nats_settings, tmp_path, *options) as process,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        beat = await process.wait_ready()
+        requests = [request(name, max_tokens=60 + 20 * at, seed=at) for at, name in enumerate("abcd")]
+        await dispatch(bus, *requests)
+        for at, name in enumerate("abcd"):
+            tokens, last = await reader.finish(name)
+            assert (tokens, last.finish) == (expected(at, 0, 60 + 20 * at), "length")
+        metrics = (await client.get(f"http://{beat.address}/metrics")).text
+        counted = {
+            line.split("{")[0].removeprefix("ryzanstein_executor_"): float(line.split()[-1])
+            for line in metrics.splitlines()
+            if line.startswith("ryzanstein_executor_")
+        }
+        drafted, accepted = (counted[f"draft_model_{kind}_tokens_total"] for kind in ("drafted", "accepted"))
+        assert 0 < accepted <= drafted <= counted["drafted_tokens_total"]
+        assert counted["draft_model_passes_total"] > 0
+        assert 0 < counted["draft_model_seconds_total"] < counted["step_seconds_total"]
+
+
 async def test_metrics_are_there_while_the_leader_is_hung(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path, reader: Reader
 ) -> None:
