@@ -1,11 +1,14 @@
-"""What compressed KV blocks cost a decode step: `python -m benchmarks.engine.kv_decode --help`.
+"""What KV blocks cost a decode step: `python -m benchmarks.engine.kv_decode --help`.
 
 The same step, with all full blocks kept as the model computes them, as int8 and as fp8; the three take turns,
-so that a noisy machine troubles them alike.
+so that a noisy machine troubles them alike. With `--sparse` one sequence of up to 128k tokens over int8 blocks of
+random content, dense and with sparse attention in turns: what all of its keys and values cost against some of them, and
+how near the dense step's attention comes to the rate of memory, which is measured in turns with them.
 """
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +21,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
+from benchmarks.random_model import LlamaShape, write_llama
 from services.executor.core.settings import BlockDType
+from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from shared.messages import SparseAttention
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")
 SHAPES = ((1, 1024), (8, 128), (8, 1024), (16, 320), (8, 4096))
 """(sequences, tokens in each one's context)"""
+LENGTHS = "8192,16384,32768,65536,131072"
+SHAPE = "1024,16,4,3968,16,32000"
+"""Whose int8 keys and values of 64k tokens take as many bytes as the weights that a step reads."""
+_MB = 1e6
 
 
 def compressed(plan: StepPlan, num_hot: int) -> StepPlan:
@@ -51,14 +61,116 @@ def make_step(
     return step
 
 
+class Long:
+    """Steps of one sequence over int8 blocks of random content, up to `longest` tokens."""
+
+    def __init__(self, directory: Path, threads: int, longest: int, sparse: SparseAttention) -> None:
+        self._blocks = -(-longest // BLOCK)
+        self._sparse = to_bytes(list(Choice.of(sparse)))
+        self.runner, self.store = load_one_rank(
+            directory, "bf16", threads, self._blocks, "int8", summaries=True
+        )
+        for cold in self.store.cold_layers():
+            if cold.scales is None:
+                cold.codes.normal_()  # summaries
+            else:
+                cold.codes.random_(-127, 128)
+                cold.scales.fill_(0.01)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of them that a step reads."""
+        packed = self.runner.packed
+        assert packed is not None, "the native kernels compute it"
+        return packed.head.nbytes + sum(linear.nbytes for layer in packed.layers for linear in layer.linears)
+
+    def kv(self, tokens: int) -> int:
+        """Bytes of the keys and values of so many tokens."""
+        shape = self.store.shape
+        pages = [at for at, page in enumerate(shape.pages) if not page.summary]
+        return sum(shape.cold_bytes(page) for page in pages) * (tokens // BLOCK)
+
+    def steps(self, context: int) -> dict[str, Callable[[], float]]:
+        """Each returns the milliseconds of a step, `attend` those of the dense step's attention."""
+        dense = compressed(decode_plan(1, context), self._blocks)
+        sparse = structs.replace(dense, sparse=self._sparse)
+        attended = 0.0
+
+        def step(plan: StepPlan) -> float:
+            nonlocal attended
+            before, began = self.runner.spent()["attend"], time.perf_counter()
+            self.runner.forward(plan)
+            took = time.perf_counter() - began
+            attended = (self.runner.spent()["attend"] - before) * 1e3
+            return took * 1e3
+
+        return {"dense": lambda: step(dense), "attend": lambda: attended, "sparse": lambda: step(sparse)}
+
+
+def long_contexts(long: Long, lengths: list[int], threads: int, rounds: int) -> Table:
+    """Dense and sparse decode steps in turns, the medians."""
+    from benchmarks.engine.floors import Machine
+    from services.executor.native.library import load_library
+
+    machine = Machine(load_library(), threads)
+    table = Table(
+        *("tokens", "KV, MB", "dense, ms", "sparse, ms", "times as fast", "dense attention, ms"),
+        *("GB/s", "memory, GB/s", "share of it"),
+        title=f"weights {long.weights / _MB:.0f} MB",
+    )
+    for context in lengths:
+        work = {**long.steps(context), "memory": lambda: 1e-9 / machine.memory()}
+        taken: dict[str, list[float]] = {name: [] for name in work}
+        for round_ in range(rounds + 1):
+            for name, one in work.items():
+                value = one()
+                if round_:
+                    taken[name].append(value)
+        dense, attend, sparse, memory = (statistics.median(taken[name]) for name in work)
+        rate = long.kv(context) / attend / 1e6
+        table.add_row(
+            *(f"{context:,}", f"{long.kv(context) / _MB:.0f}", f"{dense:.1f}", f"{sparse:.1f}"),
+            *(
+                f"{dense / sparse:.2f}",
+                f"{attend:.1f}",
+                f"{rate:.1f}",
+                f"{memory:.1f}",
+                f"{rate / memory:.0%}",
+            ),
+        )
+    return table
+
+
 def main(
     model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
+        Path | None,
+        typer.Argument(
+            help="A model directory; `ryzanstein models list` shows where one is. With --sparse it may be left out: "
+            "random weights of --shape then."
+        ),
+    ] = None,
+    sparse: Annotated[bool, typer.Option(help="Long contexts, dense and sparse.")] = False,
+    lengths: Annotated[str, typer.Option(help="Of these contexts, in tokens; with --sparse.")] = LENGTHS,
+    share: Annotated[float, typer.Option(help="Of the position, in chosen pages; with --sparse.")] = 0.125,
+    budget: Annotated[int, typer.Option(help="Tokens in chosen pages at least; with --sparse.")] = 2048,
+    shape: Annotated[
+        str, typer.Option(help="hidden,heads,kv_heads,inner,layers,vocabulary of random weights.")
+    ] = SHAPE,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 15,
 ) -> None:
-    """What compressed KV blocks cost a decode step."""
+    """What KV blocks cost a decode step."""
+    if sparse:
+        contexts = [int(length) for length in lengths.split(",")]
+        choice = SparseAttention(share=share, budget=budget)
+        with tempfile.TemporaryDirectory() as made:
+            if model is None:
+                write_llama(Path(made), LlamaShape.parse(shape))
+            long = Long(model or Path(made), threads, max(contexts), choice)
+            Console().print(long_contexts(long, contexts, threads, rounds))
+        return
+    if model is None:
+        raise typer.BadParameter("Name a model directory, or measure random weights with --sparse.")
     num_blocks = max(sequences * -(-context // BLOCK) for sequences, context in SHAPES)
     steps = {kind: make_step(model, kind, threads, num_blocks) for kind in KINDS}
     table = Table("decode step", *(f"{kind}, ms" for kind in KINDS), "int8 / bf16", "fp8 / bf16")

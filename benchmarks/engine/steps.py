@@ -39,9 +39,11 @@ def load_one_rank(
     num_blocks: int,
     kind: "BlockDType" = "bf16",
     weights: "WeightCodec | None" = None,
+    *,
+    summaries: bool = False,
 ) -> "tuple[ModelRunner, KvStore]":
     """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16; its weights
-    quantized where `weights` says how.
+    quantized where `weights` says how. `summaries`: with those that sparse attention chooses pages by.
 
     `dtype_name`: bf16 or fp32.
     """
@@ -64,7 +66,8 @@ def load_one_rank(
     config = load_config(directory)
     layout = ShardLayout.from_config(config, 1, 0)
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
-    shape = store_shape(ExecutorSettings(block_size=BLOCK), kind, layer_states(config, layout), dtype)
+    settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
+    shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     store = KvStore(
         shape, num_blocks, device, 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
     )

@@ -153,7 +153,7 @@ class StoreShape:
     @property
     def bytes_per_cold_block(self) -> int:
         """Bytes of one cold block over all layers, scales included."""
-        return sum(self._cold_bytes(pages, self.codec(layer)) for layer, pages in enumerate(self.pages))
+        return sum(self.cold_bytes(page) for page in range(self.num_layers))
 
     @property
     def bytes_per_spilled_block(self) -> int:
@@ -165,7 +165,9 @@ class StoreShape:
         """Full blocks that the bytes of a slot take; other ranks may need more."""
         return -(-self.slot_bytes // self.bytes_per_spilled_block)
 
-    def _cold_bytes(self, pages: Pages, codec: Codec | None) -> int:
+    def cold_bytes(self, page: int) -> int:
+        """Bytes of one cold block in page layer `page`, scales included."""
+        pages, codec = self.pages[page], self.codec(page)
         values = pages.values_per_block(self.block_size)
         if codec is None:
             return values * self.dtype.itemsize

@@ -7,9 +7,12 @@ import pytest
 from benchmarks.engine import floors
 from benchmarks.engine.__main__ import DECODES, PREFILLS, milliseconds
 from benchmarks.engine.floors import Rates, floor_of
+from benchmarks.engine.kv_decode import Long
 from benchmarks.engine.steps import BLOCK, Decode, Prefill, decode_plan, load_one_rank, prefill_plan
+from benchmarks.random_model import LlamaShape, write_llama
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.native.library import why_not
+from shared.messages import SparseAttention
 from tests.unit.executor.model.tiny import settings_for
 
 
@@ -78,3 +81,14 @@ def test_floors_count_sampled_rows_alone_where_layers_store_nothing(
     *_, last = runner.packed.layers
     readers = 2 * sum(linear.outputs * linear.inputs for linear in last.linears)
     assert 16 * one.operations < prompt.operations < 32 * one.operations - 31 * readers
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+def test_long_contexts_are_decoded_dense_and_sparse(tmp_path: Path) -> None:
+    write_llama(tmp_path, LlamaShape.parse("64,2,1,64,2,128"))
+    long = Long(tmp_path, 1, 512, SparseAttention(threshold=64, recent=32, budget=64, dense_layers=0))
+    assert long.kv(512) == 512 * 2 * 2 * 32 + 32 * 2 * 2 * 4, "codes, and a scale for each block and head"
+    assert long.weights > 0
+    steps = long.steps(500)
+    assert steps["dense"]() > steps["attend"]() > 0
+    assert steps["sparse"]() > 0
