@@ -38,6 +38,8 @@ _NEAR = 64 << 10
 """Bytes between two extents that are worth less than a request."""
 _MEASURED_BYTES, _MEASURED_SECONDS = 256 << 20, 0.25
 """Of the disk's rate, at most."""
+_PATIENCE = 2.0
+"""Seconds for the thread to end."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14."""
 
@@ -110,7 +112,7 @@ def plan_residency(layers: Sequence[LayerExtents], fixed: int, budget: int) -> R
 
 def _window(streamed: Sequence[LayerExtents]) -> int:
     """Bytes of the layer that is computed and of what is read ahead meanwhile, at most."""
-    if len(streamed) < 2:
+    if len(streamed) < 3:  # none is ever given back: each is the next one
         return sum(layer.size for layer in streamed)
     following = [*streamed[1:], streamed[0]]
     return max(now.size + coming.ahead for now, coming in zip(streamed, following, strict=True))
@@ -204,7 +206,9 @@ class WeightStreamer:
             return
         self._closed = True
         os.eventfd_write(self._doorbell, 1)
-        self._thread.join()
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            return  # a disk that gives nothing, or an interpreter that ends: the process takes it along
         os.close(self._doorbell)
         os.close(self._fd)
 

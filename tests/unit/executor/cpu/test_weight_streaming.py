@@ -77,9 +77,9 @@ def test_what_stays_fits_and_no_layer_is_streamed_in_vain(
     assert found.per_step == round(sum(layer.per_row for layer in streamed))
     # All that can be there at a time: what stays, a layer, and what is read ahead of the next one.
     stays = whole - sum(layer.size for layer in streamed)
+    assert not streamed or len(streamed) > 2, "of two, each is the next one, and none is given back"
     for now, coming in zip(streamed, [*streamed[1:], *streamed[:1]], strict=True):
-        beside = coming.ahead if len(streamed) > 1 else 0
-        assert stays + now.size + beside <= found.memory
+        assert stays + now.size + coming.ahead <= found.memory
     if budget >= whole:
         assert not streamed
 

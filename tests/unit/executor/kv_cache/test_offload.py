@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +93,33 @@ def test_a_read_that_fails_is_a_loss(disk: DiskSlots, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "pread", broken)
     assert disk.load(0) is None
     disk.close()
+
+
+def test_a_slot_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spill, content = SpillStore(1, 2, SIZE, tmp_path), bytes(range(SIZE))
+    assert [spill.find(slot) for slot in range(3)] == [None] * 3
+    spill.save(0, content)
+    spill.save(1, content)
+    assert spill._disk is not None
+    spill._disk.flush()
+    assert spill.find(0) == content
+    assert spill.find(1) == zlib.crc32(content)
+    room = bytearray(5)
+    spill.expect(1, 7, 5)
+    assert spill.read_into(1, memoryview(room), 7)
+    assert room == content[7:12]
+    assert not spill.read_into(2, memoryview(room), 0), "there are no bytes behind the last slot"
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    assert not spill.read_into(1, memoryview(room), 7)
+    spill.close()
+    nowhere = SpillStore(0, 0, SIZE)
+    assert nowhere.find(0) is None
+    nowhere.expect(0, 0, 1)
+    assert not nowhere.read_into(0, memoryview(room), 0)
 
 
 def test_a_slow_disk_loses_blocks_and_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,10 @@ def test_state_that_does_not_fit_is_refused_before_kept_weights_are_read(
 
 
 @natively
-def test_weights_beyond_their_memory_are_streamed_from_the_first_start_on(tmp_path: Path) -> None:
+def test_weights_beyond_their_memory_are_streamed_from_the_first_start_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_HUGE_PAGE", 4096)  # as large weights are: packed in files without a name
     directory = model_of(tmp_path / "model", head_dim=32, num_hidden_layers=6)
     kept = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": tmp_path / "kept"}
     with pytest.raises(

@@ -242,6 +242,8 @@ def test_files_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match="--weight-dtype is int8"):
         on_ring(1, lambda ring: load(directory, ring, weight_dtype="int8"))
+    with pytest.raises(ConfigurationError, match="--weights-memory is for models"):
+        on_ring(1, lambda ring: load(directory, ring, weights_memory=1))
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
