@@ -224,8 +224,8 @@ def sparse_of(
 def _why_not(choice: SparseAttention, card: ModelCard) -> str:
     if "window" not in card.sparse:
         return (
-            f"no layer of {card.model} attends to all earlier tokens, or its executors are of an earlier version; "
-            "leave it out"
+            f"{card.model} cannot: none of its layers attends to all earlier tokens, or its groups compute on GPUs or "
+            "are of an earlier version; leave it out"
         )
     return (
         f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "

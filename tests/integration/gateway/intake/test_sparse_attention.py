@@ -121,7 +121,7 @@ async def test_grpc_has_every_way_of_saying_it(gateway: RunningGateway, ring: Fa
         (LONG, {"page": 3}, "sparse_attention.page", "Unknown parameter"),
         (LONG, "on", "sparse_attention", "expected one of"),
         (WINDOWED, True, "sparse_attention", "ask for kind 'window'"),
-        (PLAIN, True, "sparse_attention", "no layer of org/plain"),
+        (PLAIN, True, "sparse_attention", "org/plain cannot"),
         (PLAIN, {"kind": "window"}, "sparse_attention", "leave it out"),
     ],
 )
