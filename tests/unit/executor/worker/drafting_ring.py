@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec
 from services.executor.core.sampling_state import SamplingState
@@ -81,7 +82,9 @@ class Generated:
         self.state = SamplingState(sampling, prompt, [])
         self.accepted = self.proposed = 0
         self.proposals: list[DraftToken] = []
-        self._ring, self._first, self._computed, self._prompt = ring, first_block, 0, len(prompt)
+        self._ring, self._first, self._prompt = ring, first_block, len(prompt)
+        self._computed = self._known = 0
+        """Tokens that the model and its draft model have computed."""
 
     @property
     def text(self) -> list[int]:
@@ -89,12 +92,13 @@ class Generated:
 
     def run(self, length: int, drafts: int = 0, chunk: int = 5, followed: bool = True) -> "Generated":
         """Until `length` tokens were put out; with `drafts` proposals of the draft model in each step. `followed`: by
-        the draft model."""
+        the draft model; else it computes in its first pass what it has not computed yet."""
         while len(self.tokens) - self._computed > 1:
             end = min(self._computed + chunk, len(self.tokens))
             plan = self._plan(self._computed, end, self.tokens, followed)
             last = self._ring.engine.execute(plan, [self.state])
             self._computed = end
+        self._known = self._computed if followed else 0
         self._take(last[-1].token)
         while len(self.text) < length:
             self._step(min(drafts, length - len(self.text) - 1), followed)
@@ -113,30 +117,25 @@ class Generated:
             self._computed += 1
             self._take(token)
             if at == drafts or token != ahead[at]:
-                return
+                break
             self.accepted += 1
+        self._known = self._computed if followed else min(begin + max(drafts, 1), self._computed)
 
     def _take(self, token: int) -> None:
         self.tokens.append(token)
         self.state.advance(token)
 
     def _draft(self, count: int) -> list[DraftToken]:
-        begin = self._computed
-        first = self._plan(begin, begin + 1, self.tokens, followed=False)
-        covered = begin + count
-        plan = StepPlan(
+        begin, end = self._known, self._computed + 1
+        first = self._plan(begin, end, self.tokens, followed=False)
+        plan = structs.replace(
+            first,
             step=2,
-            num_decodes=1,
-            token_ids=first.token_ids,
-            positions=first.positions,
-            slots=first.slots,
-            query_lens=first.query_lens,
-            context_lens=to_bytes([covered]),
-            block_tables=to_bytes(self._table(covered)),
-            sample_rows=first.sample_rows,
+            context_lens=to_bytes([end + count]),
+            block_tables=to_bytes(self._table(end + count)),
             of_draft=True,
         )
-        slots = [self._slot(position) for position in range(begin + 1, begin + count)]
+        slots = [self._slot(position) for position in range(end, end + count - 1)]
         position = self.state.position
         [found] = self._ring.engine.draft(DraftPlan(plan, count, to_bytes(slots)), [self.state])
         assert self.state.position == position
