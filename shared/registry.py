@@ -128,6 +128,9 @@ def _wrong_setting(name: str, value: Any) -> str:
             if value in ("auto", "off") or number
             else f"it is auto, off or a number from 0 to {MAX_DRAFTS}"
         )
+    if name == "draft_model":
+        fits = len(value) <= MAX_SOURCE and value.isprintable() and value == value.strip()
+        return "" if fits or not value else f"it names a model in at most {MAX_SOURCE} printable characters"
     if name == "kv_dtype_layers":
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if all(_LAYER.fullmatch(part) for part in parts):

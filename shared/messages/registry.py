@@ -50,6 +50,9 @@ class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     max_adapter_rank: int | None = None
     weights_memory: int | None = None
     """Bytes of weights that each rank keeps in memory; the others are read from disk in each step."""
+    draft_model: str | None = None
+    """A smaller model of the same vocabulary that proposes tokens; named as a `source`. None: there is none, whatever
+    the host's own model has."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):

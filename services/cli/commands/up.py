@@ -71,6 +71,13 @@ def up(
             show_default="all of them",
         ),
     ] = None,
+    draft_model: Annotated[
+        str,
+        typer.Option(
+            help="A smaller model of the same vocabulary, which proposes tokens to the first --model.",
+            metavar="NAME|DIR|FILE.gguf",
+        ),
+    ] = "",
     port: Annotated[
         int, typer.Option(help="Port of the API; 0: the system chooses.", min=0, max=65535)
     ] = 8000,
@@ -143,6 +150,7 @@ def up(
         dtype=dtype,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
+        draft_model=_absolute(draft_model),
         weights_memory=weights_memory,
         engine=engine,
         tool_parser=tool_parser,
@@ -180,6 +188,12 @@ def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec], "list[De
     if problems := check_all(further):
         raise ConfigurationError("\n  ".join(problems))
     return names[0] if names else "", further, adapters
+
+
+def _absolute(model: str) -> str:
+    """A path of a model as executors in other directories understand it; other names as they are."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if model and path.exists() else model
 
 
 def main() -> None:

@@ -178,6 +178,8 @@ class StackPlan(msgspec.Struct, frozen=True):
     """Models beside that of the executors, or instead of it where that has no name; the scheduler has them loaded."""
     adapters: "list[DeclaredAdapter]" = []
     """LoRA adapters of these; the scheduler has them read."""
+    draft_model: str = ""
+    """Of the executors' own model; empty: it has none."""
 
     def own_spec(self) -> ModelSpec | None:
         """The model that the executors are started with, as the registry has it; None: they are started without one.
@@ -345,7 +347,7 @@ class LocalStack:
         arguments += ["--engine", plan.engine, "--takes-models"]
         if plan.served_model_name:
             arguments += ["--served-model-name", plan.served_model_name]
-        for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model"):
+        for name in ("weight_dtype", "kv_dtype", "tool_parser", "reasoning_parser", "model", "draft_model"):
             if value := getattr(plan, name):
                 arguments += [f"--{name.replace('_', '-')}", value]
         if plan.weights_memory is not None:

@@ -82,7 +82,7 @@ class NativeDecoder:
         self._model = self._describe_model(layout, ring)
         self.vocab_rows = self._model.head.outputs
         self._beside = beside  # for as long as its threads are used
-        if beside is not None and hasattr(library, "rz_decoder_beside"):
+        if beside is not None:
             self._handle = library.rz_decoder_beside(ctypes.byref(self._model), beside.handle)
         else:
             cores = (ctypes.c_int * threads)(*cpus) if cpus else None

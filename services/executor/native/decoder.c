@@ -525,29 +525,46 @@ static size_t rounded_row_of(const rz_model *model)
     return most;
 }
 
-rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus)
+/* `threads`: what it computes on, freed with it unless they are `borrowed`, also where it cannot be made. */
+static rz_decoder *new_on(rz_threads *threads, int borrowed, const rz_model *model)
 {
-    rz_decoder *decoder = calloc(1, sizeof *decoder);
-    if (!decoder)
+    rz_decoder *decoder = threads ? calloc(1, sizeof *decoder) : NULL;
+    if (!decoder) {
+        if (!borrowed)
+            rz_threads_free(threads);
         return NULL;
+    }
     decoder->model = *model;
+    decoder->threads = threads;
+    decoder->borrowed = borrowed;
     decoder->rounded_row = rounded_row_of(model);
     decoder->tail.from = rz_first_of_tail(model);
-    decoder->threads = rz_threads_new(threads);
-    if (!decoder->threads || !rz_workspace_new(&decoder->space, model, threads)) {
+    if (!rz_workspace_new(&decoder->space, model, rz_threads_count(threads))) {
         rz_decoder_free(decoder);
         return NULL;
     }
-    if (cpus)
+    return decoder;
+}
+
+rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus)
+{
+    rz_decoder *decoder = new_on(rz_threads_new(threads), 0, model);
+    if (decoder && cpus)
         rz_threads_pin(decoder->threads, cpus);
     return decoder;
+}
+
+rz_decoder *rz_decoder_beside(const rz_model *model, const rz_decoder *other)
+{
+    return new_on(other->threads, 1, model);
 }
 
 void rz_decoder_free(rz_decoder *decoder)
 {
     if (!decoder)
         return;
-    rz_threads_free(decoder->threads);
+    if (!decoder->borrowed)
+        rz_threads_free(decoder->threads);
     rz_workspace_free(&decoder->space);
     for (int i = 0; i < RZ_HEADS; i++)
         rz_workspace_free_attention(&decoder->whole[i]);

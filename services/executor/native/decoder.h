@@ -304,6 +304,8 @@ enum { RZ_OK = 0, RZ_NO_MEMORY = 1, RZ_RING_LOST = 2, RZ_BAD_PLAN = 3 /* names w
 /* NULL when there is no memory. `model` is copied; what it points to is not. `cpus` [threads]: the cores to keep
  * the threads on; NULL: any. */
 rz_decoder *rz_decoder_new(const rz_model *model, int threads, const int *cpus);
+/* One that computes on the threads of `other`, while that one does not, and is freed before it. */
+rz_decoder *rz_decoder_beside(const rz_model *model, const rz_decoder *other);
 void rz_decoder_free(rz_decoder *decoder);
 
 /* Computes one step. Returns RZ_OK or what went wrong. One caller at a time. */

@@ -317,6 +317,7 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_decoder_multiply": (c_int, [c_void_p, POINTER(Linear), c_void_p, c_int, c_void_p]),
     "rz_decoder_recur": (c_int, [c_void_p, POINTER(Recurrent), POINTER(Step), c_void_p, c_void_p]),
     "rz_decoder_new": (c_void_p, [POINTER(Model), c_int, POINTER(c_int)]),
+    "rz_decoder_beside": (c_void_p, [POINTER(Model), c_void_p]),
     "rz_decoder_free": (None, [c_void_p]),
     "rz_decoder_forward": (c_int, [c_void_p, POINTER(Step)]),
     "rz_decoder_spent": (None, [c_void_p, c_void_p]),

@@ -48,6 +48,7 @@ typedef struct {
 struct rz_decoder {
     rz_model model;
     rz_threads *threads;
+    int borrowed; /* whether the threads are another decoder's */
     rz_workspace space;
     const rz_step *step;               /* what is computed: the caller's, or the tail's */
     const rz_attention_plan *attention; /* of that, for each of the model's heads */

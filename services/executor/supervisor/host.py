@@ -83,6 +83,7 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     if (keeps := keeps_pages(spec.sparse_attention)) is not None:
         fields["sparse_attention"] = keeps
     fields["served_model_name"] = spec.name
+    fields["draft_model"] = spec.settings.draft_model or ""  # the host's goes with the host's own model
     fields["handover_port"] = 0  # a port that is set can be of one group alone
     try:
         # Groups that come and go share the cores: none of their threads has one of its own.

@@ -134,8 +134,17 @@ class StoredModel:
         return str((await prepare_model(model, self._store, report, revision=revision, named=named))[1])
 
     def size(self) -> ModelSize:
-        """Raises `ModelLoadError`."""
-        return ModelSize(0, 0) if self._needs_none else size_of(self._settings, self.directory())
+        """Of the model and its draft model together, as far as that is there. Raises `ModelLoadError`."""
+        if self._needs_none:
+            return ModelSize(0, 0)
+        own, draft = size_of(self._settings, self.directory()), self._settings.draft_model
+        if not draft or not catalog.is_ready(draft, self._store):
+            return own
+        beside = self._settings.model_copy(
+            update={"model": draft, "revision": "", "draft_model": "", "weights_memory": 0}
+        )
+        size = StoredModel(beside).size()
+        return ModelSize(own.weights + size.weights, own.sequence + size.sequence)
 
     def weights(self) -> int:
         """Bytes of the weights in memory; 0: not known."""

@@ -20,6 +20,7 @@
 #define rz_choose_blocks RZ_OF_LEVEL(rz_choose_blocks)
 #define rz_choose_experts RZ_OF_LEVEL(rz_choose_experts)
 #define rz_decoder_forward RZ_OF_LEVEL(rz_decoder_forward)
+#define rz_decoder_beside RZ_OF_LEVEL(rz_decoder_beside)
 #define rz_decoder_free RZ_OF_LEVEL(rz_decoder_free)
 #define rz_decoder_largest RZ_OF_LEVEL(rz_decoder_largest)
 #define rz_decoder_multiply RZ_OF_LEVEL(rz_decoder_multiply)

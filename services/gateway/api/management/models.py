@@ -219,6 +219,10 @@ class Management:
             problems += problems_of(spec, others, self._catalog.adapters.records)
             if (known is None or known.source != spec.source) and (wrong := self.wrong_source(spec.source)):
                 problems.append(Problem("source", wrong))
+            draft = spec.settings.draft_model
+            known_draft = known.settings.draft_model if known is not None else None
+            if draft and draft != known_draft and (wrong := self.wrong_source(draft)):
+                problems.append(Problem("settings.draft_model", wrong))
         if problems:
             raise InvalidParameter(
                 " ".join(one.text for one in problems),

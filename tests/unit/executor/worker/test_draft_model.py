@@ -1,5 +1,6 @@
 """With a draft model a ring says what it says without; a draft model that is the model itself is always right."""
 
+import itertools
 import json
 import shutil
 import threading
@@ -13,7 +14,7 @@ from services.executor.core.engine import BadLogits
 from services.executor.native import library
 from services.executor.sampling.sampler import Sampler
 from services.executor.worker import draft_model
-from shared.errors import InternalError, ModelLoadError
+from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.executor.worker.drafting_ring import CONTEXT, Generated, Ring, ring_of
@@ -77,10 +78,12 @@ def told(found: dict[str, Generated]) -> dict[str, list[int]]:
     return {name: sequence.text for name, sequence in found.items()}
 
 
+RANKS = [1, pytest.param(2, marks=natively)]
+"""Without the library ranks meet in torch's process group, which is one to a process."""
 COMPUTED = [pytest.param("bf16", marks=natively, id="native"), pytest.param("fp32", id="pytorch")]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_the_model_itself_is_always_right(
     tmp_path: Path, model: Path, twin: Path, dtype: str, tp: int
@@ -102,7 +105,7 @@ def test_the_model_itself_is_always_right(
         assert all(0 < token.probability <= 1 for token in sequence.proposals)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_whatever_it_proposes_the_text_is_the_same(
     tmp_path: Path, model: Path, small: Path, dtype: str, tp: int
@@ -157,7 +160,7 @@ def test_a_draft_model_that_computes_no_numbers_proposes_nothing(
 
 
 def test_where_both_do_not_fit_the_model_is_served_alone(tmp_path: Path, model: Path, twin: Path) -> None:
-    """One sequence of the model fits, and one of both does not; on one rank of two, too."""
+    """One sequence of the model fits, and one of both does not."""
     line = 3 * 2 * 3 * 32 * 4  # layers, keys and values, heads, their width
     room = CONTEXT * line * 5 // 4
     with (
@@ -170,15 +173,25 @@ def test_where_both_do_not_fit_the_model_is_served_alone(tmp_path: Path, model: 
         card, _ = ring.engine.card("m")
         assert (card.draft_model, card.draft_left_out) == ("model", ring.spec.draft_left_out)
         assert len(Generated(ring, PROMPT, SAMPLINGS["greedy"]).run(8).text) == 8
-    [line_of_log] = [line for line in logged if line["event"] == "draft_model_left_out"]
-    assert line_of_log["log_level"] == "warning"
-    with (
-        structlog.testing.capture_logs() as logged,
-        ring_of(tmp_path, model, twin, tp=2, dtype="fp32", kv_memory=room * 2 // 3) as ring,
-    ):
+    [told_in_log] = [line for line in logged if line["event"] == "draft_model_left_out"]
+    assert told_in_log["log_level"] == "warning"
+
+
+@natively
+def test_what_one_rank_of_two_has_no_room_for_all_do_without(
+    tmp_path: Path, model: Path, twin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = itertools.count()
+
+    def checked(*arguments: object) -> None:
+        if next(ranks) == 1:
+            raise ConfigurationError("There is no room.")
+
+    monkeypatch.setattr(draft_model, "check_room", checked)
+    with ring_of(tmp_path, model, twin, tp=2, dtype="fp32") as ring:
         assert not ring.spec.drafts
+        assert ring.spec.draft_left_out in ("There is no room.", "Another rank has no room for it.")
         assert len(Generated(ring, PROMPT, SAMPLINGS["greedy"]).run(8).text) == 8
-    assert [line["event"] for line in logged].count("draft_model_left_out") == 2
 
 
 @pytest.mark.parametrize(
