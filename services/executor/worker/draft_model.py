@@ -240,9 +240,8 @@ def _check_states(states: LayerStates, which: str) -> None:
 
 
 def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
-    """Of the draft model for the model in `target`; None: none is asked for, or no
-    drafts at all. Raises `ModelLoadError` where they do not
-    fit together, or it is not to be had."""
+    """Of the draft model for the model in `target`; None: none is asked for, or no drafts at all. Raises
+    `ModelLoadError` where they do not fit together, or it is not to be had."""
     if not settings.draft_model or not settings.max_drafts:
         return None
     directory = resolve_model(settings.draft_model, settings.store, lambda *step: None)

@@ -83,6 +83,10 @@ class Model(msgspec.Struct, frozen=True):
     pinned: bool | None
     """Whether it is never unloaded to make room for others; null: it is in no registry."""
     status: Status
+    draft_model: str | None = None
+    """The smaller model that proposes its tokens; null: none does."""
+    draft_model_left_out: str | None = None
+    """Why it is served without that draft model; null: it is not."""
 
 
 class Models:
@@ -134,6 +138,8 @@ class Models:
             aliases=list(spec.aliases) if spec is not None and name == model else [],
             pinned=spec.pinned if spec is not None else None,
             status=Status.of(status, spec, self._now),
+            draft_model=(card.draft_model or None) if card is not None else None,
+            draft_model_left_out=(card.draft_left_out or None) if card is not None else None,
         )
 
 

@@ -174,9 +174,10 @@ async def test_everything_wrong_with_an_entry_is_told_at_once(
 )
 async def test_which_sources_may_be_named(one_directory: RunningGateway, source: str, allowed: bool) -> None:
     async with one_directory.http() as http:
-        answer = await http.put(f"{REGISTRY}/m", json={"source": source})
-    assert answer.status_code == (200 if allowed else 400), answer.text
-    assert allowed or "RYZANSTEIN_MODEL_DIRECTORIES" in answer.text
+        for entry in ({"source": source}, {"source": HUB, "settings": {"draft_model": source}}):
+            answer = await http.put(f"{REGISTRY}/m", json=entry)
+            assert answer.status_code == (200 if allowed else 400), answer.text
+            assert allowed or "RYZANSTEIN_MODEL_DIRECTORIES" in answer.text
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.core.layer_state import Pages
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import _COMPRESS_BYTES, KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -181,3 +182,36 @@ def test_bytes_of_another_size_are_refused() -> None:
         store.load(1, content[:-1])
     with pytest.raises(ValueError, match="block 6 has"):
         store.load(HOT, content)
+
+
+def test_models_share_blocks_by_parts() -> None:
+    """A model of two layers and its draft model of three of other sizes: what a part writes and compresses is in the
+    whole, whose blocks are saved with both."""
+    pages = (Pages(2, 2, 8), Pages(2, 1, 16), Pages(2, 1, 16))
+    shape = StoreShape.uniform(2, 4, 2, 8, torch.bfloat16, (INT8, None)).followed_by(pages, INT8)
+    assert shape.codecs == (INT8, None, INT8, INT8, INT8)
+    whole = filled(shape)
+    own, draft = whole.part(0, 2), whole.part(2, 3)
+    assert (own.shape.format, draft.shape.pages) == (shape.part(0, 2).format, pages)
+    assert shape.part(0, 2).format == StoreShape.uniform(2, 4, 2, 8, torch.bfloat16, (INT8, None)).format
+    assert (own.num_hot, own.num_cold, draft.num_cold) == (HOT, COLD, COLD)
+    for part, first in ((own, 0), (draft, 2)):
+        for layer in range(part.shape.num_layers):
+            assert part.hot(layer).data_ptr() == whole.hot(first + layer).data_ptr()
+            assert part.codes(layer).data_ptr() == whole.codes(first + layer).data_ptr()
+            assert part.codec(layer) is whole.codec(first + layer)
+    assert own.hot_layers().shape == (2, HOT, 2, 2, 4, 8)
+    key, value = torch.randn(2, 4, 1, 16).bfloat16()
+    draft.write(2, torch.arange(4, 8), key, value)
+    own.compress([[1, HOT]])
+    draft.compress_layer(2, torch.tensor([1]), torch.tensor([HOT]))
+    keys, values = whole.gather(4, torch.tensor([HOT]), 1)
+    assert (keys[0, 0] - key[:, 0]).abs().max() < 0.05
+    assert (values[0, 0] - value[:, 0]).abs().max() < 0.05
+    assert not whole.gather(3, torch.tensor([HOT]), 1)[0].any()
+    kept = whole.save(HOT)
+    whole.load(HOT + 1, kept)
+    assert whole.save(HOT + 1) == kept
+    assert len(kept) == shape.bytes_per_spilled_block
+    again = draft.gather(2, torch.tensor([HOT + 1]), 1).clone()
+    assert torch.equal(again, draft.gather(2, torch.tensor([HOT]), 1))

@@ -141,3 +141,25 @@ def test_gpus_are_those_that_cuda_shows(visible: str | None, found: list[tuple[s
     reader = GpuReader()
     reader._nvml, reader._tried = DRIVER, True
     assert reader.visible(visible) == found
+
+
+def test_a_draft_model_is_of_one_model_and_counts_with_it(tmp_path: Path) -> None:
+    draft = model(tmp_path / "draft", num_hidden_layers=1)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (draft / file).write_text("{}")
+    host = settings(tmp_path, model="own", draft_model="of-own")
+    spec = ModelSpec("m", str(model(tmp_path / "m")))
+    alone = settings_of(host, spec)
+    assert alone.draft_model == ""
+    with_draft = settings_of(
+        host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model=str(draft)))
+    )
+    assert with_draft.draft_model == str(draft)
+    sizes = [size_of(alone, tmp_path / "m"), size_of(alone, draft)]
+    both = StoredModel(with_draft)
+    assert StoredModel(alone).size() == sizes[0]
+    assert both.size() == (sizes[0].weights + sizes[1].weights, sizes[0].sequence + sizes[1].sequence)
+    fetched_later = settings_of(
+        host, ModelSpec("m", spec.source, settings=ModelSettings(draft_model="org/not-here"))
+    )
+    assert StoredModel(fetched_later).size() == sizes[0]
