@@ -75,7 +75,9 @@ def table(cells: Sequence[Cell], first: str) -> Table:
     choices = list(dict.fromkeys(cell.choice for cell in cells))
     rows = list(dict.fromkeys(cell.row for cell in cells))
     found = {(cell.row, cell.choice): cell for cell in cells}
-    made = Table(first, "length", "prompt tokens", *choices, box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(first, "length", "prompt tokens", box=box.SIMPLE_HEAD, pad_edge=False)
+    for choice in choices:
+        made.add_column(choice, justify="right", overflow="fold")
     for row in rows:
         of_row = [found[row, choice] for choice in choices]
         prompt = max(cell.prompt_tokens for cell in of_row)

@@ -11,6 +11,7 @@ The kinds of RULER (arXiv:2404.06654), with texts of our own. A text has as many
 many tokens that are depends on the model, and is measured before (`asking.py`).
 """
 
+import re
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -51,9 +52,9 @@ class Sample(msgspec.Struct, frozen=True):
     max_tokens: int
 
     def score(self, answer: str) -> float:
-        """Which part of what was expected is in `answer`, 0 to 1."""
-        said = answer.casefold()
-        return sum(one.casefold() in said for one in self.expected) / len(self.expected)
+        """Which part of what was expected is in `answer`, 0 to 1; in whole words."""
+        said = set(re.findall(r"\w+", answer.casefold()))
+        return len({one.casefold() for one in self.expected} & said) / len(self.expected)
 
 
 Parts = tuple[str, str, str, list[str]]
