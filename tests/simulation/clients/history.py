@@ -125,6 +125,8 @@ class BatchSeen:
     output: list[dict[str, Any]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     cancel_asked: bool = False
+    ends: tuple[str, ...] = ("completed",)
+    """How it may end, unless it is cancelled."""
 
 
 @dataclass(eq=False)

@@ -18,6 +18,8 @@ from tests.simulation.clients.history import Acknowledged, BatchSeen, JobSeen, W
 
 FILES, BATCHES, JOBS = "/v1/files", "/v1/batches", "/v1/fine_tuning/jobs"
 OVER = ("completed", "failed", "expired", "cancelled", "succeeded")
+WRONG, HURRIED = 0.1, 0.15
+"""Of batches, the shares of those with a line that is no request, and of those that may run out of time."""
 _BOUNDARY = "simulated-form"
 
 
@@ -77,10 +79,17 @@ class Batches(Long):
 
     async def once(self) -> None:
         wanted, lines = self._lines()
+        ends, window, chance = ("completed",), "24h", self.draw.random()
+        if chance < WRONG:
+            ends, lines = ("failed",), [*lines, "this is no request"]
+        elif chance < WRONG + HURRIED:
+            ends, window = ("completed", "expired"), f"{self.draw.randint(3, 30)}s"
         file = await self.upload("batch", lines)
-        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": window}
         made, gateway = await self.create(BATCHES, body)
-        batch = BatchSeen(self.name, made["id"], self.around.tenant, wanted, started=self.around.now)
+        batch = BatchSeen(
+            self.name, made["id"], self.around.tenant, wanted, started=self.around.now, ends=ends
+        )
         self.acknowledged("batch", batch.identity, gateway)
         self.history.batches.append(batch)
         cancel_at = self.around.now + self.draw.uniform(0, 60.0) if self.draw.random() < 0.15 else None

@@ -21,7 +21,8 @@ class OneResultPerLine(Promise):
                     yield f"Batch {batch.identity} of {batch.client} ({batch.status}) {told}.", batch.identity
 
     def _batch(self, batch: BatchSeen) -> Iterator[str]:
-        if batch.status in ("failed", "expired") or (batch.status == "cancelled" and not batch.cancel_asked):
+        wanted = batch.status in batch.ends or (batch.status == "cancelled" and batch.cancel_asked)
+        if not wanted:
             yield f"ended so, though nobody wanted it: {' → '.join(batch.statuses)}"
         if over := [state for state in batch.statuses[:-1] if state in BATCH_OVER]:
             yield f"was {over[0]} before"

@@ -169,7 +169,10 @@ SOUND = evidence(
     refused_later("rate_limit_exceeded", 429),
     refused_later("8", 503),
     refused_later("invalid_api_key", 401, replaced=True),
-    batches=[batch()],
+    batches=[
+        batch(),
+        batch(ends=("failed",), status="failed", statuses=["failed"], output=[], counts={"completed": 0}),
+    ],
     jobs=[job(), job(identity="ftjob-2")],
     keys=[REVOKED],
     acknowledged=[FILE, GONE],
@@ -330,6 +333,8 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
     ("one_result_per_line", "no line of it", lambda: evidence(batches=[batch(wanted={})])),
     ("one_result_per_line", "counts 2", lambda: evidence(batches=[batch(counts={"completed": 2})])),
     ("one_result_per_line", "though nobody wanted", lambda: evidence(batches=[batch(status="cancelled")])),
+    ("one_result_per_line", "though nobody wanted", lambda: evidence(batches=[batch(status="expired")])),
+    ("one_result_per_line", "though nobody wanted", lambda: evidence(batches=[batch(ends=("failed",))])),
     (
         "one_result_per_line",
         "was completed before",
