@@ -265,8 +265,8 @@ def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
 
 
 def draft_name(settings: ExecutorSettings) -> str:
-    """What people call it: the last part of a path, or the hub name; empty: there is none."""
-    name = settings.draft_model
+    """What people call it: the last part of a path, or the hub name; empty: none is asked for, or no drafts at all."""
+    name = settings.draft_model if settings.max_drafts else ""
     return (
         Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
     )

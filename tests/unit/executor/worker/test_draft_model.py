@@ -276,6 +276,11 @@ def test_another_vocabulary_is_refused_before_anything_is_read(tmp_path: Path, m
         pass
 
 
+def test_without_speculation_none_is_read(tmp_path: Path, model: Path) -> None:
+    with ring_of(tmp_path, model, tmp_path / "nowhere", dtype="fp32", speculation="off") as ring:
+        assert (ring.spec.drafts, ring.spec.draft_model, ring.spec.draft_left_out) == (False, "", "")
+
+
 @natively
 def test_both_are_read_from_the_weight_cache(tmp_path: Path, model: Path, small: Path) -> None:
     cache = {"weight_cache_bytes": 1 << 30, "weight_cache_directory": str(tmp_path / "kept"), "dtype": "bf16"}
