@@ -18,7 +18,7 @@ from services.gateway.core.errors import InvalidParameter, check_range, check_si
 from services.gateway.intake.record import Context, Parts
 from services.gateway.intake.rules import check_task, check_token_ids, check_truncation
 from services.gateway.intake.sampling import cache_salt, session_of
-from services.gateway.intake.schemas import LastTokens, PositiveCount, User
+from services.gateway.intake.schemas import LastTokens, ModelName, PositiveCount, User
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
@@ -33,7 +33,7 @@ _TOKEN_BYTES = 5
 class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/embeddings. `input`: a string, strings, token ids, or lists of token ids."""
 
-    model: str
+    model: ModelName
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveCount | None = None

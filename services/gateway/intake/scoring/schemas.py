@@ -7,7 +7,15 @@ from msgspec import Meta
 
 from services.gateway.core.errors import InvalidParameter, check_range, missing
 from services.gateway.intake.rules import check_neutral, check_truncation
-from services.gateway.intake.schemas import Count, LastTokens, PositiveCount, Priority, User, neutral
+from services.gateway.intake.schemas import (
+    Count,
+    LastTokens,
+    ModelName,
+    PositiveCount,
+    Priority,
+    User,
+    neutral,
+)
 from shared import limits
 from shared.messages import ModelCard
 
@@ -18,7 +26,7 @@ _Texts = Annotated[list[Text], limits.SCORED_TEXTS.length(min_length=1)]
 class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the three have in common."""
 
-    model: str
+    model: ModelName
     truncate_prompt_tokens: LastTokens | None = None
     """vLLM's: so many tokens of each prompt, a pair's both texts together; the end of the document goes."""
     use_activation: bool | None = None

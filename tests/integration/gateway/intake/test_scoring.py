@@ -551,3 +551,18 @@ async def test_more_than_the_bounds_is_refused(
     assert (error["code"], error["param"]) == ("string_above_max_length", "documents")
     assert f"limit {limits.SCORED_CHARACTERS.name}" in error["message"]
     assert not judged.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/score", {"queries": "a", "documents": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+async def test_an_empty_model_is_refused(
+    http: httpx.AsyncClient, path: str, fields: dict[str, object]
+) -> None:
+    answer = await http.post(path, json={"model": "", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
