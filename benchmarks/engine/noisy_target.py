@@ -95,7 +95,7 @@ class Target:
         for file, numbers in self._files("inner"):
             tensors = {
                 name.replace(_FIRST, f"model.layers.{number}."): (
-                    _noise(tensor, random) if tensor.dim() > 1 else tensor
+                    _noise(tensor, random) if tensor.dim() > 1 else tensor.clone()
                 )
                 for number in numbers
                 for name, tensor in self.like.items()
@@ -143,26 +143,27 @@ class Sayings:
         runner, _ = load_one_rank(directory, "bf16", threads, 2 * _LENGTH // BLOCK)
         self._runner: Any = runner
 
-    def of(self, text: Sequence[int]) -> np.ndarray[Any, Any]:
-        count = len(text)
+    def of(self, text: Sequence[int], start: int = 0) -> np.ndarray[Any, Any]:
+        """From the place `start` on; what is before it has been computed."""
+        end = len(text)
         plan = StepPlan(
             step=1,
-            num_decodes=0,
-            token_ids=to_bytes(list(text)),
-            positions=to_bytes(np.arange(count)),
-            slots=to_bytes(np.arange(count)),
-            query_lens=to_bytes([count]),
-            context_lens=to_bytes([count]),
-            block_tables=to_bytes(np.arange(-(-count // BLOCK))),
-            sample_rows=to_bytes(np.arange(count)),
+            num_decodes=int(end - start == 1),
+            token_ids=to_bytes(list(text[start:])),
+            positions=to_bytes(np.arange(start, end)),
+            slots=to_bytes(np.arange(start, end)),
+            query_lens=to_bytes([end - start]),
+            context_lens=to_bytes([end]),
+            block_tables=to_bytes(np.arange(-(-end // BLOCK))),
+            sample_rows=to_bytes(np.arange(end - start)),
         )
         return np.asarray(self._runner.forward(plan).argmax(dim=-1))
 
     def text(self, begin: Sequence[int]) -> list[int]:
         """What it goes on with, greedily."""
-        found = list(begin)
+        found = [*begin, int(self.of(begin)[-1])]
         while len(found) < _LENGTH:
-            found.append(int(self.of(found)[-1]))
+            found.append(int(self.of(found, len(found) - 1)[-1]))
         return found
 
 
