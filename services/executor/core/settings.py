@@ -225,9 +225,9 @@ class ExecutorSettings(ModelStoreSettings):
     """A smaller model of the same vocabulary whose proposals the model checks, several at a time: directory, GGUF file
     or hub name. It changes the speed, not how tokens are drawn (docs/performance.md). Empty: none."""
     speculation: str = "auto"
-    """n-gram (prompt-lookup) speculative decoding, in draft tokens per sequence and step: `auto` (up to 15, as many
-    as pay off), `off`, or the maximum. It changes the speed, not how tokens are drawn. Models with recurrent state
-    carry no drafts."""
+    """Speculative decoding by n-grams (prompt lookup), and by a draft model where there is one, in draft tokens per
+    sequence and step: `auto` (up to 15, as many as pay off), `off`, or the maximum. It changes the speed, not how
+    tokens are drawn. Models with recurrent state carry no drafts."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """CUDA graphs of decode steps on GPUs, captured at start-up for batches of up to `max_sequences`: `auto` (where
     the model's decoder supports it) or `off`. They change the speed, never the tokens."""

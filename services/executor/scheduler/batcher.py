@@ -283,6 +283,8 @@ class ContinuousBatcher:
         """What the draft model is to propose for the next step, and the rows that it samples first; None: nothing. With
         no step under way; `take_drafts` or `drop_drafts` must follow before `schedule`."""
         planner = self._planner
+        if not self.drafter.uses_model:
+            return None
         if planner.isolates or (planner.waiting and planner.could_admit()):
             return None  # who is computed alone is; who can be admitted comes first
         self._tables.begin(now)

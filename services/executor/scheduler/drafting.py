@@ -110,7 +110,7 @@ class Drafter:
         it is, or the question is asked once more."""
         if not self._settings.max_drafts:
             return True
-        if self._uses_model and any(self._keeps_up(sequence, len(sequences)) for sequence in sequences):
+        if self.uses_model and any(self._keeps_up(sequence, len(sequences)) for sequence in sequences):
             return False
         if self._gain >= _WORTH or self._skipped >= _RUN:
             return False
@@ -208,8 +208,6 @@ class Drafter:
         """Chooses the `members` of a round before the next step, and makes room for their proposals. Returns how many
         these are to be of each; 0: there is no round."""
         self._proposals = {}
-        if not self._uses_model:
-            return 0
         decodes = [s for s in running if s.remaining == 1 and not s.begins_later]
         ready = [s for s in decodes if self._takes_part(s, len(decodes))]
         if not ready:
@@ -258,10 +256,11 @@ class Drafter:
     def is_to_follow(self, batch: Seq[Chunk]) -> bool:
         """Whether the draft model is to compute the rows of a step too: else it would be behind for good with some
         sequence."""
-        return self._uses_model and any(self._would_lack(chunk, len(batch)) for chunk in batch)
+        return self.uses_model and any(self._would_lack(chunk, len(batch)) for chunk in batch)
 
     @property
-    def _uses_model(self) -> bool:
+    def uses_model(self) -> bool:
+        """Whether there is a draft model that is in use now."""
         return self._has_model and self._model.used
 
     @property
