@@ -148,12 +148,12 @@ static void add_tile(const planning *job, const attending_rows *tile)
 }
 
 /* A row that reads its own tables, once these are filled. */
-static void add_choice(const planning *job, const attending_rows *whole, rz_choice choice)
+static void add_choice(const planning *job, const int32_t *table, long row, int position, rz_choice choice)
 {
     rz_attention_plan *plan = job->plan;
     const int size = job->decoder->model.block_size;
-    choice.table = whole->table;
-    choice.row = whole->row;
+    choice.table = table;
+    choice.row = row;
     choice.chosen = job->writes ? plan->chosen + plan->num_chosen : NULL;
     if (job->writes)
         plan->choices[plan->num_choices] = choice;
@@ -161,37 +161,27 @@ static void add_choice(const planning *job, const attending_rows *whole, rz_choi
         plan->most_between = choice.recent - choice.first;
     plan->num_choices++;
     plan->num_chosen += (long)choice.length * job->heads->kv_heads;
-    add_tile(job, &(attending_rows){ choice.chosen, choice.length, whole->row, 1,
-                                (choice.length - 1) * size + whole->position % size, choice.dense_layers, INT_MAX });
+    add_tile(job, &(attending_rows){ choice.chosen, choice.length, row, 1, (choice.length - 1) * size + position % size,
+                                     choice.dense_layers, INT_MAX });
 }
 
-/* How many of `rows` rows from `position` on read all, or do not, as the first does; what the first chooses. */
-static int rows_alike(const planning *job, const int32_t *choice, int position, int rows, rz_choice *first)
-{
-    const int size = job->decoder->model.block_size;
-    rz_choice other;
-    if (!choice)
-        return rows;
-    const int chooses = rz_reads_some(choice, size, position, first);
-    if (chooses)
-        return 1;
-    int alike = 1;
-    while (alike < rows && !rz_reads_some(choice, size, position + alike, &other))
-        alike++;
-    return alike;
-}
-
-/* Rows [first, first + rows) of a sequence whose first row is the step's `row`, at `begin`. */
+/* Rows of a sequence from the step's row `row` on, the first at `position`: those that read all, and those that do not
+ * in some layers, which are a tile of their own in the others. */
 static void plan_rows(const planning *job, const int32_t *table, const int32_t *choice, long row, int position, int rows)
 {
+    const int size = job->decoder->model.block_size;
     while (rows) {
-        rz_choice own = { .length = 0 };
-        const int alike = rows_alike(job, choice, position, rows, &own);
-        attending_rows whole = { table, 0, row, alike, position, -1, own.length ? own.dense_layers : INT_MAX };
+        rz_choice own;
+        const int chooses = choice && rz_reads_some(choice, size, position, &own);
+        int alike = choice ? 1 : rows;
+        while (alike < rows && rz_reads_some(choice, size, position + alike, &own) == chooses)
+            alike++;
         share_tile(job, alike, row, position + alike);
-        add_tile(job, &whole);
-        if (own.length)
-            add_choice(job, &whole, own);
+        add_tile(job, &(attending_rows){ table, 0, row, alike, position, -1, chooses ? own.dense_layers : INT_MAX });
+        for (int i = 0; chooses && i < alike; i++) {
+            rz_reads_some(choice, size, position + i, &own);
+            add_choice(job, table, row + i, position + i, own);
+        }
         row += alike, position += alike, rows -= alike;
     }
 }
