@@ -65,16 +65,19 @@ def generate(engine: RingEngine, spec: EngineSpec, drafts: int) -> tuple[list[Te
                 turns[-1].setdefault(entry.generation_id, []).extend(entry.tokens)
             batcher.check()
         if turn < 2:
-            # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept.
-            assert model.wrong <= (model.right // 50 if spec.num_cold else 0)
+            # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept. The
+            # first proposal never does.
+            assert model.wrong <= (model.right // 8 if spec.num_cold and drafts > 1 else 0)
     return turns, model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize(("kv_dtype", "drafts"), [("bf16", 4), ("int8", 1), ("int8", 4)])
 @pytest.mark.parametrize("tp", [1, 2])
 @natively
-def test_every_proposal_is_right_and_every_text_the_same(tmp_path: Path, kv_dtype: str, tp: int) -> None:
+def test_every_proposal_is_right_and_every_text_the_same(
+    tmp_path: Path, kv_dtype: str, drafts: int, tp: int
+) -> None:
     model = model_in(tmp_path / "model")
     twin = model_in(tmp_path / "twin")
     shape = {"dtype": "bf16", "kv_dtype": kv_dtype, "tp": tp}
@@ -83,6 +86,6 @@ def test_every_proposal_is_right_and_every_text_the_same(tmp_path: Path, kv_dtyp
     with ring_of(tmp_path / "plain", model, **shape) as ring:
         plain, _ = generate(ring.engine, ring.spec, 0)
     with ring_of(tmp_path / "drafting", model, twin, **shape) as ring:
-        drafted, devoted = generate(ring.engine, ring.spec, 4)
+        drafted, devoted = generate(ring.engine, ring.spec, drafts)
     assert drafted == plain
-    assert devoted.right > 200
+    assert devoted.right > 100
