@@ -51,7 +51,7 @@ _FIRST_WEIGHT = 4.0
 
 _FIRST_AGREEMENT = 0.6
 """Share of a draft model's proposals that are right, before there is any experience."""
-_AGREEMENT_PRIOR = 4.0
+_AGREEMENT_PRIOR, _AGREEMENT_MEMORY = 8.0, 0.97
 _BUCKETS = 10
 """Of a draft model's probability for what it proposes."""
 _FIRST_PASS = 0.2
@@ -65,6 +65,8 @@ _FIRST_REST, _LONGEST_REST = 512, 16384
 
 _MARGIN = 1.5
 """A draft must promise so much more than it costs: of many estimates the largest are too large."""
+_SUNK = 1.4
+"""What a proposal of the draft model counts for against a guess: its pass has been paid, for this very row."""
 _PATIENCE, _PAUSE = 16, 4
 """A sequence that has looked in vain so many times in a row looks at every fourth step only: between steps
 of the model a look takes some 15 microseconds, since nothing of it is left in the processor's caches."""
@@ -123,7 +125,7 @@ class Agreement:
         return self._own.value(self._ring.value(_FIRST_AGREEMENT, _FIRST_WEIGHT), _AGREEMENT_PRIOR)
 
     def add(self, hit: bool) -> None:
-        self._own.add(hit, _MEMORY)
+        self._own.add(hit, _AGREEMENT_MEMORY)
         self._ring.add(hit, _RING_MEMORY)
 
 
@@ -265,7 +267,7 @@ class DraftModel:
         self._meant = [[Rate() for _ in range(_BUCKETS)] for _ in range(2)]
         """By whether the sequence is sampled, and the draft model's own probability: how many were right."""
         self._passes = StepCost()
-        self._rest, self._rested, self._trial = _FIRST_REST, 0, 0
+        self._rest, self._rested, self._trial = _FIRST_REST, 0, _TRIAL
         self.used = True
         """Whether it keeps up with what steps compute, and proposes."""
 
@@ -407,14 +409,17 @@ class Speculation:
         offers = proposals or [None] * decodes
         for at, (guesser, limit, offer) in enumerate(zip(guessers, limits, offers, strict=True)):
             most = min(limit, self._most)
-            of_model = [] if offer is None else self.model.chances(offer, least)[:most]
+            of_model = [] if offer is None else self.model.chances(offer, least / _SUNK)[:most]
             of_guesser = [] if guesser.rests(skipped) else guesser.look(most, least)
             guesser.copies = sum(of_guesser) > sum(of_model)
-            chances += [(chance, at) for chance in (of_guesser if guesser.copies else of_model)]
+            if guesser.copies:
+                chances += [(chance, chance, at) for chance in of_guesser]
+            else:
+                chances += [(_SUNK * chance, chance, at) for chance in of_model]
         # A later draft is never more probable than the one before it, so the order keeps them in a row.
-        chances.sort(key=lambda pair: -pair[0])
-        for drafts, (chance, at) in enumerate(chances[: max(budget, 0)]):
-            if chance <= self.least_chance(decodes, expected, drafts):
+        chances.sort(key=lambda worth: -worth[0])
+        for drafts, (worth, chance, at) in enumerate(chances[: max(budget, 0)]):
+            if worth <= self.least_chance(decodes, expected, drafts):
                 break
             counts[at] += 1
             expected += chance
