@@ -364,6 +364,8 @@ def timed(most: int = 8) -> DraftModel:
     for rows in (1, 2, 4, 1) * 5:
         cost.observe(rows, 0.01 + 0.0005 * rows)
         model.proposed(1, 1, 0.001)
+    model.step_over(1)
+    assert not model.trial, "it pays, so far"
     return model
 
 
