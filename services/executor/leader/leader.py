@@ -408,7 +408,8 @@ class Leader:
                     await self._hand_back()
                 if self._handover.over:
                     return
-            await self._steps.draft()
+            if self._batcher.drafter.has_model:
+                await self._steps.draft()
             if not self._steps.plan():
                 await self._pause()
             while self._steps.under_way:

@@ -257,7 +257,7 @@ class ContinuousBatcher:
         if not batch and not self._tables.ready:
             return None
         self.drafter.extend(batch, self._tables, self._planner.running)
-        followed = self.drafter.is_to_follow(batch)
+        followed = self.drafter.has_model and self.drafter.is_to_follow(batch)
         self.step += 1
         states = self._tables.states_of(lambda: rows_in(batch), self._planner.running)
         plan, sampled = build_plan(self.step, batch, self._tables.take_copies(), self._spec.block_size)
@@ -268,7 +268,9 @@ class ContinuousBatcher:
         pools = steps.parts_of(batch, steps.VECTOR)
         scored = steps.parts_of(batch, steps.SCORES)
         named = steps.parts_of(batch, steps.NAMED)
-        plan = steps.with_parts(self._tables.exchange.extend(plan), pools, scored, named)
+        plan = self._tables.exchange.extend(plan)
+        if pools or scored or named:
+            plan = steps.with_parts(plan, pools, scored, named)
         if self._spec.whole_prompts:
             plan = steps.with_segments(plan, batch)
         if self._spec.sparse:
@@ -361,16 +363,15 @@ class ContinuousBatcher:
         self._now += seconds
         if step.ahead:
             step, sampled = drop_wasted_rows(step, sampled)
-        self._planner.took(step.batch, seconds)
+        if self._planner.timed:
+            self._planner.took(step.batch, seconds)
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
         for chunk in step.batch:
             self._tables.seal(chunk.sequence)
-        told = [] if pooled is None else [(s, s.vector_entry()) for s in steps.take_sums(step.pools, pooled)]
-        if scores is not None:
-            told += [(s, s.scores_entry()) for s in steps.take_scores(step.scored, scores)]
-            told += [(s, s.vector_entry()) for s in steps.take_named(step.named, scores)]
-        for sequence, entry in told:
+        for sequence, entry in (
+            () if pooled is None and scores is None else steps.take_parts(step, pooled, scores)
+        ):
             self._stages.drawn(sequence, self._now, finished=True)
             self._end(sequence, entry)
         for sequence, new in drawn:

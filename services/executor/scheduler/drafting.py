@@ -61,7 +61,8 @@ class Drafter:
         self._capacity = spec.capacity
         self._settings = settings
         self._speculation = Speculation(settings.max_drafts)
-        self._has_model = spec.drafts and settings.max_drafts > 0
+        self.has_model = spec.drafts and settings.max_drafts > 0
+        """Whether there is a draft model."""
         self.members: list[Sequence] = []
         """Of the round that is under way."""
         self._passes = 0
@@ -127,7 +128,8 @@ class Drafter:
             rows = sum(chunk.width for chunk in step.batch)
             seconds = self._model.without_following(seconds, rows) if step.followed else seconds
             self._speculation.cost.observe(rows, seconds)
-        up_to_date = [c.sequence for c in step.batch if step.followed and _is_up_to_date(c.sequence)]
+        followed = step.batch if step.followed else ()
+        up_to_date = [c.sequence for c in followed if _is_up_to_date(c.sequence)] if followed else ()
         for chunk in step.batch:
             if not chunk.samples:
                 chunk.sequence.num_computed += chunk.length
@@ -145,7 +147,7 @@ class Drafter:
         elif step.sampled:
             share = (self.accepted - before) / len(step.sampled)
             self._gain = _KEEP * self._gain + (1 - _KEEP) * share
-        if self._has_model:
+        if self.has_model:
             self._proposals = {}
             self._model.step_over(len(step.batch))
         return drawn
@@ -157,7 +159,8 @@ class Drafter:
         if not drafts:  # nearly always: nothing to compare
             sequence.append(results[0].token)
             sequence.num_computed += length
-            self._learn(sequence, [results[0].token])
+            if sequence.guesser is not None or self._proposals:
+                self._learn(sequence, [results[0].token])
             if sequence.guesser is not None:
                 sequence.guesser.copies = False
             return results
@@ -261,7 +264,7 @@ class Drafter:
     @property
     def uses_model(self) -> bool:
         """Whether there is a draft model that is in use now."""
-        return self._has_model and self._model.used
+        return self.has_model and self._model.used
 
     @property
     def _model(self) -> DraftModel:

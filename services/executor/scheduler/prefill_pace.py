@@ -55,6 +55,8 @@ class PrefillPace:
         self._level = 1.0
         """What the latest steps without prompts took, against that: they are few."""
         self._quiet_seen = 0
+        self.knows_decodes = False
+        """Whether it knows what steps without prompts take."""
         self._cost = _ChunkCost()
         self._since_quiet = 0
         """Steps with prompt tokens since the last one without."""
@@ -77,10 +79,11 @@ class PrefillPace:
                 off = min(seconds / self._decodes.of(decodes), _HICCUP) - self._level
                 self._level += off / min(self._quiet_seen + 1, _FEW)
                 self._quiet_seen += 1
+                self.knows_decodes = self._quiet_seen >= _KNOWN
                 self._since_quiet = 0
             return
         self._since_quiet += 1
-        if self._quiet_seen >= _KNOWN:
+        if self.knows_decodes:
             self._cost.observe(tokens, pairs, max(0.0, seconds - self._quiet(decodes)), seconds)
 
     def _quiet(self, decodes: int) -> float:
@@ -90,10 +93,10 @@ class PrefillPace:
     def tokens(self, decodes: int, start: int, remaining: int) -> int:
         """Of a prompt with `start` tokens computed and `remaining` to compute, in the next step beside `decodes`
         rows; 0: the step goes without it. Called once for each step that could have some."""
-        if self._since_quiet >= (QUIET_EVERY if self._quiet_seen >= _KNOWN else 1):
+        if self._since_quiet >= (QUIET_EVERY if self.knows_decodes else 1):
             self._since_quiet = 0
             return 0
-        if self._quiet_seen < _KNOWN or not self._cost.most_pairs:
+        if not self.knows_decodes or not self._cost.most_pairs:
             return min(remaining, _CAREFUL)
         allowed = _MARGIN * (self._stretch - 1) * self._quiet(decodes)
         fixed, *_ = self._cost.terms

@@ -33,6 +33,8 @@ from shared.messages import LANES
 URGENCY = attrgetter("urgency")
 SCORED_LOGITS_BYTES = 256 << 20
 """Of the logits, in float32 and over all ranks, that a step computes to score prompts at most."""
+TIMED_EVERY = 8
+"""Of the steps while no long prompt runs, one is timed, so that what decodes cost is known when one comes."""
 _BATCH = (LANES.index("batch"),)
 """Comes before the urgency of any batch request, and after that of any other."""
 
@@ -104,7 +106,12 @@ class StepPlanner:
         """Whether the last step had decodes that somebody waits for, so that long prompts share its time."""
         self.shared = False
         """Whether it computes a part of one then."""
+        self.timed = False
+        """Whether `took` wants to know what the last step took."""
         self._pace = PrefillPace(settings.prefill_stretch) if settings.prefill_stretch else None
+        self._long = 0
+        """How many of those that run have begun with a long prompt."""
+        self._planned = 0
         self._turn = 0
         self._was_alone = False
 
@@ -114,10 +121,16 @@ class StepPlanner:
         for step.only in self._turns() if self.isolates else (None,):
             for batch_lane in (False, True):
                 self._add_decodes(step, batch_lane)
-                if not batch_lane:
-                    self._share_time(step)
+                if self._pace is not None and not batch_lane:
+                    step.paced = bool(step.chunks)
+                    if step.paced and self._long:
+                        self._share_time(step, self._pace)
                 self._add_prefills(step, batch_lane)
             self.paced, self.shared = step.paced, step.turn is not None and step.allowed > 0
+            self.timed = self._pace is not None and (
+                self._long > 0 or not self._pace.knows_decodes or not self._planned % TIMED_EVERY
+            )
+            self._planned += 1
             if step.chunks:
                 self._took(step.only)
                 break
@@ -139,8 +152,7 @@ class StepPlanner:
 
     def took(self, batch: Collection[Chunk], seconds: float) -> None:
         """A step of `batch`, whose sequences have not moved on yet, took `seconds`; 0: nobody knows."""
-        if self._pace is None:
-            return
+        assert self._pace is not None, "nobody wants to know"
         prompts = [(c.sequence.num_computed, c.length) for c in batch if c.length > 1 or not c.samples]
         rows = sum(chunk.width for chunk in batch) - sum(length for _, length in prompts)
         self._pace.observe(rows, prompts, seconds)
@@ -183,6 +195,7 @@ class StepPlanner:
     def leave(self, sequence: Sequence) -> None:
         """It runs no more."""
         self.running.remove(sequence)
+        self._long -= sequence.is_long
         if sequence.adapter_slot != NO_SLOT:
             self.slots.release(sequence.adapter_slot)
             sequence.adapter_slot = NO_SLOT
@@ -194,6 +207,7 @@ class StepPlanner:
         assert len(self.running) <= self._settings.max_sequences, "too many sequences run"
         with_adapter = [s for s in self.running if s.request.adapter]
         assert all(s.adapter_slot != NO_SLOT for s in with_adapter), "a sequence runs without its adapter"
+        assert self._long == sum(s.is_long for s in self.running), "long prompts are counted wrongly"
         self.slots.check((s.adapter_slot, s.request.adapter) for s in with_adapter)
 
     def _running_in(self, batch_lane: bool) -> list[Sequence]:
@@ -234,18 +248,15 @@ class StepPlanner:
 
     # --- prompts ---------------------------------------------------------------------------------
 
-    def _share_time(self, step: _Step) -> None:
+    def _share_time(self, step: _Step, pace: PrefillPace) -> None:
         """Decides whose long prompt the step computes beside its decodes, and how many tokens of it. One of the batch
         lane's only where there is no other."""
-        if self._pace is None or not step.chunks:
-            return
-        step.paced = True
         long = [s for s in self.running if s.is_long and s.remaining > 1 and step.takes(s)]
         if not long:
             return
         step.turn = turn = min(long, key=lambda sequence: (sequence.is_batch, sequence.turn))
         decodes = sum(s.remaining == 1 for s in self.running)
-        step.allowed = self._pace.tokens(decodes, turn.num_computed, turn.remaining)
+        step.allowed = pace.tokens(decodes, turn.num_computed, turn.remaining)
         if step.allowed:
             self._turn += 1
             turn.turn = self._turn
@@ -378,6 +389,7 @@ class StepPlanner:
         insort(self.running, sequence, key=URGENCY)
         sequence.state = SequenceState.RUNNING
         sequence.is_long = self._is_long(sequence)
+        self._long += sequence.is_long
         if sequence.is_long and not sequence.alone:
             self._turn += 1
             sequence.turn = self._turn

@@ -36,7 +36,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies, Pairs
 from services.executor.scheduler.sequence import Ending, Sequence
-from shared.messages import GenerationRequest
+from shared.messages import GenerationRequest, TokenEntry
 
 
 class Chunk(NamedTuple):
@@ -376,3 +376,17 @@ def take_named(named: Seq[PromptPart], found: Scores) -> list[Sequence]:
             sequence.named.add(part, end)
             whole.append(sequence)
     return whole
+
+
+def take_parts(
+    step: Step, pooled: Floats | None, scores: Scores | None
+) -> list[tuple[Sequence, TokenEntry | None]]:
+    """Counts what a step has given of prompts that are summed up or scored: those that are over, with what they end
+    with."""
+    told: list[tuple[Sequence, TokenEntry | None]] = []
+    if pooled is not None:
+        told += [(s, s.vector_entry()) for s in take_sums(step.pools, pooled)]
+    if scores is not None:
+        told += [(s, s.scores_entry()) for s in take_scores(step.scored, scores)]
+        told += [(s, s.vector_entry()) for s in take_named(step.named, scores)]
+    return told

@@ -61,15 +61,19 @@ class Usage(msgspec.Struct, frozen=True):
         sparse: SparseTokens = NO_SPARSE,
     ) -> "Usage":
         """`predicted`: tokens of the request's prediction that came; `rejected`: those that did not."""
-        of_prompt = with_sparse({"cached_tokens": cached, "audio_tokens": 0}, sparse.prompt)
-        details = {
+        of_prompt = {"cached_tokens": cached, "audio_tokens": 0}
+        of_output = {
             "reasoning_tokens": 0,
             "audio_tokens": 0,
             "accepted_prediction_tokens": predicted,
             "rejected_prediction_tokens": rejected,
         }
-        total = prompt + completion
-        return cls(prompt, completion, total, of_prompt, with_sparse(details, sparse.output))
+        if sparse is not NO_SPARSE:
+            of_prompt, of_output = (
+                with_sparse(of_prompt, sparse.prompt),
+                with_sparse(of_output, sparse.output),
+            )
+        return cls(prompt, completion, prompt + completion, of_prompt, of_output)
 
     @property
     def sparse(self) -> SparseTokens:
@@ -77,6 +81,15 @@ class Usage(msgspec.Struct, frozen=True):
         return SparseTokens(
             self.prompt_tokens_details.get(SPARSE, 0), self.completion_tokens_details.get(SPARSE, 0)
         )
+
+    def add_sparse(self, of_prompt: dict[str, int], of_output: dict[str, int]) -> None:
+        """Tells those tokens in another API's details, where there are any."""
+        for own, other in (
+            (self.prompt_tokens_details, of_prompt),
+            (self.completion_tokens_details, of_output),
+        ):
+            if SPARSE in own:
+                other[SPARSE] = own[SPARSE]
 
 
 class Format:

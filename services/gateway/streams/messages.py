@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.formats import Usage, with_sparse
+from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.output import Piece, StopReason, arguments_of
 from services.gateway.streams.run import Chunk
@@ -34,13 +34,15 @@ _DELTAS = {
 def usage_of(usage: Usage, thinking_tokens: int = 0) -> dict[str, Any]:
     """Anthropic counts what was found in the cache apart from the rest of the input."""
     cached = usage.prompt_tokens_details["cached_tokens"]
-    of_input = with_sparse({}, usage.sparse.prompt)
+    of_input: dict[str, int] = {}
+    of_output = {"thinking_tokens": thinking_tokens}
+    usage.add_sparse(of_input, of_output)
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": with_sparse({"thinking_tokens": thinking_tokens}, usage.sparse.output),
+        "output_tokens_details": of_output,
         **({"input_tokens_details": of_input} if of_input else {}),
     }
 

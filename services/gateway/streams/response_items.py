@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from services.gateway.streams.formats import Usage, with_sparse
+from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import ScoredToken
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import GenerationRecord
@@ -89,14 +89,14 @@ class ResponseShape:
 
 
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
-    cached = usage.prompt_tokens_details["cached_tokens"]
+    of_input = {"cached_tokens": usage.prompt_tokens_details["cached_tokens"], "cache_write_tokens": 0}
+    of_output = {"reasoning_tokens": reasoning_tokens}
+    usage.add_sparse(of_input, of_output)
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": with_sparse(
-            {"cached_tokens": cached, "cache_write_tokens": 0}, usage.sparse.prompt
-        ),
+        "input_tokens_details": of_input,
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": with_sparse({"reasoning_tokens": reasoning_tokens}, usage.sparse.output),
+        "output_tokens_details": of_output,
         "total_tokens": usage.total_tokens,
     }
 

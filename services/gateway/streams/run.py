@@ -14,7 +14,7 @@ from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
-from services.gateway.streams.formats import Format, PredictionTally, Usage, padded, with_usage
+from services.gateway.streams.formats import SPARSE, Format, PredictionTally, Usage, padded, with_usage
 from services.gateway.streams.output import Output, Piece
 from services.gateway.streams.progress import progress_of
 from shared.errors import RyzansteinError
@@ -197,9 +197,8 @@ class Run:
                 reason="invalid_value",
             )
         while self._open:
-            batch: list[Chunk] = []
             changed = await self._advance()
-            batch += self._progress()
+            batch: list[Chunk] = self._progress() if self._progressed else []
             for index in changed:
                 if self._bulk > LARGE:
                     await asyncio.to_thread(self._append, batch, index)
@@ -216,8 +215,6 @@ class Run:
 
     def _progress(self) -> list[Chunk]:
         """What was told of the prompts, as a comment, and as a chunk where the client wants some."""
-        if not self._progressed:
-            return []
         self._progressed = False
         progress = progress_of(self.answer, time.time())
         if progress is None:
@@ -469,7 +466,8 @@ def count_tokens(metrics: ModelMetrics, usage: Usage) -> None:
     metrics.prompt_tokens.inc(usage.prompt_tokens)
     metrics.output_tokens.inc(usage.completion_tokens)
     metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
-    metrics.sparse_tokens.inc(sum(usage.sparse))
+    if SPARSE in usage.prompt_tokens_details or SPARSE in usage.completion_tokens_details:
+        metrics.sparse_tokens.inc(sum(usage.sparse))
 
 
 def _reason(finish: str, *, failed: bool) -> str:
