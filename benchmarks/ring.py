@@ -176,11 +176,11 @@ def _rank(
 def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collectives") -> Any:
     import torch
 
-    from services.executor.worker.engine import RingMember
+    from services.executor.worker.engine import ModelDirectories, RingMember
 
     board = RingBoard(Path(spec.board), spec.world_size).rank(spec.rank)
-    device, directory = torch.device("cpu"), Path(settings.model)
-    return RingMember.load(settings, spec, board, directory, device, collectives, lambda done, total: None)
+    device, where = torch.device("cpu"), ModelDirectories(Path(settings.model), None)
+    return RingMember.load(settings, spec, board, where, device, collectives, lambda done, total: None)
 
 
 def _lead(
