@@ -273,7 +273,7 @@ class ContinuousBatcher:
             plan = steps.with_parts(plan, pools, scored, named)
         if self._spec.whole_prompts:
             plan = steps.with_segments(plan, batch)
-        if self._spec.sparse:
+        if self._planner.choosing:
             plan = steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
         if followed:
             plan = msgspec.structs.replace(plan, followed=True)
@@ -331,7 +331,7 @@ class ContinuousBatcher:
             plan = msgspec.structs.replace(plan, **states)
         if not self._planner.slots.empty:
             plan = self._with_adapters(plan, [one.sequence for one in successors])
-        if self._spec.sparse:
+        if self._planner.choosing:
             plan = steps.with_choices(plan, (one.sequence for one in successors))
         step = step_ahead(successors)
         self._steps.begin(step)

@@ -128,8 +128,7 @@ class Drafter:
             rows = sum(chunk.width for chunk in step.batch)
             seconds = self._model.without_following(seconds, rows) if step.followed else seconds
             self._speculation.cost.observe(rows, seconds)
-        followed = step.batch if step.followed else ()
-        up_to_date = [c.sequence for c in followed if _is_up_to_date(c.sequence)] if followed else ()
+        up_to_date = [c.sequence for c in step.batch if _is_up_to_date(c.sequence)] if step.followed else []
         for chunk in step.batch:
             if not chunk.samples:
                 chunk.sequence.num_computed += chunk.length

@@ -22,6 +22,7 @@ from collections.abc import Collection
 from operator import attrgetter
 
 from services.executor.core.engine import EngineSpec
+from services.executor.core.sparse_attention import DENSE
 from services.executor.scheduler.adapter_slots import NO_SLOT, AdapterSlots, Claims
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import Beginning, BlockTables
@@ -112,6 +113,8 @@ class StepPlanner:
         self._long = 0
         """How many of those that run have begun with a long prompt."""
         self._planned = 0
+        self.choosing = 0
+        """How many of those that run choose which earlier tokens they read."""
         self._turn = 0
         self._was_alone = False
 
@@ -196,6 +199,7 @@ class StepPlanner:
         """It runs no more."""
         self.running.remove(sequence)
         self._long -= sequence.is_long
+        self.choosing -= sequence.choice.kind != DENSE
         if sequence.adapter_slot != NO_SLOT:
             self.slots.release(sequence.adapter_slot)
             sequence.adapter_slot = NO_SLOT
@@ -208,6 +212,8 @@ class StepPlanner:
         with_adapter = [s for s in self.running if s.request.adapter]
         assert all(s.adapter_slot != NO_SLOT for s in with_adapter), "a sequence runs without its adapter"
         assert self._long == sum(s.is_long for s in self.running), "long prompts are counted wrongly"
+        choosing = sum(s.choice.kind != DENSE for s in self.running)
+        assert self.choosing == choosing, "those that choose what they read are counted wrongly"
         self.slots.check((s.adapter_slot, s.request.adapter) for s in with_adapter)
 
     def _running_in(self, batch_lane: bool) -> list[Sequence]:
@@ -390,6 +396,7 @@ class StepPlanner:
         sequence.state = SequenceState.RUNNING
         sequence.is_long = self._is_long(sequence)
         self._long += sequence.is_long
+        self.choosing += sequence.choice.kind != DENSE
         if sequence.is_long and not sequence.alone:
             self._turn += 1
             sequence.turn = self._turn

@@ -345,8 +345,6 @@ def with_segments(plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
 def with_choices(plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:
     """`plan`, told what the tokens of its sequences, in their order, read."""
     choices = [sequence.choice for sequence in sequences]
-    if not [choice for choice in choices if choice.kind]:  # nearly always
-        return plan
     return msgspec.structs.replace(plan, sparse=to_bytes([number for choice in choices for number in choice]))
 
 

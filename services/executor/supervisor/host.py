@@ -79,17 +79,14 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
         for name in ModelSettings.__struct_fields__
         if (value := getattr(spec.settings, name)) is not None
     }
-    fields = {**host.model_dump(), **given, "model": spec.source, "revision": spec.revision}
     if (keeps := keeps_pages(spec.sparse_attention)) is not None:
-        fields["sparse_attention"] = keeps
-    fields["served_model_name"] = spec.name
-    fields["draft_model"] = spec.settings.draft_model or ""  # the host's goes with the host's own model
-    fields["handover_port"] = 0  # a port that is set can be of one group alone
+        given["sparse_attention"] = keeps
+    own = {"model": spec.source, "revision": spec.revision, "served_model_name": spec.name, "group": ""}
+    own["draft_model"] = spec.settings.draft_model or ""  # the host's goes with the host's own model
+    # A port that is set can be of one group alone, and groups that come and go share the cores.
+    shared = {"nnodes": 1, "takes_models": True, "handover_port": 0, "pin_threads": False}
     try:
-        # Groups that come and go share the cores: none of their threads has one of its own.
-        settings = ExecutorSettings.model_validate(
-            {**fields, "group": "", "nnodes": 1, "takes_models": True, "pin_threads": False}
-        )
+        settings = ExecutorSettings.model_validate({**host.model_dump(), **given, **own, **shared})
     except ValidationError as error:
         what = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ConfigurationError(
