@@ -10,6 +10,9 @@ masks                                                                          �
     advance(token) ──▶ position p ──▶ the mask of position p: computed while the ring computes the logits
                                       allowed() waits for it, beside the sampler
 
+    drafts   t │ d1 d2 d3     `DraftMatcher`: another matcher goes along the drafts, a mask behind each, and back to t
+                 ▲            (`DraftMasks`); before, it has said which drafts fit, and which text is forced
+
 The state is a function of grammar and tokens alone: an attempt that continues another's tokens replays them.
 """
 
@@ -19,6 +22,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 
 import msgspec
 import numpy as np
@@ -27,12 +31,14 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from services.executor.core.engine import GrammarFailed
-from services.executor.core.sampling_state import Mask, SamplingState
+from services.executor.core.sampling_state import Int64Array, Mask, SamplingState
 from shared.errors import InternalError, InvalidGrammar, RyzansteinError
 from shared.grammars import GrammarCheck, limits, shortened, source_of
 from shared.limits import GRAMMAR_BYTES
 from shared.messages import GenerationRequest, Grammar, ModelCard, TokenizerBundle
 from shared.tasks import RoundRobin
+
+log = structlog.get_logger(__name__)
 
 
 class Vocabulary:
@@ -45,6 +51,19 @@ class Vocabulary:
         self.words = (tokenizer.vocab_size + 31) // 32
         """32-bit words of a mask."""
         self.eos = frozenset(token for token in tokenizer.eos_tokens if token < size)
+
+    def unpack(self, words: NDArray[np.int32], mute: Int64Array) -> Mask | None:
+        """bool [vocabulary] of a mask as the library writes it: bit t of little-endian words is token t. None where no
+        token is left. The tokens `mute` are left only where there are no others: these end the text all the same."""
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(self.size, 32 * len(words)))
+        allowed = bits.view(np.bool_)
+        if len(allowed) < self.size:
+            allowed = np.concatenate((allowed, np.zeros(self.size - len(allowed), np.bool_)))
+        if len(mute):
+            of_text = allowed.copy()
+            of_text[mute] = False
+            allowed = of_text if of_text.any() else allowed
+        return allowed if allowed.any() else None
 
     @classmethod
     def of(cls, card: ModelCard, bundle: bytes) -> "Vocabulary":
@@ -81,6 +100,10 @@ class _Bytes:
         return list(text)
 
 
+_NO_FURTHER = "The answer's form can be followed no further: {}."
+_NOTHING_FITS = "no token of this model fits"
+
+
 class GrammarState:
     """One owner at a time: the batcher advances it between steps, and a step's masks are computed in between."""
 
@@ -94,12 +117,17 @@ class GrammarState:
         self._computing: Future[None] | None = None
         self._allowed: Mask | None = None
         self._problem = ""
+        self._ahead: DraftMatcher | None = None
+        """For drafts, once there was reason to think of some."""
+        self._forced: list[int] | None = None
         self.complete = False
         """Whether the text matches the grammar and nothing can follow."""
 
     def advance(self, *tokens: int) -> None:
         self._settle()
-        self._allowed = None
+        self._allowed = self._forced = None
+        if self._ahead is not None:
+            self._ahead.advance(tokens)
         if not self.matcher.consume_tokens(list(tokens)):
             self.fail(self.matcher.get_error())
         else:
@@ -112,9 +140,27 @@ class GrammarState:
         if self._allowed is None and not self._problem:
             compute_masks([self])
         if self._problem:
-            raise InvalidGrammar(f"The answer's form can be followed no further: {self._problem}.")
+            raise InvalidGrammar(_NO_FURTHER.format(self._problem))
         assert self._allowed is not None, "it has been computed"
         return self._allowed
+
+    def forced(self) -> list[int]:
+        if self._forced is None:
+            self._forced = [] if self._problem else self._drafts().forced()
+        return self._forced
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        return self._drafts().fitting(drafts) if drafts and not self._problem else 0
+
+    def after_each(self, drafts: Sequence[int]) -> "list[MaskBehindDraft]":
+        masks = DraftMasks(self, self._drafts(), drafts)
+        return [MaskBehindDraft(masks, row) for row in range(len(drafts))]
+
+    def _drafts(self) -> "DraftMatcher":
+        self._settle()
+        if self._ahead is None:
+            self._ahead = DraftMatcher(self.matcher.deep_copy(), self.vocabulary)
+        return self._ahead
 
     @property
     def needs_mask(self) -> bool:
@@ -139,19 +185,13 @@ class GrammarState:
         if self.matcher.is_error():
             self.fail(self.matcher.get_error())
             return
-        size = self.vocabulary.size
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=min(size, 32 * len(words)))
-        allowed = bits.view(np.bool_)
-        if len(allowed) < size:
-            allowed = np.concatenate((allowed, np.zeros(size - len(allowed), np.bool_)))
-        if len(self._mute):
-            of_text = allowed.copy()
-            of_text[self._mute] = False
-            allowed = of_text if of_text.any() else allowed  # nothing else can follow: it ends all the same
-        if allowed.any():
-            self._allowed = allowed
-        else:
-            self.fail("no token of this model fits")
+        self._allowed = self.unpack(words)
+        if self._allowed is None:
+            self.fail(_NOTHING_FITS)
+
+    def unpack(self, words: NDArray[np.int32]) -> Mask | None:
+        """`Vocabulary.unpack`, without what is not to be put out."""
+        return self.vocabulary.unpack(words, self._mute)
 
 
 def compute_masks(states: Sequence[GrammarState], parallel: LLExecutor | None = None) -> None:
@@ -170,6 +210,149 @@ def compute_masks(states: Sequence[GrammarState], parallel: LLExecutor | None = 
     except Exception as error:  # a fault in here must not end the ring: it ends these generations
         for state in states:
             state.fail(str(error))
+
+
+FORCED_BYTES = 128
+"""Of forced text, as much as becomes drafts at once: of a constant of 100 kB, the whole would take 20 ms."""
+_RECENT = 4
+
+
+class DraftMatcher:
+    """Goes along drafts in a matcher of its own, and back: what goes wrong on that way is nothing to the text.
+
+    Copying a matcher takes as long as its text is, so there is one for a text's life, made when it is first of use.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        """`matcher` becomes its own."""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._behind: list[int] = []
+        """What the text has got since it was last asked."""
+        self._recent: list[int] = []
+        self._usable = not matcher.is_error()
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The text has got `tokens`."""
+        self._behind += tokens
+        self._recent = [*self._recent, *tokens][-_RECENT:]
+
+    def forced(self) -> list[int]:
+        """`Grammar.forced`, not all of it where it is long."""
+        try:
+            self._catch_up()
+            text = self._matcher.compute_ff_bytes() if self._usable else b""
+            if not text:
+                return []
+            tokens, _ = self._vocabulary.tokenizer.tokenize_partial(text[:FORCED_BYTES], self._recent)
+        except Exception as error:  # without drafts the text is the same
+            self._give_up(error)
+            return []
+        return [token for token in tokens if token < self._vocabulary.size]
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        """`Grammar.fitting`"""
+        known = list(takewhile(lambda token: token < self._vocabulary.size, drafts))
+        try:
+            self._catch_up()
+            valid = self._matcher.validate_tokens(known) if self._usable else 0
+            return self._open(known[:valid])
+        except Exception as error:
+            self._give_up(error)
+            return 0
+
+    def masks(self, drafts: Sequence[int]) -> NDArray[np.int32]:
+        """int32 [drafts, words]: what may follow behind each of `drafts`, which fit. Raises RuntimeError."""
+        self._catch_up()
+        words = self._vocabulary.words
+        masks = np.zeros((len(drafts), words), np.int32)
+        for row, draft in enumerate(drafts):
+            if self._matcher.consume_token(draft):
+                self._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
+            if self._matcher.is_error():
+                self._usable = False
+                raise RuntimeError(self._matcher.get_error())
+        self._usable = self._matcher.rollback(len(drafts))
+        return masks
+
+    def _open(self, valid: Sequence[int]) -> int:
+        """How many of these tokens leave the text open. Nothing is consumed behind its end, which could not be taken
+        back."""
+        consumed = ends = 0
+        for token in valid:
+            self._usable = self._matcher.consume_token(token)
+            consumed += 1
+            if not self._usable or self._matcher.is_stopped():
+                ends = 1
+                break
+        self._usable = self._usable and (not consumed or self._matcher.rollback(consumed))
+        return consumed - ends if self._usable else 0
+
+    def _catch_up(self) -> None:
+        if self._behind and self._usable:
+            self._usable = self._matcher.consume_tokens(self._behind)
+        self._behind = []
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("grammar_without_drafts", reason=str(error))
+        self._usable = False
+
+
+class DraftMasks:
+    """What may follow behind each of the drafts of a sequence in one step."""
+
+    def __init__(self, state: GrammarState, matcher: DraftMatcher, drafts: Sequence[int]) -> None:
+        self._state, self._matcher, self._drafts = state, matcher, list(drafts)
+        self._computing: Future[None] | None = None
+        self._words: NDArray[np.int32] | None = None
+        self._problem = ""
+
+    def expect(self, computing: "Future[None]") -> None:
+        """`computing` ends with `compute`."""
+        self._computing = computing
+        self._state.expect(computing)  # which uses the same matcher
+
+    def compute(self) -> None:
+        """Raises nothing."""
+        try:
+            self._words = self._matcher.masks(self._drafts)
+        except Exception as error:
+            self._problem = shortened(str(error)) or "no reason is known"
+
+    def allowed(self, row: int) -> Mask:
+        if self._computing is not None:
+            self._computing.result()
+        elif self._words is None and not self._problem:
+            self.compute()
+        allowed = None if self._words is None else self._state.unpack(self._words[row])
+        if allowed is None:
+            raise InvalidGrammar(_NO_FURTHER.format(self._problem or _NOTHING_FITS))
+        return allowed
+
+
+class MaskBehindDraft:
+    """`Grammar` of one row: a text with drafts that may not be put out."""
+
+    complete = False
+
+    def __init__(self, masks: DraftMasks, row: int) -> None:
+        self.masks = masks
+        self._row = row
+
+    def allowed(self) -> Mask:
+        return self.masks.allowed(self._row)
+
+    def advance(self, *tokens: int) -> None:
+        raise InternalError("What is behind drafts is sampled with, and goes on with what is put out.")
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        return 0
+
+    def after_each(self, drafts: Sequence[int]) -> "list[MaskBehindDraft]":
+        return []
 
 
 def masks_of(states: Sequence[SamplingState]) -> dict[int, Mask]:
@@ -245,8 +428,6 @@ class GrammarCompiler:
             self._kept_bytes -= len(self._kept.popitem(last=False)[0].text)
 
 
-log = structlog.get_logger(__name__)
-
 Released = Callable[[GenerationRequest, GrammarState | RyzansteinError], None]
 
 STACK = 128 << 20
@@ -290,18 +471,25 @@ class GrammarWork:
 
     def begin_masks(self, samples: Sequence[SamplingState]) -> None:
         """Computes the masks of a step that is about to begin."""
-        grammars = (sample.grammar for sample in samples)
+        grammars = [sample.grammar for sample in samples if sample.grammar is not None]
         states = [one for one in grammars if isinstance(one, GrammarState) and one.needs_mask]
-        if states:
-            computing = self._masking.submit(compute_masks, states, self._parallel)
-            for state in states:
-                state.expect(computing)
+        behind = list(dict.fromkeys(one.masks for one in grammars if isinstance(one, MaskBehindDraft)))
+        if states or behind:
+            computing = self._masking.submit(self._compute, states, behind)
+            for expecting in (*states, *behind):
+                expecting.expect(computing)
 
     def close(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)
         self._masking.shutdown(wait=False, cancel_futures=True)
         if self._compiler is not None:
             self._compiler.close()
+
+    def _compute(self, states: Sequence[GrammarState], behind: Sequence[DraftMasks]) -> None:
+        if states:
+            compute_masks(states, self._parallel)
+        for masks in behind:
+            masks.compute()
 
     def _compile_next(self) -> None:
         with self._turn:

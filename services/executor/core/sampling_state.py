@@ -136,6 +136,20 @@ class Grammar(Protocol):
         """bool [vocabulary]: which tokens may follow. Raises `InvalidGrammar` when it leads nowhere."""
         ...
 
+    def forced(self) -> Sequence[int]:
+        """The next tokens, where the grammar leaves no choice of text: as a tokenizer would give it, which the model
+        may still put out in other tokens."""
+        ...
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        """How many of `drafts` may follow, one after the other, with something to be drawn behind each."""
+        ...
+
+    def after_each(self, drafts: Sequence[int]) -> "Sequence[Grammar]":
+        """Once the first one, the first two, ... of `drafts`, which fit, were put out too: for their masks, and not to
+        `advance`."""
+        ...
+
 
 class SamplingState:
     """How one sequence's next token is chosen. Costs nothing for parameters that are off."""
@@ -268,8 +282,16 @@ class SamplingState:
         state.position = self.position
         return state
 
-    def ahead(self, tokens: Seq[int]) -> "SamplingState":
-        """The state once `tokens` were put out too, to sample with and not to `advance`. Without a grammar."""
+    def after_each(self, drafts: Seq[int]) -> "list[SamplingState]":
+        """The states once the first one, the first two, ... of `drafts` were put out too, to sample with and not to
+        `advance`."""
+        states = [self._ahead(drafts[:count]) for count in range(1, len(drafts) + 1)]
+        if self.grammar is not None and drafts:
+            for state, grammar in zip(states, self.grammar.after_each(drafts), strict=True):
+                state.grammar = grammar
+        return states
+
+    def _ahead(self, tokens: Seq[int]) -> "SamplingState":
         state = copy(self)
         state.position += len(tokens)
         if isinstance(self.counts, TokenCounts):

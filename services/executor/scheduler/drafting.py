@@ -36,6 +36,8 @@ _KEEP = 0.9
 _WORTH = 0.1
 """Drafts put out per decode from which they are worth more than planning ahead: what that saves is some share of a
 step."""
+MASK_BYTES = 32 << 20
+"""Of the masks of all rows behind drafts in a step: a byte for each token of the vocabulary."""
 _RUN = 15
 """Steps in a row that may go without a look for drafts: a text that begins to repeat itself is seen by then."""
 
@@ -87,7 +89,8 @@ class Drafter:
         budget = self._settings.max_batch_tokens - sum(chunk.length for chunk in batch)
         if not sequences or budget <= 0:
             return
-        limits = [self._limit(sequence) for sequence in sequences]
+        guided = sum(1 for sequence in sequences if sequence.sampling.grammar is not None)
+        limits = [self._limit(sequence, guided) for sequence in sequences]
         proposed = self.propose(sequences, limits, budget)
         self._skipped = 0
         for at, drafts in zip(places, proposed, strict=True):
@@ -101,9 +104,11 @@ class Drafter:
         guessers = []
         for sequence in sequences:
             if sequence.guesser is None:
-                sequence.guesser = self._speculation.guesser(sequence.tokens, sequence.request.prediction)
+                sequence.guesser = self._speculation.guesser(
+                    sequence.tokens, sequence.request.prediction, sequence.sampling.grammar
+                )
             guessers.append(sequence.guesser)
-        proposals = [self._proposals.get(sequence) for sequence in sequences] if self._proposals else []
+        proposals = [self._offer(sequence) for sequence in sequences] if self._proposals else []
         return self._speculation.choose(guessers, limits, budget, self._skipped, proposals)
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
@@ -192,13 +197,17 @@ class Drafter:
             known = len(sequence.tokens) - len(drawn) + min(right, len(offer.drafted) - 1)
             sequence.followed = min(known, sequence.num_computed)
 
-    def _limit(self, sequence: Sequence) -> int:
-        """Drafts after which the sequence may still put out one more token."""
+    def _limit(self, sequence: Sequence, guided: int = 1) -> int:
+        """Drafts after which the sequence may still put out one more token. `guided`: sequences with a grammar, which
+        share the room for masks."""
         if not sequence.speculates:
             return 0
         output = sequence.request.max_tokens - sequence.output_tokens
         room = min(self._spec.context_length, self._capacity) - len(sequence.tokens)
-        return max(0, min(output, room, self._settings.max_drafts + 1) - 1)
+        most = max(0, min(output, room, self._settings.max_drafts + 1) - 1)
+        if sequence.sampling.grammar is None:
+            return most
+        return min(most, MASK_BYTES // self._spec.vocab_size // guided)
 
     def _ends(self, sequence: Sequence) -> bool:
         too_long = len(sequence.tokens) > self._capacity
@@ -269,6 +278,14 @@ class Drafter:
     def _model(self) -> DraftModel:
         return self._speculation.model
 
+    def _offer(self, sequence: Sequence) -> Proposal | None:
+        """What the last round has given for a sequence, as far as its grammar lets it follow."""
+        offer, grammar = self._proposals.get(sequence), sequence.sampling.grammar
+        if offer is None or grammar is None:
+            return offer
+        fitting = grammar.fitting(offer.tokens(len(offer.drafted)))
+        return offer._replace(drafted=offer.drafted[:fitting])
+
     def _agreement(self, sequence: Sequence) -> Agreement:
         if sequence.agreement is None:
             sequence.agreement = self._model.agreement()
@@ -283,10 +300,11 @@ class Drafter:
         return self._model.takes_on(self._agreement(sequence), decodes)
 
     def _takes_part(self, sequence: Sequence, decodes: int) -> bool:
-        """Whether a decode takes part in the round before its next step. Where its own text gives good drafts the step
-        is followed instead."""
-        copies = sequence.guesser is not None and sequence.guesser.copies and _is_up_to_date(sequence)
-        return not copies and self._limit(sequence) > 0 and self._keeps_up(sequence, decodes)
+        """Whether a decode takes part in the round before its next step. Where its own text, or its grammar, gives
+        good drafts the step is followed instead."""
+        guesser = sequence.guesser
+        knows = guesser is not None and (guesser.copies or guesser.is_forced) and _is_up_to_date(sequence)
+        return not knows and self._limit(sequence) > 0 and self._keeps_up(sequence, decodes)
 
     def _would_lack(self, chunk: Chunk, decodes: int) -> bool:
         sequence = chunk.sequence

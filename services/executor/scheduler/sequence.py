@@ -169,8 +169,8 @@ class Sequence:
         """How many of the tokens that are computed the draft model has computed too, from the first one on; `LOST`."""
         self.agreement: Agreement | None = None
         """Of the draft model with it, once that was thought of."""
-        self.speculates = request.grammar is None
-        """Whether it may carry drafts: what may follow them is known for texts of any form only."""
+        self.speculates = True
+        """Whether it may carry drafts: until a row behind one has failed."""
         self.times = StageTimes()
         self._announced = False
 

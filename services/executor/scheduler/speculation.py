@@ -19,6 +19,9 @@ the largest E / C of all, where each further token of a sequence costs a pass of
 share. Where no k pays, the draft model does nothing, and is looked at again now and then. Its proposals are then
 weighed as above: p(j) is what its own probabilities for them have meant so far.
 
+Where a grammar leaves no choice of what follows, as of a JSON schema's names, that is the best draft of all
+(`Grammar.forced`), and of all others what it forbids is cut off before it costs a row.
+
 Other drafts come from where a sequence's last tokens have stood before in it (`NgramIndex`), found in constant time per
 token: prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): text that repeats itself, or its prompt, is likely
 to go on as it did before.
@@ -39,13 +42,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.executor.core.engine import DraftToken
+from services.executor.core.sampling_state import Grammar
 
 _MEMORY = 0.9
 """Weight of what was seen, after each further guess: about the last ten count."""
 _RING_MEMORY = 0.99
 _PRIOR = 2.0
 """Guesses that the ring's experience counts for, in a sequence."""
-_FIRST_RATES = {2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
+FORCED = 0
+"""Stands for the length of a match where a grammar leaves no choice of text."""
+_FIRST_RATES = {FORCED: 0.9, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5, 6: 0.5, 7: 0.6, 8: 0.7}
 """Before there is any experience, by the length of the match."""
 _FIRST_WEIGHT = 4.0
 
@@ -94,7 +100,7 @@ class Estimates:
     def __init__(self, ring: "Estimates | None" = None) -> None:
         """A sequence's estimates begin with those of its `ring`."""
         self._ring = ring
-        self._rates = {length: Rate() for length in range(SHORTEST, MOST_COMPARED + 1)}
+        self._rates = {length: Rate() for length in _FIRST_RATES}
 
     def of(self, length: int) -> float:
         """Probability that the next guess is right after `length` tokens that agreed."""
@@ -132,9 +138,17 @@ class Agreement:
 class Guesser:
     """What one sequence is expected to say next."""
 
-    def __init__(self, tokens: "array[int]", ring: Estimates, prediction: Sequence[int] = ()) -> None:
-        """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now."""
+    def __init__(
+        self,
+        tokens: "array[int]",
+        ring: Estimates,
+        prediction: Sequence[int] = (),
+        grammar: Grammar | None = None,
+    ) -> None:
+        """`tokens` is the sequence's own array; `prediction`: what is expected to follow those that it has now;
+        `grammar`: what it is held to."""
         self._own = tokens
+        self._grammar = grammar
         self._known = array("i", [*tokens[-LONGEST:], *prediction]) if prediction else array("i")
         """The prediction behind the end of the prompt, and behind that the sequence's tokens: looked through as one."""
         self._before = len(self._known)
@@ -142,6 +156,8 @@ class Guesser:
         self._estimates = Estimates(ring)
         self._guess: list[int] = []
         self._length = 0
+        self._forced = 0
+        """How many of the first tokens of the guess the grammar forces."""
         self._in_vain = 0
         self._steps = 0
         self.copies = False
@@ -151,7 +167,7 @@ class Guesser:
         """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
         this one in which nobody was asked."""
         self._steps += 1 + skipped
-        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped:
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped or self.is_forced:
             return False
         self.forget()
         return True
@@ -163,6 +179,21 @@ class Guesser:
         match = self._index.find()
         self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
         self._length = 0 if match is None else match.length
+        if self._grammar is not None:
+            self._follow(self._grammar, most)
+
+    def _follow(self, grammar: Grammar, most: int) -> None:
+        """Has the guess begin with what the grammar forces, and leaves out what it forbids."""
+        forced = list(grammar.forced())[: most + 1]
+        self._forced = len(forced)
+        if self._guess[: len(forced)] != forced:
+            self._guess = forced
+        self._guess = self._guess[: grammar.fitting(self._guess)]
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the grammar leaves no choice of what comes next."""
+        return self._grammar is not None and bool(self._grammar.forced())
 
     def look(self, most: int, least: float) -> list[float]:
         """`guess`, and `chances` of that."""
@@ -175,12 +206,16 @@ class Guesser:
         chances: list[float] = []
         chance = 1.0
         for ahead in range(min(most, len(self._guess))):
-            chance *= self._estimates.of(self._length + ahead)
+            chance *= self._estimates.of(self._agreed(ahead))
             if chance <= least:
                 break
             chances.append(chance)
         self._in_vain = 0 if chances else self._in_vain + 1
         return chances
+
+    def _agreed(self, ahead: int) -> int:
+        """How many tokens agree before this one of the guess, or `FORCED`."""
+        return FORCED if ahead < self._forced else self._length + ahead
 
     def drafts(self, count: int) -> list[int]:
         return self._guess[:count]
@@ -188,9 +223,11 @@ class Guesser:
     def learn(self, drawn: Iterable[int]) -> None:
         """These tokens were drawn where `guess` had looked."""
         for ahead, (guess, token) in enumerate(zip(self._guess, drawn, strict=False)):
-            self._estimates.add(self._length + ahead, guess == token)
+            self._estimates.add(self._agreed(ahead), guess == token)
             if guess != token:
                 break
+        if self._forced >= len(self._guess):
+            self.copies = False  # how the text goes on behind that is another question
         self.forget()
 
     def forget(self) -> None:
@@ -373,9 +410,12 @@ class Speculation:
         self.model = DraftModel(most, self.cost)
         """For rings that have a draft model."""
 
-    def guesser(self, tokens: "array[int]", prediction: Sequence[int] = ()) -> Guesser:
-        """For a sequence with these tokens (its own array), which is expected to go on with `prediction`."""
-        return Guesser(tokens, self._ring, prediction)
+    def guesser(
+        self, tokens: "array[int]", prediction: Sequence[int] = (), grammar: Grammar | None = None
+    ) -> Guesser:
+        """For a sequence with these tokens (its own array), which is expected to go on with `prediction`, and held to
+        `grammar`."""
+        return Guesser(tokens, self._ring, prediction, grammar)
 
     def worth_looking(self, decodes: int) -> bool:
         """Whether drafts could pay in a step of `decodes` sequences, were they as good as certain."""

@@ -199,7 +199,7 @@ def rows_of(sampled: list[Chunk]) -> list[Row]:
     rows = []
     for sequence, _, drafts in sampled:
         rows.append(Row(sequence, sequence.sampling))
-        rows += [Row(sequence, sequence.sampling.ahead(drafts[:n]), n) for n in range(1, len(drafts) + 1)]
+        rows += [Row(sequence, state, n) for n, state in enumerate(sequence.sampling.after_each(drafts), 1)]
     return rows
 
 

@@ -3,7 +3,7 @@
 from services.executor.core.engine import GrammarFailed
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
-from services.executor.structured_output import GrammarCompiler, GrammarState, Vocabulary
+from services.executor.structured_output import GrammarCompiler, GrammarState, GrammarWork, Vocabulary
 from services.executor.worker.stub import STUB_EOS_TOKEN, StubEngine, StubSettings
 from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams, TokenEntry
 
@@ -43,10 +43,20 @@ def ask(
 class GuidedRing:
     """Adds requests with their grammars compiled at once, and runs steps."""
 
-    def __init__(self, compiler: GrammarCompiler, settings: StubSettings | None = None) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        settings: StubSettings | None = None,
+        *,
+        drafts: int = 0,
+        work: GrammarWork | None = None,
+    ) -> None:
+        """`drafts`: of a sequence at most. `work`: begins masks before steps; else the sampler computes them."""
         self.engine = StubEngine(settings or StubSettings(num_blocks=4096), lambda seconds: None)
-        self.batcher = ContinuousBatcher(self.engine.load(lambda *_: None), BatchSettings(max_drafts=4))
+        self.batcher = ContinuousBatcher(self.engine.load(lambda *_: None), BatchSettings(max_drafts=drafts))
         self.compiler = compiler
+        self.work = work
+        self.steps = 0
         self.log: list[TokenEntry] = []
 
     def add(self, *requests: GenerationRequest) -> None:
@@ -56,14 +66,23 @@ class GuidedRing:
                 self.batcher.release(request, self.compiler.start(request))
 
     def step(self) -> bool:
-        """False when there is nothing to compute."""
+        """False when there is nothing to compute. A token costs next to nothing, so that what may be right is
+        drafted."""
+        if (round_ := self.batcher.plan_drafts()) is not None:
+            found = self.engine.draft(round_[0], [row.sampling for row in round_[1]])
+            self.batcher.take_drafts(found, 0.001)
         scheduled = self.batcher.schedule()
         if scheduled is None:
             self.take(self.batcher.take_entries())
             return False
         plan, rows = scheduled
+        self.steps += 1
+        samples = [row.sampling for row in rows]
+        if self.work is not None:
+            self.work.begin_masks(samples)
         try:
-            entries = self.batcher.update(self.engine.execute(plan, [row.sampling for row in rows]))
+            sampled = self.engine.execute(plan, samples)
+            entries = self.batcher.update(sampled, 1 + 0.001 * len(plan.token_ids))
         except GrammarFailed as error:
             entries = self.batcher.fail_step(error, error.rows)
         self.batcher.check()

@@ -108,7 +108,7 @@ class Generated:
         found = self._draft(drafts) if drafts else []
         self.proposals += found
         ahead = [token.token for token in found]
-        states = [self.state.ahead(ahead[:at]) for at in range(drafts + 1)]
+        states = [self.state, *self.state.after_each(ahead)]
         begin = self._computed
         plan = self._plan(begin, begin + 1 + drafts, self.tokens + ahead, followed, every=True)
         drawn = [one.token for one in self._ring.engine.execute(plan, states)]
