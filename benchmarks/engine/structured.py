@@ -5,6 +5,8 @@ without HTTP and NATS. Prints:
 
     decode    milliseconds of a step that decodes, without and with a grammar, greedy and at temperature 1, in turn
               (the best round of each counts); grammars of JSON that goes on until the last token
+    drafts    tokens per second of JSON with a schema, without and with speculation: one record, whose names are
+              forced, and many, which repeat themselves; the texts are compared
     masks     microseconds to compute what may follow, by position, and to compile a grammar, new and known
 """
 
@@ -12,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.speculation import Execute, make_execute
+from benchmarks.errors import BenchError
 from services.executor.core.engine import EngineSpec
+from services.executor.core.settings import MOST_DRAFTS
+from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.structured_output import GrammarCompiler, GrammarWork, Vocabulary
-from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams
+from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams, TokenEntry
 
 PROMPT = 64
 """Tokens of each prompt."""
@@ -83,6 +88,13 @@ CASES = {
     "free, temperature 1": Case(None, 1.0),
     "JSON, temperature 1": Case(endless(8), 1.0),
 }
+DRAFTED = {
+    "one record, greedy": Case(GRAMMARS["record of 8"], 0.0),
+    "one record, temperature 1": Case(GRAMMARS["record of 8"], 1.0),
+    "records, greedy": CASES["JSON, greedy"],
+    "records, temperature 1": CASES["JSON, temperature 1"],
+}
+"""What runs with speculation too."""
 
 
 class Bench:
@@ -95,26 +107,47 @@ class Bench:
 
     def decode(self, case: Case, sequences: int, tokens: int) -> tuple[float, list[int]]:
         """(median milliseconds of a step that decodes, the first text)."""
-        batcher = ContinuousBatcher(self._spec, BatchSettings(), "benchmark")
+        times, text = [], []
+        for plan, seconds, entries in self._steps(case, sequences, tokens):
+            if plan.num_decodes == sequences:
+                times.append(seconds)
+            text += [token for entry in entries if entry.generation_id == "0" for token in entry.tokens]
+        return statistics.median(times) * 1e3, text
+
+    def rate(
+        self, case: Case, sequences: int, tokens: int, drafts: int
+    ) -> tuple[float, dict[str, list[int]]]:
+        """(output tokens per second behind the prompts, the texts)."""
+        texts: dict[str, list[int]] = {str(number): [] for number in range(sequences)}
+        taken, counted = 0.0, 0
+        for plan, seconds, entries in self._steps(case, sequences, tokens, drafts):
+            for entry in entries:
+                texts[entry.generation_id] += entry.tokens
+            if len(plan.token_ids) // 4 < PROMPT:
+                taken += seconds
+                counted += sum(len(entry.tokens) for entry in entries)
+        return counted / taken, texts
+
+    def _steps(
+        self, case: Case, sequences: int, tokens: int, drafts: int = 0
+    ) -> Iterator[tuple[StepPlan, float, list[TokenEntry]]]:
+        """The plan of each step, seconds that it took, and what it has given."""
+        batcher = ContinuousBatcher(self._spec, BatchSettings(max_drafts=drafts), "benchmark")
         for number in range(sequences):
             request = self._request(case, number, tokens)
             batcher.add(request)
             if case.grammar is not None:
                 batcher.release(request, self.compiler.start(request))
-        times, text = [], []
         while batcher.has_work:
+            began = time.perf_counter()
             scheduled = batcher.schedule()
             assert scheduled is not None
             plan, rows = scheduled
-            began = time.perf_counter()
             samples = [row.sampling for row in rows]
             self._work.begin_masks(samples)
             sampled = self._execute(plan, samples)
-            entries = batcher.update(sampled, time.perf_counter() - began)["c"]
-            if plan.num_decodes == sequences:
-                times.append(time.perf_counter() - began)
-            text += [token for entry in entries if entry.generation_id == "0" for token in entry.tokens]
-        return statistics.median(times) * 1e3, text
+            entries = batcher.update(sampled, time.perf_counter() - began).get("c", [])
+            yield plan, time.perf_counter() - began, entries
 
     def masks(self, grammar: Grammar, text: Sequence[int]) -> list[float]:
         """Microseconds to compute what may follow at each position of `text`."""
@@ -149,6 +182,26 @@ def vocabulary_of(directory: Path, spec: EngineSpec) -> tuple[ModelCard, bytes]:
     return read_card(directory, "benchmark", spec)
 
 
+def drafts_table(bench: Bench, rounds: int, batches: list[int], tokens: int) -> Table:
+    """The best round of each counts. Raises `BenchError` where speculation changes a text."""
+    table = Table("tokens/s: without, with drafts", *(f"{count} at once" for count in batches))
+    for name, case in DRAFTED.items():
+        cells = []
+        for count in batches:
+            best = {0: 0.0, MOST_DRAFTS: 0.0}
+            for _ in range(rounds):
+                texts = []
+                for drafts in best:
+                    rate, found = bench.rate(case, count, tokens, drafts)
+                    best[drafts] = max(best[drafts], rate)
+                    texts.append(found)
+                if texts[0] != texts[1]:
+                    raise BenchError(f"{name}, {count} at once: with drafts the texts are others; report it.")
+            cells.append(f"{best[0]:.0f}, {best[MOST_DRAFTS]:.0f} (x{best[MOST_DRAFTS] / best[0]:.2f})")
+        table.add_row(name, *cells)
+    return table
+
+
 def main(
     model: Annotated[
         Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
@@ -159,7 +212,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Output tokens of each text.", min=8)] = 128,
     at_once: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,8",
 ) -> None:
-    """Decode with and without a grammar; masks; compiling."""
+    """Decode with and without a grammar; drafts; masks; compiling."""
     execute, spec = make_execute(model, dtype, threads)
     card, bundle = vocabulary_of(model, spec)
     work = GrammarWork()
@@ -176,6 +229,7 @@ def main(
     steps = Table("ms per step", *(f"{count} at once" for count in batches))
     for name in CASES:
         steps.add_row(name, *(f"{best[name, count]:.2f}" for count in batches))
+    drafted = drafts_table(bench, rounds, batches, tokens)
     masks = Table("microseconds per mask", "median", "99%", "most")
     for name in ("JSON, greedy", "JSON, temperature 1"):
         times = sorted(bench.masks(endless(8), texts[name]))
@@ -187,7 +241,7 @@ def main(
     for name, grammar in GRAMMARS.items():
         new, known = bench.compile(grammar)
         compiling.add_row(name, str(len(grammar.text)), f"{new:.1f}", f"{known:.2f}")
-    for table in (steps, masks, compiling):
+    for table in (steps, drafted, masks, compiling):
         Console().print(table)
     bench.compiler.close()
     work.close()

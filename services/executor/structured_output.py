@@ -476,8 +476,10 @@ class GrammarWork:
         behind = list(dict.fromkeys(one.masks for one in grammars if isinstance(one, MaskBehindDraft)))
         if states or behind:
             computing = self._masking.submit(self._compute, states, behind)
-            for expecting in (*states, *behind):
-                expecting.expect(computing)
+            for state in states:
+                state.expect(computing)
+            for masks in behind:
+                masks.expect(computing)
 
     def close(self) -> None:
         self._compiling.shutdown(wait=False, cancel_futures=True)

@@ -4,6 +4,7 @@ not computed, or computed in a wrong place, is seen as a proposal that is not ta
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from services.executor.core.engine import EngineSpec
 from services.executor.native import library
@@ -12,6 +13,7 @@ from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.scheduler.drafting import Drafter
 from services.executor.worker.engine import RingEngine
 from shared.messages import GenerationRequest, SamplingParams
+from tests.unit.executor.model.peft_adapters import base_of, save_adapter, targets_in
 from tests.unit.executor.scheduler.fake_drafter import DevotedModel
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_draft_model import model_in
@@ -44,17 +46,21 @@ def requests(turn: int) -> list[GenerationRequest]:
 Texts = dict[str, list[int]]
 
 
-def generate(engine: RingEngine, spec: EngineSpec, drafts: int) -> tuple[list[Texts], DevotedModel]:
-    """What each turn gives."""
+def generate(
+    engine: RingEngine, spec: EngineSpec, drafts: int, adapter: str = ""
+) -> tuple[list[Texts], DevotedModel]:
+    """What each turn gives; with the adapter in that directory all but the first text."""
     settings = BatchSettings(64, 4, max_drafts=drafts)
     drafter, model = Drafter(spec, settings), DevotedModel(drafts)
     drafter._speculation.model = model
     batcher = ContinuousBatcher(spec, settings, "m", drafter)
+    batcher.adapter_ready("a" * 64, adapter)
     turns: list[Texts] = []
     for turn in range(3):
         turns.append({})
-        for request in requests(turn):
-            assert batcher.add(request) is None
+        for at, request in enumerate(requests(turn)):
+            adapted = "a" * 64 if at and adapter else ""
+            assert batcher.add(structs.replace(request, adapter=adapted)) is None
         while batcher.has_work:
             if (drafting := batcher.plan_drafts()) is not None:
                 batcher.take_drafts(engine.draft(drafting[0], [row.sampling for row in drafting[1]]), 0.001)
@@ -64,7 +70,7 @@ def generate(engine: RingEngine, spec: EngineSpec, drafts: int) -> tuple[list[Te
             for entry in batcher.update(sampled, 0.001)["c"]:
                 turns[-1].setdefault(entry.generation_id, []).extend(entry.tokens)
             batcher.check()
-        if turn < 2:
+        if turn < 2 and not adapter:
             # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept. The
             # first proposal never does.
             assert model.wrong <= (model.right // 8 if spec.num_cold and drafts > 1 else 0)
@@ -89,3 +95,30 @@ def test_every_proposal_is_right_and_every_text_the_same(
         drafted, devoted = generate(ring.engine, ring.spec, drafts)
     assert drafted == plain
     assert devoted.right > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tp"), [("fp32", 1), pytest.param("bf16", 2, marks=natively)])
+def test_texts_with_an_adapter_are_the_same_with_a_draft_model_that_has_none(
+    tmp_path: Path, dtype: str, tp: int
+) -> None:
+    """The draft model is what the adapter is added to: where that changes the text it is wrong, and no more."""
+    model = model_in(tmp_path / "model")
+    twin = model_in(tmp_path / "twin")
+    adapter = tmp_path / "adapter"
+    save_adapter(base_of(model), adapter, targets_in(model), 8)
+    for place in ("plain", "drafting"):
+        (tmp_path / place).mkdir()
+    with ring_of(tmp_path / "plain", model, dtype=dtype, tp=tp) as ring:
+        without, _ = generate(ring.engine, ring.spec, 0)
+        plain, _ = generate(ring.engine, ring.spec, 0, str(adapter))
+    with ring_of(tmp_path / "drafting", model, twin, dtype=dtype, tp=tp) as ring:
+        drafted, devoted = generate(ring.engine, ring.spec, 4, str(adapter))
+    for turn, texts in enumerate(plain):
+        assert texts[f"{turn}-0"] == without[turn][f"{turn}-0"]
+        assert texts[f"{turn}-1"] != without[turn][f"{turn}-1"], (
+            "an adapter that changes nothing proves nothing"
+        )
+    assert drafted == plain
+    assert devoted.right > 20
+    assert devoted.wrong > 5
