@@ -50,9 +50,10 @@ class GuidedRing:
         *,
         drafts: int = 0,
         work: GrammarWork | None = None,
+        engine: type[StubEngine] = StubEngine,
     ) -> None:
         """`drafts`: of a sequence at most. `work`: begins masks before steps; else the sampler computes them."""
-        self.engine = StubEngine(settings or StubSettings(num_blocks=4096), lambda seconds: None)
+        self.engine = engine(settings or StubSettings(num_blocks=4096), lambda seconds: None)
         self.batcher = ContinuousBatcher(self.engine.load(lambda *_: None), BatchSettings(max_drafts=drafts))
         self.compiler = compiler
         self.work = work

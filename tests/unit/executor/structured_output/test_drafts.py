@@ -1,15 +1,19 @@
 """Drafts in texts that are held to a grammar: masks behind them, what fits, what is forced, and the same text."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
+from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler import drafting
 from services.executor.structured_output import (
     FORCED_BYTES,
@@ -19,9 +23,9 @@ from services.executor.structured_output import (
     GrammarWork,
     Vocabulary,
 )
-from services.executor.worker.stub import STUB_EOS_TOKEN, StubSettings
+from services.executor.worker.stub import STUB_EOS_TOKEN, StubEngine, StubSettings
 from shared.errors import InternalError, InvalidGrammar
-from shared.messages import Grammar
+from shared.messages import Grammar, SamplingParams
 from tests.unit.executor.structured_output.guided_ring import CARD, GuidedRing, ask, state_of
 
 quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -178,6 +182,56 @@ def test_the_text_is_the_same_with_drafts(
         drafter = fast.batcher.drafter
         assert fast.steps < plain.steps
         assert drafter.accepted > 0
+
+
+class SamplingEngine(StubEngine):
+    """Samples for real, from logits that come again every fifth position."""
+
+    def _drawn(self, samples: Sequence[SamplingState], seeds: Sequence[int]) -> list[SampledToken]:
+        logits = [np.random.default_rng(state.position % 5).standard_normal(256) for state in samples]
+        return Sampler().sample(torch.from_numpy(3 * np.stack(logits)).float(), samples)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=2),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, seed=6, logprobs=0),
+        SamplingParams(temperature=0.9, top_k=9, seed=7, frequency_penalty=0.2, logit_bias={ord("a"): 1.0}),
+    ],
+    ids=str,
+)
+def test_what_is_sampled_is_the_same_with_drafts(
+    compiler: GrammarCompiler, work: GrammarWork, sampling: SamplingParams
+) -> None:
+    """Tokens, log probabilities and ends."""
+    requests = [
+        structs.replace(ask(grammar, name, max_tokens=150), sampling=sampling)
+        for name, grammar in GRAMMARS.items()
+    ]
+    told, accepted = [], 0
+    for drafts in (0, 7):
+        ring = GuidedRing(
+            compiler,
+            StubSettings(num_blocks=4096, draft_right=0.5 if drafts else 0.0),
+            drafts=drafts,
+            work=work,
+            engine=SamplingEngine,
+        )
+        ring.add(*requests)
+        ring.run()
+        scores = {
+            name: [one for entry in ring.log if entry.generation_id == name for one in entry.logprobs or []]
+            for name in GRAMMARS
+        }
+        told.append([(name, ring.tokens(name), scores[name], ring.last(name).finish) for name in GRAMMARS])
+        accepted = ring.batcher.drafter.accepted
+    assert told[0] == told[1]
+    assert all(finish in ("stop", "length") for *_, finish in told[0])
+    assert any(scores for _, _, scores, _ in told[0]) == (sampling.logprobs >= 0)
+    assert accepted > 20
 
 
 def test_forced_tokens_save_steps(compiler: GrammarCompiler) -> None:
