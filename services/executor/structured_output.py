@@ -266,11 +266,11 @@ class DraftMatcher:
         self._catch_up()
         words = self._vocabulary.words
         masks = np.zeros((len(drafts), words), np.int32)
+        self._usable = False  # until it is back
         for row, draft in enumerate(drafts):
             if self._matcher.consume_token(draft):
                 self._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, words * 4)
             if self._matcher.is_error():
-                self._usable = False
                 raise RuntimeError(self._matcher.get_error())
         self._usable = self._matcher.rollback(len(drafts))
         return masks
