@@ -2,11 +2,13 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.executor.core.sampling_state import Grammar, Mask
 from services.executor.core.settings import MOST_DRAFTS, MOST_EVER, ExecutorSettings, most_drafts
 from services.executor.scheduler.speculation import Estimates, Guesser, Speculation, StepCost
 from shared.config import load_settings
@@ -194,3 +196,76 @@ def test_executors_take_the_setting() -> None:
 def test_the_setting_says_what_it_takes(setting: str) -> None:
     with pytest.raises(ValueError, match=f"auto, off or a number from 0 to {MOST_EVER}"):
         most_drafts(setting)
+
+
+# --- grammars -------------------------------------------------------------------------------------
+
+
+class Forcing:
+    """A grammar that forces the next tokens of a text, and forbids some."""
+
+    complete = False
+
+    def __init__(self, forced: list[int], forbidden: int = -1) -> None:
+        self.next, self._forbidden = forced, forbidden
+
+    def advance(self, *tokens: int) -> None:
+        self.next = self.next[len(tokens) :]
+
+    def allowed(self) -> Mask:
+        raise NotImplementedError
+
+    def forced(self) -> list[int]:
+        return self.next
+
+    def fitting(self, drafts: Sequence[int]) -> int:
+        return next((at for at, draft in enumerate(drafts) if draft == self._forbidden), len(drafts))
+
+    def after_each(self, drafts: Sequence[int]) -> Sequence[Grammar]:
+        raise NotImplementedError
+
+
+def test_what_a_grammar_forces_is_drafted_and_what_it_forbids_is_not() -> None:
+    made, said = speculation(), [1, 2, 3, 4, 5, 6] * 6
+    forced = made.guesser(array("i", [9]), grammar=Forcing([7, 8, 9]))
+    goes_on = made.guesser(array("i", said), grammar=Forcing([1, 2]))
+    elsewhere = made.guesser(array("i", said), grammar=Forcing([1, 7]))
+    cut = made.guesser(array("i", said), grammar=Forcing([], forbidden=3))
+    drafts = made.choose([forced, goes_on, elsewhere, cut], [6] * 4, 100)
+    assert drafts[0] == [7, 8, 9]
+    assert drafts[1][:3] == [1, 2, 3], "what the text says behind what is forced is drafted too"
+    assert drafts[2] == [1, 7]
+    assert drafts[3] == [1, 2]
+
+
+def test_what_is_forced_is_drafted_by_who_has_looked_in_vain_too() -> None:
+    made, grammar = speculation(), Forcing([])
+    tokens = array("i", range(200))
+    guesser = made.guesser(tokens, grammar=grammar)
+    for token in range(200, 230):
+        assert made.choose([guesser], [6], 100) == [[]]
+        tokens.append(token)
+        guesser.learn([token])
+    for token in range(300, 310):
+        grammar.next = [token]
+        assert made.choose([guesser], [6], 100) == [[token]]
+        assert guesser.copies
+        tokens.append(token)
+        guesser.learn([token])
+        assert not guesser.copies, "what comes behind it is another question"
+
+
+def test_a_sequence_that_draws_other_tokens_than_those_forced_is_left_alone() -> None:
+    """Its text is forced, and not how it is divided into tokens."""
+    made, grammar = speculation(), Forcing([5, 6])
+    tokens = array("i", [0])
+    guesser, counts = made.guesser(tokens, grammar=grammar), []
+    for _ in range(60):
+        [drafts] = made.choose([guesser], [6], 100)
+        counts.append(len(drafts))
+        tokens.append(9)
+        guesser.learn([9])
+        grammar.next = [5, 6]
+    assert counts[0] == 2
+    assert 5 not in tokens
+    assert made.guesser(array("i", [0]), grammar=grammar).look(2, 0.0)[0] < 0.5

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from services.executor.core.engine import SampledToken
 from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler import drafting
 from services.executor.structured_output import (
@@ -246,6 +247,29 @@ def test_forced_tokens_save_steps(compiler: GrammarCompiler) -> None:
         counts.append(ring.steps)
     assert ring.batcher.drafter.accepted == ring.batcher.drafter.drafted > 100
     assert counts[1] < counts[0] / 5
+
+
+class NotingEngine(StubEngine):
+    """Notes what it computes."""
+
+    computed: set[int]
+
+    def execute(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
+        self.computed = getattr(self, "computed", set()) | set(as_int32(plan.token_ids).tolist())
+        return super().execute(plan, samples)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_predicted_text_is_drafted_as_far_as_it_fits(compiler: GrammarCompiler, right: bool) -> None:
+    said = text_of(compiler, RECORDS, 1, 400)
+    predicted = said if right else [ord("x") if at % 9 == 8 else token for at, token in enumerate(said)]
+    ring = GuidedRing(compiler, drafts=15, engine=NotingEngine)
+    ring.add(structs.replace(ask(RECORDS), prediction=predicted))
+    ring.run()
+    assert ring.tokens() == said
+    assert ring.batcher.drafter.accepted > len(said) / (2 if right else 4)
+    assert isinstance(ring.engine, NotingEngine)
+    assert ord("x") not in ring.engine.computed, "a row would have been computed that no text can have"
 
 
 # --- failures ------------------------------------------------------------------------------------
