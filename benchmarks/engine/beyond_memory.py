@@ -95,13 +95,19 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
 
 
 def measure_weights(directory: Path, scratch: Path, threads: int, rounds: int) -> Table:
-    """Tokens/s of one sequence."""
+    """Tokens/s of one sequence. A share that is below what a rank needs at least is left out."""
+    from shared.errors import ConfigurationError
+
     whole = _share(directory, scratch, threads, 0)
     packed = sum(file.stat().st_size for file in scratch.glob("*.packed"))
     table = Table("weights in memory", "bytes", "read a step", "disk, MB/s", "it allows", "tokens/s")
     table.add_row("all", f"{packed:,}", "0", "", "", f"{_speed(whole, threads, rounds):.2f}")
     for share in SHARES:
-        found = _share(directory, scratch, threads, int(packed * share))
+        try:
+            found = _share(directory, scratch, threads, int(packed * share))
+        except ConfigurationError as error:
+            Console(stderr=True).print(f"{share:.0%}: {error}")
+            break
         told = found.streamed
         assert told is not None, "they do not fit"
         numbers = (f"{told.memory:,}", f"{told.per_step:,}", f"{told.disk_rate / 1e6:,.0f}")
@@ -161,6 +167,8 @@ def main(
     scratch: Annotated[Path | None, typer.Option(help="A directory on the disk that is measured.")] = None,
 ) -> None:
     """Steps that read blocks or weights from disk."""
+    if scratch is not None:
+        scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         console = Console()
         console.print(measure_restores(model, Path(place), tokens, threads, rounds))

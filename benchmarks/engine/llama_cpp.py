@@ -46,7 +46,7 @@ class LlamaCpp:
     def convert(self, model: Path) -> Path:
         """A GGUF file beside the checkpoint in `model`. Raises BenchError where llama.cpp does not know the
         architecture."""
-        for name in TOKENIZER:
+        for name in TOKENIZER if model.resolve() != self.tokenizer.resolve() else ():
             if (self.tokenizer / name).is_file():
                 shutil.copyfile(self.tokenizer / name, model / name)
         model_type = json.loads((model / "config.json").read_bytes())["model_type"]
@@ -74,18 +74,8 @@ class LlamaCpp:
         """Tokens per second behind `prompt`, greedily, without speculation and with the draft model."""
         files = [self.convert(directory) for directory in (model, draft)]
         command = [str(self.source / _SPECULATIVE), "-m", str(files[0]), "-md", str(files[1]), "-p", prompt]
-        command += [
-            "-n",
-            str(tokens),
-            "--temp",
-            "0",
-            "-t",
-            str(threads),
-            "-td",
-            str(threads),
-            "--draft-max",
-            "8",
-        ]
+        command += ["-n", str(tokens), "--temp", "0", "-t", str(threads), "-td", str(threads)]
+        command += ["--spec-type", "draft-simple"]
         found = _SPEED.findall(_run(command, errors=True))
         if len(found) != 1:
             raise BenchError(f"{_SPECULATIVE} printed no speed; is it of another version of llama.cpp?")

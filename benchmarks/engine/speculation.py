@@ -273,6 +273,9 @@ def main(
     """Tokens per second by kind of speculation."""
     source = Loads(model, output)
     table = Table("load", "at once", "kind", "tok/s", "gain", "drafts/step", "accepted", "same text")
+    peer: dict[str, float] = {}
+    if llama_cpp is not None and draft is not None:
+        peer = LlamaCpp(llama_cpp, draft).speculation(model, draft, _PROMPT, output, threads)
     with ExitStack() as stack:
         engine: tuple[Execute, EngineSpec, Draft | None] = (
             (*make_execute(model, dtype, threads), None)
@@ -284,10 +287,8 @@ def main(
                 requests = source.make(load, max(2, places * turns))
                 for row in rows_of(load, places, measure(engine, requests, places, rounds, drafts)):
                     table.add_row(*row)
-    if llama_cpp is not None and draft is not None:
-        peer = LlamaCpp(llama_cpp, draft)
-        for kind, rate in peer.speculation(model, draft, _PROMPT, output, threads).items():
-            table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "")
+    for kind, rate in peer.items():
+        table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "")
     Console().print(table)
 
 
