@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from services.executor.core.engine import DraftPlan
-from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.core.step_plan import Int32Array, StepPlan, as_int32, to_bytes
 
 
 class DraftPasses:
@@ -53,6 +53,21 @@ class DraftPasses:
             traced=self._plan.traced,
             of_draft=True,
         )
+
+
+def slots_before(plan: StepPlan, block_size: int) -> Int32Array:
+    """int32 [T]: the slot of the token before each of `plan`, as block tables have its block; -1 where there is
+    none."""
+    slots, positions = as_int32(plan.slots), as_int32(plan.positions)
+    counts, contexts = as_int32(plan.query_lens), as_int32(plan.context_lens)
+    blocks = -(-contexts // block_size)
+    tables, firsts = np.cumsum(blocks) - blocks, np.cumsum(counts) - counts
+    begins = positions[firsts]
+    ahead = as_int32(plan.block_tables)[tables + np.maximum(begins // block_size - 1, 0)]
+    before = np.roll(slots, 1)
+    before[firsts] = np.where(begins % block_size, slots[firsts] - 1, (ahead + 1) * block_size - 1)
+    before[firsts[begins == 0]] = -1
+    return before
 
 
 def plan_for_draft(plan: StepPlan, vocab_size: int, context_length: int) -> StepPlan:

@@ -81,6 +81,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     kept, and the engine pools them itself."""
     drafts: bool = False
     """Whether it has a draft model (`Engine.draft`)."""
+    draft_reads_states: bool = False
+    """Whether that reads hidden states of the model that is served: what it has computed behind its own proposals is
+    better computed again."""
     draft_model: str = ""
     """What people call it, also where it was left out; empty: none is asked for."""
     draft_left_out: str = ""

@@ -84,6 +84,10 @@ void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending first)
     norm last = { decoder, decoder->model.final_norm, first, step->sample_rows };
     if (step->num_pools)
         rz_run_stage(decoder, thread, RZ_NORM, (long)step->num_pools, pool_task, &last);
+    if (step->num_pools == step->tokens) { /* a pool for each row: all have been settled */
+        last.first.adds = 0;
+        last.first.scale = 1.0f;
+    }
     rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
 }
 

@@ -194,8 +194,13 @@ class Drafter:
             sequence.guesser.learn(drawn)
         if (offer := self._proposals.get(sequence)) is not None:
             right = self._model.learn(offer, drawn)
-            known = len(sequence.tokens) - len(drawn) + min(right, len(offer.drafted) - 1)
-            sequence.followed = min(known, sequence.num_computed)
+            before = len(sequence.tokens) - len(drawn)
+            known = min(before + min(right, len(offer.drafted) - 1), sequence.num_computed)
+            if (
+                self._spec.draft_reads_states
+            ):  # behind `before` it has read its own, within a block that it can rewrite
+                known = min(known, max(before, self._full(sequence.num_computed)))
+            sequence.followed = known
 
     def _limit(self, sequence: Sequence, guided: int = 1) -> int:
         """Drafts after which the sequence may still put out one more token. `guided`: sequences with a grammar, which

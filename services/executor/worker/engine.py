@@ -56,14 +56,9 @@ from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
 from services.executor.worker.backend import has_triton
-from services.executor.worker.draft_model import (
-    DraftModel,
-    DraftShare,
-    Proposer,
-    draft_directory,
-    draft_name,
-    load_draft,
-)
+from services.executor.worker.drafting.loading import Directories, load_draft
+from services.executor.worker.drafting.model import DraftModel, Proposer
+from services.executor.worker.drafting.vocabulary import draft_directory, draft_name
 from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
@@ -122,7 +117,7 @@ class RingEngine:
         self._sender, collectives = meeting.lead(
             self._settings, self._spec, device, self._directory, self._announce, draft
         )
-        where = ModelDirectories(self._directory, draft)
+        where = Directories(self._directory, draft)
         self._member = RingMember.load(
             self._settings, self._spec, self._board, where, device, collectives, progress
         )
@@ -250,7 +245,7 @@ def follow_ring(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, re
     torch.set_num_threads(thread_count(settings))
     receiver, collectives = meeting.follow(settings, spec, rendezvous, device)
     draft = Path(rendezvous.draft_directory) if rendezvous.draft_directory else None
-    where = ModelDirectories(Path(rendezvous.model_directory), draft)
+    where = Directories(Path(rendezvous.model_directory), draft)
     member = RingMember.load(settings, spec, mine, where, device, collectives, lambda done, total: None)
     member.keep()
     mine.communicated = lambda: collectives.busy_seconds
@@ -278,14 +273,6 @@ class LoadTimings:
         now = time.perf_counter()
         self.seconds[part] = round(now - self._last, 3)
         self._last = now
-
-
-class ModelDirectories(NamedTuple):
-    """Where the ring's models are."""
-
-    model: Path
-    draft: Path | None
-    """None: there is no draft model."""
 
 
 class RingMember:
@@ -338,7 +325,7 @@ class RingMember:
         settings: ExecutorSettings,
         spec: RankSpec,
         board: RankBoard,
-        where: ModelDirectories,
+        where: Directories,
         device: torch.device,
         collectives: Collectives,
         progress: ProgressCallback,
@@ -370,9 +357,7 @@ class RingMember:
         facts = share.facts
         _check_sparse(settings, device, facts.states)
         context = context_of(settings, facts.context_length, facts.rotary.longest)
-        drafting = DraftShare()
-        if where.draft is not None:
-            drafting = load_draft(settings, spec, where.draft, device, collectives, share, context)
+        drafting = load_draft(settings, spec, where, device, collectives, share, context)
         laps.over("weights")
         storage = _Storage.make(settings, share, context, device, collectives, drafting.states)
         laps.over("kv_cache")
@@ -411,6 +396,7 @@ class RingMember:
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
             drafts=draft is not None,
+            draft_reads_states=draft is not None and draft.reads_states,
             draft_model=draft_name(settings),
             draft_left_out=drafting.reason,
             **storage.facts,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -57,6 +57,12 @@ def widths_of(model: Any) -> list[int]:
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
+def _pool_of_each(plan: StepPlan) -> Int32Array:
+    """int32 [T, 2]: each row a pool of its own."""
+    rows = np.arange(len(as_int32(plan.token_ids)), dtype=np.int32)
+    return np.stack((rows, rows + 1), axis=1)
+
+
 def _capability(device: torch.device) -> str:
     """Which GPUs a kernel is compiled for as for this one."""
     if device.type != "cuda":
@@ -92,14 +98,28 @@ class _KeptStates:
 
 
 class Draft(Protocol):
-    """A ring's draft model, on one rank (`draft_model.py`)."""
+    """A ring's draft model, on one rank (`drafting/model.py`)."""
 
     def follow(self, plan: StepPlan, progress: Progress) -> None:
         """Computes the rows of a step of the model that is served, for its own keys and values."""
         ...
 
-    def compress(self, plan: StepPlan) -> None:
-        """Compresses its own keys and values of the blocks that a step fills, whose rows it has computed before."""
+    def copied(self, plan: StepPlan) -> None:
+        """The plan's blocks have been copied. Compresses its own keys and values of those that a step fills which it
+        does not follow: it has computed their rows before."""
+        ...
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads the states behind the last norm of what a native decoder computes."""
+        ...
+
+    def watching(self, model: Any, plan: StepPlan) -> AbstractContextManager[object]:
+        """Around the forward pass of `plan` by transformers' modules, whose states it may read."""
+        ...
+
+    def take(self, plan: StepPlan, states: Tensor) -> None:
+        """`states` [T, hidden] behind the last norm, where it reads them: of the plan's rows."""
         ...
 
     def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
@@ -195,6 +215,10 @@ class ModelRunner:
             self._steps.close()
 
     @property
+    def collectives(self) -> Collectives:
+        return self._collectives
+
+    @property
     def vocab_size(self) -> int:
         return sum(self._widths)
 
@@ -275,7 +299,7 @@ class ModelRunner:
             native.restored = 0
         if self._failed(self._copier.finish(plan, restore)):
             return self._nothing()
-        self._compress_draft(plan)
+        self._tell_draft(plan)
         self._follow(plan, progress)
         return logits
 
@@ -289,7 +313,7 @@ class ModelRunner:
 
     def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
-        fused = self._decoder is not None and not plan.pools and not plan.score_rows
+        fused = self._decoder is not None and not plan.pools and not plan.score_rows and not self._has_readers
         if fused and len(wants) and only_largest(wants):
             return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
         local = self._compute_and_score(plan, progress)
@@ -302,6 +326,10 @@ class ModelRunner:
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return whole.float()
+
+    @property
+    def _has_readers(self) -> bool:
+        return self._draft is not None and self._draft.reads_rows
 
     def can_launch(self, rows: int) -> bool:
         """Whether `launch` takes a step of which so many rows are sampled."""
@@ -329,7 +357,7 @@ class ModelRunner:
             failed = self._copier.run(plan)
         if self._failed(failed):
             return False
-        self._compress_draft(plan)
+        self._tell_draft(plan)
         return True
 
     def _failed(self, slots: list[int]) -> bool:
@@ -344,9 +372,9 @@ class ModelRunner:
                 self._adapters.load([load])
                 progress.tick()
 
-    def _compress_draft(self, plan: StepPlan) -> None:
-        if plan.compressions and not plan.followed and self._draft is not None:
-            self._draft.compress(plan)
+    def _tell_draft(self, plan: StepPlan) -> None:
+        if self._draft is not None:
+            self._draft.copied(plan)
 
     def _compute_and_score(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share] of the rows that are sampled; those that are scored have
@@ -371,10 +399,17 @@ class ModelRunner:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
         if self._decoder is not None:
+            # A row is in one pool at most: a step with others has no states to give, which may cost a proposal.
+            every = self._has_readers and not plan.pools
             with span(self._decoder.label):
+                pools = _pool_of_each(plan) if every else pools
                 logits, self.pooled = self._decoder.forward(plan, progress, pools)
+            if every and self._draft is not None:
+                self._draft.take(plan, torch.from_numpy(self.pooled))
+                self.pooled = np.zeros((0, 0), np.float32)
             return logits
-        with span("compute"), _KeptStates(self._model, wanted=len(pools) > 0) as kept:
+        watched = nullcontext() if self._draft is None else self._draft.watching(self._model, plan)
+        with span("compute"), watched, _KeptStates(self._model, wanted=len(pools) > 0) as kept:
             local = self._compute_with_pytorch(plan, progress)
         self.pooled = kept.sums(pools)
         return local

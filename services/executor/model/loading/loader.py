@@ -276,7 +276,7 @@ def _stored(read: Read, files: WeightFiles) -> Tensor | None:
 
 def is_quantized(directory: Path, config: Any) -> bool:
     """Whether the files hold codes, or are GGUF, whose tensors may."""
-    return scheme_of(config) is not None or _is_gguf(directory)
+    return scheme_of(config) is not None or is_gguf(directory)
 
 
 def _planned(
@@ -295,7 +295,7 @@ def _planned(
     """A rank's share of the model, without memory for its weights, and what to read of them; with `LOADING` held."""
     if isinstance(files, WeightFiles) and not has_output_layer(directory, config, files.shapes):
         config.tie_word_embeddings = True  # one is built that nobody asks
-    model, ties = _build(config, dtype)
+    model, ties = build_causal(config, dtype)
     fix_frequencies(model, context or longest_context(config))
     if isinstance(files, GgufWeights):
         sources = files.sources(model)
@@ -314,23 +314,24 @@ def build_split(config: Any, dtype: torch.dtype, layout: ShardLayout, collective
     """A rank's share of the model of this text configuration, without memory for its weights. Raises
     `ModelLoadError` where the architecture is not served."""
     with LOADING:
-        model, _ = _build(config, dtype)
+        model, _ = build_causal(config, dtype)
         apply_plan(model, config, layout, collectives)
     split: nn.Module = model
     return split
 
 
 def _open(directory: Path, find: Find | None) -> WeightFiles | GgufWeights:
-    return GgufWeights(directory) if _is_gguf(directory) else WeightFiles(directory, find)
+    return GgufWeights(directory) if is_gguf(directory) else WeightFiles(directory, find)
 
 
-def _is_gguf(directory: Path) -> bool:
+def is_gguf(directory: Path) -> bool:
     plain = any((directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
     return bool(linked_gguf(directory)) and not plain
 
 
-def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
-    """(model with meta parameters and real buffers, tied parameter name -> the name it is tied to)."""
+def build_causal(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
+    """(model with meta parameters and real buffers, tied parameter name -> the name it is tied to); with `LOADING`
+    held."""
     register_attention()
     register_latent_attention()
     know_causal(config)
@@ -339,7 +340,7 @@ def _build(config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, str]]:
 
 
 def build_empty(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> tuple[Any, dict[str, str]]:
-    """As `_build`, of what `make` makes of a configuration; with `LOADING` held."""
+    """As `build_causal`, of what `make` makes of a configuration; with `LOADING` held."""
     import_rest()
     try:
         with init_empty_weights(include_buffers=False):

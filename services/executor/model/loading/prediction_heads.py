@@ -1,4 +1,5 @@
-"""Heads for multi-token prediction that a checkpoint carries beside its model: they are skipped.
+"""Heads for multi-token prediction that a checkpoint carries beside its model: they are no part of it, and may be its
+draft model (`draft_heads.py`).
 
 mtp.layers.0.mlp.up_proj.weight             Qwen3-Next, Qwen3.5, Nemotron 3; `mtp_layers` of MiMo
 model.layers.61.eh_proj.weight              DeepSeek V3, GLM-4.5 and later: layers after the last
@@ -31,9 +32,13 @@ def is_of_heads(name: str, config: Any) -> bool:
     layers = getattr(config, "num_hidden_layers", None)
     if found is None or not isinstance(layers, int):
         return False
+    return layers <= int(found[2]) < layers + head_layers(config)
+
+
+def head_layers(config: Any) -> int:
+    """How many such layers the model of this text configuration has."""
     counts = (getattr(config, count, None) for count in _COUNTS)
-    more = max((count for count in counts if isinstance(count, int)), default=0)
-    return layers <= int(found[2]) < layers + more
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def heads_among(names: Iterable[str], config: Any, bytes_of: Callable[[str], int]) -> PredictionHeads:

@@ -77,8 +77,20 @@ def ring_of(
 class Generated:
     """A sequence in blocks of its own, one after the other from `first_block`."""
 
-    def __init__(self, ring: Ring, prompt: list[int], sampling: SamplingParams, first_block: int = 0) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        prompt: list[int],
+        sampling: SamplingParams,
+        first_block: int = 0,
+        *,
+        rewrites: bool = False,
+    ) -> None:
+        """`rewrites`: what the draft model has computed behind its own proposals it computes again."""
         self.tokens = list(prompt)
+        self.behind: list[list[int]] = []
+        """The tokens that each round has gone on with."""
+        self._rewrites = rewrites
         self.state = SamplingState(sampling, prompt, [])
         self.accepted = self.proposed = 0
         self.proposals: list[DraftToken] = []
@@ -120,6 +132,8 @@ class Generated:
                 break
             self.accepted += 1
         self._known = self._computed if followed else min(begin + max(drafts, 1), self._computed)
+        if self._rewrites:
+            self._known = min(self._known, begin + 1)
 
     def _take(self, token: int) -> None:
         self.tokens.append(token)
@@ -127,6 +141,7 @@ class Generated:
 
     def _draft(self, count: int) -> list[DraftToken]:
         begin, end = self._known, self._computed + 1
+        self.behind.append(list(self.tokens))
         first = self._plan(begin, end, self.tokens, followed=False)
         plan = structs.replace(
             first,

@@ -13,7 +13,7 @@ import structlog
 from services.executor.core.engine import BadLogits
 from services.executor.native import library
 from services.executor.sampling.sampler import Sampler
-from services.executor.worker import draft_model
+from services.executor.worker.drafting import loading, vocabulary
 from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
 from tests.unit.executor.model.tiny import make_model

@@ -1,0 +1,349 @@
+"""Brings one rank's share of a draft head into memory (`model/draft_heads.py`).
+
+    a model's own head    layers after the last of its checkpoint: DeepSeek V3's names
+    EAGLE-3               a checkpoint of its own, whose config.json has the architecture LlamaForCausalLMEagle3
+
+Either is built as a causal language model of one layer, which is split, and whose tensors are found, as any other's.
+Embeddings and output layer that a head shares with its model are read once more from that one's checkpoint.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.sharding import ShardLayout
+from services.executor.model.catalogue import longest_context
+from services.executor.model.draft_heads import Eagle3Head, Eagle3Norms, HeadModel, MtpHead, ReducedHead
+from services.executor.model.loading.composition import Composition
+from services.executor.model.loading.loader import (
+    LOADING,
+    build_causal,
+    is_gguf,
+    load_config,
+    parameters_of,
+    place,
+    plan_reads,
+)
+from services.executor.model.loading.prediction_heads import head_layers
+from services.executor.model.loading.quantization_schemes import scheme_of
+from services.executor.model.loading.reading import read_all
+from services.executor.model.loading.sources import Sources, find_sources
+from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.parallel.layers import held_elsewhere
+from services.executor.model.parallel.splitting import apply_plan
+from services.executor.model.rotary import fix_frequencies
+from shared.errors import ModelLoadError
+
+_LEAVE_OUT = "leave out --draft-model."
+_OWN = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "model.model.norm.weight",
+    "shared_head.head.weight": "model.lm_head.weight",
+    "embed_tokens.weight": "model.model.embed_tokens.weight",
+}
+"""What a model's own head has beside its layer, as the checkpoint and as `MtpHead` call it."""
+_SHARED = {
+    "model.model.embed_tokens.weight": ("model.embed_tokens.weight",),
+    "model.lm_head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
+}
+"""What is the model's where a head has none: the first that is there."""
+_TABLES = ("d2t", "t2d")
+_LAYER = "model.model.layers.0."
+
+
+@dataclass(frozen=True)
+class LoadedHead:
+    """One rank's share."""
+
+    model: HeadModel
+    config: Any
+    """Of the one layer."""
+    layers: tuple[int, ...]
+    """Whose inputs are the states that it reads; none: what comes behind the last norm."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of one sequence."""
+        return longest_context(self.config)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a head is to compute."""
+
+    dtype: torch.dtype
+    collectives: Collectives
+    before_reading: Callable[[int], None] = lambda least: None
+    """As of `load_model`."""
+
+    def layout(self, config: Any) -> ShardLayout:
+        return ShardLayout.from_config(config, self.collectives.world_size, self.collectives.rank)
+
+
+# --- heads of the model's own checkpoint ---------------------------------------------------------
+
+
+def load_mtp_head(directory: Path, where: Place) -> LoadedHead:
+    """The first head of the model in `directory`. Raises `ModelLoadError`."""
+    whole = load_config(directory)
+    if is_gguf(directory):
+        raise ModelLoadError(
+            f"Heads for multi-token prediction are read from safetensors, and {directory} is a GGUF file; {_LEAVE_OUT}"
+        )
+    layers: int = whole.num_hidden_layers
+    config = _of_one_layer(whole)
+    with LOADING, WeightFiles(directory, scheme_of(whole)) as files:
+        shapes = files.shapes
+        prefix = f"model.layers.{layers}."
+        if not head_layers(whole) or f"{prefix}eh_proj.weight" not in shapes:
+            raise ModelLoadError(_no_heads(directory, shapes))
+        model, ties = build_causal(config, where.dtype)
+        fix_frequencies(model, longest_context(config))
+        of_layer = {
+            name.replace(prefix, "model.layers.0.", 1): name
+            for name in shapes
+            if name.startswith(prefix) and name.removeprefix(prefix) not in _OWN
+        }
+        sources = _renamed(
+            find_sources(model, {own: shapes[name] for own, name in of_layer.items()}), of_layer
+        )
+        apply_plan(model, config, where.layout(config), where.collectives)
+        norm = type(model.base_model.norm)
+        norms = [norm(config.hidden_size, eps=config.rms_norm_eps).to("meta", where.dtype) for _ in range(2)]
+        head = MtpHead(model, config.hidden_size, norms, where.dtype)
+        found = {f"model.{name}": content for name, content in sources.parameters.items()}
+        found |= {own: _whole(prefix + name, shapes) for name, own in _OWN.items() if prefix + name in shapes}
+        found |= _shared(found, shapes, lambda name: name)
+        _read(head, ties, Sources(found, sources.unused), {"": files}, where, directory)
+    return LoadedHead(head, config, ())
+
+
+def _no_heads(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    if any(".mtp" in f".{name}" for name in shapes):
+        return (
+            f"The heads for multi-token prediction in {directory} are none of DeepSeek V3's kind (layers after the "
+            f"last one, with eh_proj), and are not computed; {_LEAVE_OUT}"
+        )
+    return f"The model in {directory} has no heads for multi-token prediction; {_LEAVE_OUT}"
+
+
+def _of_one_layer(whole: Any) -> Any:
+    """The configuration of a head's layer, which is as the last one."""
+    config = copy.deepcopy(whole)
+    for name in ("layer_types", "mlp_layer_types"):
+        if kinds := getattr(config, name, None):
+            setattr(config, name, [kinds[-1]])
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0
+    config.num_hidden_layers = 1
+    config.tie_word_embeddings = False
+    return config
+
+
+# --- EAGLE-3 -------------------------------------------------------------------------------------
+
+
+def load_eagle3_head(directory: Path, model_directory: Path, where: Place) -> LoadedHead:
+    """The head in `directory` of the model in `model_directory`. Raises `ModelLoadError`."""
+    config, whole = load_config(directory), load_config(model_directory)
+    reduced: int = getattr(config, "draft_vocab_size", None) or config.vocab_size
+    _check_eagle3(directory, config, whole)
+    config.tie_word_embeddings = False
+    with (
+        LOADING,
+        WeightFiles(directory) as files,
+        WeightFiles(model_directory, scheme_of(whole)) as others,
+    ):
+        shapes = files.shapes
+        for name in ("fc.weight", "lm_head.weight"):
+            if name not in shapes:
+                raise ModelLoadError(
+                    f"The EAGLE-3 head in {directory} has no tensor {name}; fetch it again, or {_LEAVE_OUT}"
+                )
+        model, ties = build_causal(config, where.dtype)
+        fix_frequencies(model, longest_context(config))
+        norms = _widen(model, config, where.dtype)
+        apply_plan(model, config, where.layout(config), where.collectives)
+        rank, ranks = where.collectives.rank, where.collectives.world_size
+        reduced_head = nn.Linear(config.hidden_size, reduced, bias=False, device="meta", dtype=where.dtype)
+        targets = _targets(files, reduced, config.vocab_size, directory)
+        model.lm_head = ReducedHead(reduced_head, targets, config.vocab_size, rank, ranks)
+        head = Eagle3Head(model, config.hidden_size, norms, 3 * whole.hidden_size, where.dtype)
+        found = {_eagle3_name(name): _whole(name, shapes) for name in shapes if name not in _TABLES}
+        found |= _shared(found, others.shapes, lambda name: _OTHERS + name)
+        _read(head, ties, Sources(found, frozenset()), {"": files, _OTHERS: others}, where, directory)
+    return LoadedHead(head, config, _aux_layers(config, whole.num_hidden_layers, directory))
+
+
+_OTHERS = "of the model: "
+"""Before the names of tensors that are in the model's checkpoint."""
+
+
+def is_eagle3(described: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head."""
+    named = described.get("architectures")
+    return isinstance(named, list) and any("eagle3" in str(one).lower() for one in named)
+
+
+def _check_eagle3(directory: Path, config: Any, whole: Any) -> None:
+    if config.model_type != "llama" or config.num_hidden_layers != 1:
+        raise ModelLoadError(
+            f"The EAGLE-3 head in {directory} has {config.num_hidden_layers} layers of the type {config.model_type}, "
+            f"and one of the type llama is computed; {_LEAVE_OUT}"
+        )
+    if is_gguf(directory) or scheme_of(config) is not None:
+        raise ModelLoadError(f"The EAGLE-3 head in {directory} is quantized, which is not read; {_LEAVE_OUT}")
+    width = getattr(config, "target_hidden_size", None) or config.hidden_size
+    for what, own, theirs in (
+        ("states of the width", width, whole.hidden_size),
+        ("a vocabulary of the size", config.vocab_size, whole.vocab_size),
+    ):
+        if own != theirs:
+            raise ModelLoadError(
+                f"The EAGLE-3 head in {directory} was made for another model: it reads {what} {own}, and the model has "
+                f"{theirs}; choose the head of this model, or {_LEAVE_OUT}"
+            )
+
+
+def _aux_layers(config: Any, layers: int, directory: Path) -> tuple[int, ...]:
+    """Whose inputs the head reads: low, middle, high."""
+    told = getattr(config, "eagle_config", None) or {}
+    ids = told.get("eagle_aux_hidden_state_layer_ids") or getattr(
+        config, "eagle_aux_hidden_state_layer_ids", None
+    )
+    found = tuple(ids or (min(2, layers - 1), layers // 2, max(layers - 3, 0)))
+    if len(found) != 3 or not all(isinstance(one, int) and 0 <= one < layers for one in found):
+        raise ModelLoadError(
+            f"The EAGLE-3 head in {directory} reads the states of the layers {list(found)}, and the model has "
+            f"{layers}; choose the head of this model, or {_LEAVE_OUT}"
+        )
+    return found
+
+
+def _widen(model: Any, config: Any, dtype: torch.dtype) -> Eagle3Norms:
+    """Has the layer's keys, queries and values read embeddings and states side by side."""
+    layer = model.base_model.layers[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        linear = getattr(layer.self_attn, name)
+        wide = nn.Linear(
+            2 * config.hidden_size,
+            linear.out_features,
+            bias=linear.bias is not None,
+            device="meta",
+            dtype=dtype,
+        )
+        setattr(layer.self_attn, name, wide)
+    of_states = type(layer.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps).to("meta", dtype)
+    normed = bool(getattr(config, "norm_before_residual", False))
+    layer.input_layernorm = Eagle3Norms(layer.input_layernorm, of_states, normed=normed)
+    found: Eagle3Norms = layer.input_layernorm
+    return found
+
+
+def _eagle3_name(name: str) -> str:
+    """What `Eagle3Head` calls the checkpoint's tensor `name`."""
+    for layer in ("midlayer.", "layers.0.", "model.layers.0."):
+        if name.startswith(layer):
+            within = name.removeprefix(layer)
+            within = within.replace("hidden_norm.", "input_layernorm.of_states.")
+            if within == "input_layernorm.weight":
+                within = "input_layernorm.of_embeddings.weight"
+            return _LAYER + within
+    short = name.removeprefix("model.")
+    if short.startswith("fc."):
+        return short
+    return f"model.{short}" if short.startswith("lm_head.") else f"model.model.{short}"
+
+
+def _targets(files: WeightFiles, reduced: int, vocab_size: int, directory: Path) -> NDArray[np.int64]:
+    """The token of the vocabulary for each of the head's: int64 [reduced], ascending."""
+    numbers = np.arange(reduced, dtype=np.int64)
+    if "d2t" in files.shapes:
+        stored = files.tensor("d2t").to(torch.int64).numpy()
+        if stored.shape == numbers.shape:
+            numbers = numbers + stored
+        elif reduced != vocab_size:
+            numbers = numbers[:0]
+    if not len(numbers) or numbers[0] < 0 or numbers[-1] >= vocab_size or (np.diff(numbers) <= 0).any():
+        raise ModelLoadError(
+            f"The table d2t of the EAGLE-3 head in {directory} does not name {reduced} tokens of {vocab_size} in "
+            f"ascending order; fetch it again, or {_LEAVE_OUT}"
+        )
+    return numbers
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _whole(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Composition:
+    return Composition.whole(name, shapes[name])
+
+
+def _shared(
+    found: Mapping[str, Composition], shapes: Mapping[str, tuple[int, ...]], name_of: Callable[[str], str]
+) -> dict[str, Composition]:
+    """What of the model's is read because the head has none of its own."""
+    more = {}
+    for own, names in _SHARED.items():
+        name = next((name for name in names if name in shapes), None)
+        if own not in found and name is not None:
+            more[own] = Composition.whole(name_of(name), shapes[name])
+    return more
+
+
+def _renamed(sources: Sources, names: Mapping[str, str]) -> Sources:
+    """`sources` with the checkpoint's names in place of those that they were found by."""
+    parameters = {
+        own: replace(content, parts=tuple(replace(part, source=names[part.source]) for part in content.parts))
+        for own, content in sources.parameters.items()
+    }
+    return Sources(parameters, frozenset(names[name] for name in sources.unused))
+
+
+def _read(
+    head: HeadModel,
+    ties: dict[str, str],
+    sources: Sources,
+    files: Mapping[str, WeightFiles],
+    where: Place,
+    directory: Path,
+) -> None:
+    """Gives `head` its weights. `files`: by what stands before the names in `sources`."""
+    parameters = parameters_of(head, {f"model.{name}": f"model.{to}" for name, to in ties.items()})
+    known = {name for parameter in parameters for name in parameter.names}
+    for name, module in head.named_modules():
+        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
+    surplus = sorted(sources.unused | (sources.parameters.keys() - known))
+    if surplus:
+        raise ModelLoadError(
+            f"The draft head in {directory} holds a tensor {surplus[0]} that is not known; it is of another kind, "
+            f"{_LEAVE_OUT}"
+        )
+    plan = plan_reads(parameters, sources)
+    where.before_reading(sum(read.least_bytes for _, read in plan))
+    for prefix, held in files.items():
+        own = []
+        for parameter, read in plan:
+            if prefix and all(part.source.startswith(prefix) for part in read.content.parts):
+                own.append((parameter, replace(read, content=_without(prefix, read.content))))
+            elif not prefix and not any(part.source.startswith(_OTHERS) for part in read.content.parts):
+                own.append((parameter, read))
+        tensors = read_all([read for _, read in own], held, torch.device("cpu"), lambda done, total: None)
+        for (parameter, _), tensor in zip(own, tensors, strict=True):
+            place(parameter, tensor)
+    head.eval()
+
+
+def _without(prefix: str, content: Composition) -> Composition:
+    parts = (replace(part, source=part.source.removeprefix(prefix)) for part in content.parts)
+    return replace(content, parts=tuple(parts))

@@ -1,0 +1,1 @@
+"""Draft models of a ring: what proposes tokens beside the model that is served."""

@@ -1,0 +1,170 @@
+"""A ring's draft head: what reads the hidden states of the model that is served (`model/draft_heads.py`).
+
+    step, followed   model ─▶ states of its rows, kept by slot ─▶ head: the same rows, each with the state before it
+    round            pass 0   the rows that it has not computed with the model's states, ... ─▶ d1
+                     pass k   dk, with its own state of the pass before                     ─▶ d(k + 1)
+
+Everything else is as with a draft model: its pages, its plans, and what is made of its proposals.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.executor.collectives.base import Collectives
+from services.executor.core.draft_passes import slots_before
+from services.executor.core.progress import Progress
+from services.executor.core.settings import ExecutorSettings
+from services.executor.core.sharding import HeadCounts, ShardLayout
+from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.cpu.packed_file import ModelFacts
+from services.executor.gpu.linear import use_products
+from services.executor.kv_cache.offload import Spill
+from services.executor.kv_cache.store import KvStore
+from services.executor.model.row_states import RowStates
+from services.executor.sampling.candidates import RowLogits
+from services.executor.worker.drafting.model import DraftModel
+from services.executor.worker.drafting.vocabulary import MTP
+from services.executor.worker.runner import ModelRunner, widths_of
+from services.executor.worker.weights import Enough, Share
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:  # they import transformers
+    from services.executor.gpu.steps import StepLimits
+    from services.executor.model.draft_heads import HeadModel, StateTaps
+    from services.executor.model.loading.draft_heads import LoadedHead
+
+
+class HeadShare(Share):
+    """One rank's share of a head."""
+
+    reads_compressed = False
+
+    def __init__(
+        self, settings: ExecutorSettings, loaded: "LoadedHead", layout: ShardLayout, dtype: torch.dtype
+    ) -> None:
+        from services.executor.model.draft_heads import StateTaps
+        from services.executor.model.layer_states import layer_states
+
+        config, head = loaded.config, loaded.model
+        self.layout, self.dtype = layout, dtype
+        self.facts = ModelFacts(
+            states=layer_states(config, layout),
+            hidden_size=head.hidden,
+            context_length=loaded.context_length,
+            heads=HeadCounts.from_config(config),
+            widths=widths_of(head),
+        )
+        self.taps = StateTaps(loaded.layers)
+        self.head = head
+        self.reads_rows = not loaded.layers
+        self.rows = 2 * settings.max_batch_tokens + settings.max_sequences * settings.block_size
+        """Whose states are kept: those of a sequence's block that is not full, and those of the last steps."""
+
+    def runner(
+        self,
+        store: KvStore,
+        spill: Spill,
+        limits: "StepLimits | None",
+        beside: ModelRunner | None = None,
+    ) -> ModelRunner:
+        from services.executor.model.loading.loader import pack_linears
+
+        assert beside is not None, "a head computes beside its model"
+        pack_linears(self.head)
+        use_products(self.head)
+        return ModelRunner(self.head, self.facts.widths, store, beside.collectives, store.device, spill)
+
+    @property
+    def imports(self) -> list[str]:
+        return ["services.executor.model.loading.draft_heads"]
+
+
+class DraftHead(DraftModel):
+    """One rank's share of it, beside the model whose states it reads."""
+
+    reads_states = True
+
+    def __init__(self, share: HeadShare, runner: ModelRunner, store: KvStore) -> None:
+        super().__init__(share, runner)
+        self.reads_rows = share.reads_rows
+        self._head: HeadModel = share.head
+        self._taps: StateTaps = share.taps
+        self._size = store.block_size
+        slots = (store.num_hot + store.num_cold) * self._size
+        self._states = RowStates(slots, share.rows, self._head.hidden, share.dtype, store.device)
+
+    def follow(self, plan: StepPlan, progress: Progress) -> None:
+        with self._reading(plan):
+            super().follow(plan, progress)
+
+    def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
+        with self._reading(plan):
+            logits = super().forward(plan, progress)
+        rows = as_int32(plan.sample_rows)
+        # In place of the model's own, which the step behind the round computes.
+        self._states.keep(
+            as_int32(plan.slots)[rows], self._head.made[torch.from_numpy(rows.astype(np.int64))]
+        )
+        return logits
+
+    def copied(self, plan: StepPlan) -> None:
+        super().copied(plan)
+        for pairs in (plan.restores, plan.adoptions):
+            blocks = as_int32(pairs)[1::2]
+            self._states.forget((blocks[:, None] * self._size + np.arange(self._size)).ravel())
+
+    @contextmanager
+    def watching(self, model: Any, plan: StepPlan) -> Iterator[None]:
+        with self._taps.watching(model) as states:
+            yield
+        self.take(plan, torch.cat(states, dim=-1))
+
+    def take(self, plan: StepPlan, states: Tensor) -> None:
+        self._states.keep(as_int32(plan.slots), self._head.taken(states))
+        filled = (as_int32(plan.compressions).reshape(-1, 2) + 1) * self._size - 1
+        self._states.copy(filled[:, 0], filled[:, 1])
+
+    def _reading(self, plan: StepPlan) -> Any:
+        return self._head.reading(self._states.at(slots_before(plan, self._size)))
+
+
+class NotComputed(ConfigurationError):
+    """The ring serves without the head: one sentence says why."""
+
+
+def load_head(
+    settings: ExecutorSettings,
+    directory: Path,
+    model_directory: Path,
+    device: torch.device,
+    collectives: Collectives,
+    target: Share,
+    has_room: Enough,
+) -> HeadShare:
+    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`, and `NotComputed` where what computes the
+    model hands over no states."""
+    from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
+
+    if device.type != "cpu":
+        raise NotComputed("Draft heads that read hidden states are computed on CPUs alone so far.")
+    of_model = settings.draft_model == MTP
+    if target.reads_compressed and not of_model:
+        raise NotComputed(
+            "The native CPU kernels hand over no states of single layers, which an EAGLE-3 head reads; with "
+            "--dtype fp32 PyTorch computes the model, and the head drafts."
+        )
+
+    def before_reading(least: int) -> None:
+        has_room((), target.dtype, target.facts.context_length, None, least)
+
+    place = Place(target.dtype, collectives, before_reading)
+    loaded = (
+        load_mtp_head(directory, place) if of_model else load_eagle3_head(directory, model_directory, place)
+    )
+    return HeadShare(settings, loaded, place.layout(loaded.config), target.dtype)

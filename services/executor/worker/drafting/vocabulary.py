@@ -1,0 +1,143 @@
+"""Which draft model goes with which model: their vocabularies are compared by their tokenizers' files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from services.executor.core.settings import ExecutorSettings
+from services.executor.model.card import read_json
+from services.executor.model.catalogue import is_encoder
+from services.executor.model.loading.checkpoints import resolve_model
+from services.executor.model.pooling import is_classifier
+from shared.errors import ModelLoadError
+from shared.model_store.locks import hold_model
+from shared.models import HUB
+
+log = structlog.get_logger(__name__)
+
+MTP = "mtp"
+"""`ExecutorSettings.draft_model`: the heads of the model's own checkpoint."""
+MOST_UNSHARED = 128
+"""Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end."""
+_NAMED = 3
+"""Tokens that a refusal names."""
+_LEAVE_OUT = "choose a draft model of the same family, or leave out --draft-model."
+_WEIGHTS = {".safetensors", ".bin", ".gguf"}
+
+
+def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
+    """Of the draft model for the model in `target`; None: none is asked for, or no drafts at all. Raises
+    `ModelLoadError` where they do not fit together, or it is not to be had."""
+    if not settings.draft_model or not settings.max_drafts:
+        return None
+    if settings.draft_model == MTP:
+        return target
+    directory = resolve_model(settings.draft_model, settings.store, lambda *step: None)
+    hold_model(directory, settings.model_cache)  # as long as this process lives
+    for which, where in (("model", target), ("draft model", directory)):
+        described = read_json(where / "config.json")
+        if is_encoder(described) or is_classifier(described):
+            raise ModelLoadError(
+                f"The {which} in {where} gives no tokens one by one; leave out --draft-model."
+            )
+    if is_head(settings, directory):  # it has no tokenizer of its own
+        return directory
+    if problem := vocabulary_problem(target, directory):
+        raise ModelLoadError(
+            f"The draft model {settings.draft_model} has another vocabulary: {problem}; {_LEAVE_OUT}"
+        )
+    sizes = [_weight_bytes(where) for where in (target, directory)]
+    if sizes[1] >= sizes[0]:
+        log.warning(
+            "draft_model_not_smaller", draft_model=settings.draft_model, bytes=sizes[1], model_bytes=sizes[0]
+        )
+    return directory
+
+
+def is_head(settings: ExecutorSettings, directory: Path) -> bool:
+    """Whether the draft model in `directory` reads the states of the model that is served."""
+    named = read_json(directory / "config.json").get("architectures")
+    eagle3 = isinstance(named, list) and any("eagle3" in str(one).lower() for one in named)
+    return settings.draft_model == MTP or eagle3
+
+
+def draft_name(settings: ExecutorSettings) -> str:
+    """What people call it: the last part of a path, or the hub name; empty: none is asked for, or no drafts at all."""
+    name = settings.draft_model if settings.max_drafts else ""
+    return (
+        Path(name).name.removesuffix(".gguf") if name.startswith(("/", "~", ".")) else name.removeprefix(HUB)
+    )
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir() if path.suffix in _WEIGHTS)
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: Any = {}
+    """{token: id}, or [[token, score]]."""
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+def vocabulary_problem(target: Path, draft: Path) -> str:
+    """How the tokenizers of two models differ, as half a sentence; empty: every token that both have is the same in
+    both. Raises `ModelLoadError` where one has none."""
+    files = [_read(directory / "tokenizer.json") for directory in (target, draft)]
+    if files[0] == files[1]:
+        return ""
+    ours, theirs = (_tokens(content, where) for content, where in zip(files, (target, draft), strict=True))
+    others = [token for token in sorted(ours.keys() & theirs.keys()) if ours[token] != theirs[token]]
+    found = [
+        f"token {token} is {_short(theirs[token])} and not {_short(ours[token])}" for token in others[:_NAMED]
+    ]
+    if len(others) > _NAMED:
+        found.append(f"{len(others) - _NAMED} more are others")
+    if len(ours.keys() ^ theirs.keys()) > MOST_UNSHARED:
+        found.insert(0, f"it has {len(theirs)} tokens and not {len(ours)}")
+    return ", ".join(found)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(
+            f"The file {path}, by which vocabularies are compared, cannot be read ({error.strerror}); {_LEAVE_OUT}"
+        ) from None
+
+
+def _tokens(content: bytes, directory: Path) -> dict[int, str]:
+    """By id."""
+    try:
+        found = msgspec.json.decode(content, type=_TokenizerFile)
+        return dict(_pairs(found))
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ModelLoadError(
+            f"The file {directory / 'tokenizer.json'} is no tokenizer of the tokenizers library ({error}); fetch the "
+            "model again."
+        ) from None
+
+
+def _pairs(file: _TokenizerFile) -> Iterator[tuple[int, str]]:
+    vocab = file.model.vocab
+    if isinstance(vocab, dict):
+        yield from ((number, token) for token, number in vocab.items())
+    else:
+        yield from ((number, token) for number, (token, _) in enumerate(vocab))
+    yield from ((token.id, token.content) for token in file.added_tokens)
+
+
+def _short(token: str) -> str:
+    return repr(token if len(token) <= 24 else f"{token[:24]}…")
