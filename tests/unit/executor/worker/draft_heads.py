@@ -26,7 +26,9 @@ def random(shape: tuple[int, ...], name: str = "") -> Tensor:
 # --- heads of the model's own checkpoint ---------------------------------------------------------
 
 
-def add_mtp_head(directory: Path, changes: Callable[[Tensors, str], None] = lambda tensors, prefix: None) -> None:
+def add_mtp_head(
+    directory: Path, changes: Callable[[Tensors, str], None] = lambda tensors, prefix: None
+) -> None:
     """Gives the model in `directory`, of DeepSeek V3's kind, a head with a layer like its last one."""
     path = directory / "config.json"
     described = json.loads(path.read_text())
@@ -42,7 +44,9 @@ def add_mtp_head(directory: Path, changes: Callable[[Tensors, str], None] = lamb
         if name.startswith(last)
     }
     hidden = described["hidden_size"]
-    head |= {f"{prefix}{name}.weight": random((hidden,), "norm") for name in ("enorm", "hnorm", "shared_head.norm")}
+    head |= {
+        f"{prefix}{name}.weight": random((hidden,), "norm") for name in ("enorm", "hnorm", "shared_head.norm")
+    }
     head[f"{prefix}eh_proj.weight"] = random((hidden, 2 * hidden))
     for name, source in (("shared_head.head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
         if f"{source}.weight" in tensors:
@@ -88,7 +92,9 @@ class MtpReference:
                 x = linear(mixed, self.own["eh_proj.weight"])
                 made = self.block(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
                 if len(states) == len(ids):
-                    return linear(made[-1], self.own.get("shared_head.head.weight", self.model.lm_head.weight))
+                    return linear(
+                        made[-1], self.own.get("shared_head.head.weight", self.model.lm_head.weight)
+                    )
                 states = torch.cat((states, made[-1:]))
 
 
@@ -124,7 +130,9 @@ def _saved_as_last(directory: Path, own: Tensors, layers: int) -> Any:
 EAGLE = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def make_eagle3(directory: Path, width: int, vocab_size: int = 131, reduced: int = 60, **changes: Any) -> Path:
+def make_eagle3(
+    directory: Path, width: int, vocab_size: int = 131, reduced: int = 60, **changes: Any
+) -> Path:
     """For a model whose states are `width` wide."""
     directory.mkdir(parents=True)
     described = {

@@ -88,8 +88,8 @@ class Generated:
     ) -> None:
         """`rewrites`: what the draft model has computed behind its own proposals it computes again."""
         self.tokens = list(prompt)
-        self.behind: list[list[int]] = []
-        """The tokens that each round has gone on with."""
+        self.rounds: list[tuple[list[int], list[DraftToken]]] = []
+        """The tokens of each, and what was proposed behind them."""
         self._rewrites = rewrites
         self.state = SamplingState(sampling, prompt, [])
         self.accepted = self.proposed = 0
@@ -141,7 +141,6 @@ class Generated:
 
     def _draft(self, count: int) -> list[DraftToken]:
         begin, end = self._known, self._computed + 1
-        self.behind.append(list(self.tokens))
         first = self._plan(begin, end, self.tokens, followed=False)
         plan = structs.replace(
             first,
@@ -154,6 +153,7 @@ class Generated:
         position = self.state.position
         [found] = self._ring.engine.draft(DraftPlan(plan, count, to_bytes(slots)), [self.state])
         assert self.state.position == position
+        self.rounds.append((list(self.tokens), found))
         return found
 
     def _plan(self, begin: int, end: int, tokens: list[int], followed: bool, every: bool = False) -> StepPlan:

@@ -13,7 +13,7 @@ import structlog
 from services.executor.core.engine import BadLogits
 from services.executor.native import library
 from services.executor.sampling.sampler import Sampler
-from services.executor.worker.drafting import loading, vocabulary
+from services.executor.worker.drafting import vocabulary
 from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
 from tests.unit.executor.model.tiny import make_model
@@ -235,7 +235,7 @@ def test_vocabularies_are_compared(tmp_path: Path, tokens: list[str], problem: s
     for name, own in (("target", NAMES), ("draft", tokens)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(tokenizer_of(own))
-    assert draft_model.vocabulary_problem(tmp_path / "target", tmp_path / "draft") == problem
+    assert vocabulary.vocabulary_problem(tmp_path / "target", tmp_path / "draft") == problem
 
 
 def test_special_tokens_and_vocabularies_with_scores_are_compared_too(tmp_path: Path) -> None:
@@ -245,8 +245,8 @@ def test_special_tokens_and_vocabularies_with_scores_are_compared_too(tmp_path: 
     for name, content in files.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(content)
-    assert draft_model.vocabulary_problem(tmp_path / "plain", tmp_path / "scored") == ""
-    problem = draft_model.vocabulary_problem(tmp_path / "plain", tmp_path / "other")
+    assert vocabulary.vocabulary_problem(tmp_path / "plain", tmp_path / "scored") == ""
+    problem = vocabulary.vocabulary_problem(tmp_path / "plain", tmp_path / "other")
     assert problem == "token 131 is '<b>' and not '<s>'"
 
 
