@@ -1,5 +1,6 @@
 """Heads for multi-token prediction and EAGLE-3 checkpoints propose what their mathematics gives, and change no text."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelLoadError
 from shared.messages import SamplingParams
-from tests.unit.executor.worker.draft_heads import Eagle3Reference, MtpReference, add_mtp_head, make_eagle3
+from tests.unit.executor.worker.draft_heads import (
+    Eagle3Reference,
+    MtpReference,
+    Tensors,
+    add_mtp_head,
+    make_eagle3,
+)
 from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.test_batched_drafts import generate
 from tests.unit.executor.worker.test_draft_model import PROMPT, RANKS, model_in, natively, texts, told
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -41,7 +49,8 @@ def check(proposed: Generated, reference: Any) -> None:
 @pytest.mark.parametrize("tp", RANKS)
 def test_a_models_own_head_computes_what_its_checkpoint_means(tmp_path: Path, glm: Path, tp: int) -> None:
     with ring_of(tmp_path, glm, "mtp", tp=tp, dtype="fp32") as ring:
-        assert ring.spec.drafts and ring.spec.draft_reads_states
+        assert ring.spec.drafts
+        assert ring.spec.draft_reads_states
         found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(16, 3)
         behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(16, 3, followed=False)
     check(found, MtpReference(glm))
@@ -101,27 +110,47 @@ def test_native_kernels_hand_over_what_they_norm_last(tmp_path: Path, glm: Path)
 @pytest.fixture(scope="module")
 def successions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose next token follows from the last one alone, and whose head says the same of that one."""
-    directory = tmp_path_factory.mktemp("successions")
-    model_in(directory, None, "glm4_moe", hidden_size=96, tie_word_embeddings=False)
+
+    def know(head: Tensors, prefix: str, words: Tensors) -> None:
+        head[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(96), torch.zeros(96, 96)), dim=1)
+
+    return successive(tmp_path_factory.mktemp("successions"), 0.5, know)
+
+
+@pytest.fixture(scope="module")
+def rememberer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, nearly always, whose head knows of no token: what follows the next one it reads off the state."""
+
+    def know(head: Tensors, prefix: str, words: Tensors) -> None:
+        head[f"{prefix}eh_proj.weight"] = torch.cat((torch.zeros(96, 96), torch.eye(96)), dim=1)
+        head[f"{prefix}shared_head.head.weight"] = words["second"]
+
+    return successive(tmp_path_factory.mktemp("rememberer"), 4.0, know)
+
+
+def successive(directory: Path, sharpness: float, know: Callable[[Tensors, str, Tensors], None]) -> Path:
+    model_in(directory, None, "glm4_moe", hidden_size=96, tie_word_embeddings=False, rms_norm_eps=1e-9)
     weights = directory / "model.safetensors"
     tensors = load_file(weights)
     silence(tensors, "model.layers.")
     tensors["model.norm.weight"] = torch.ones(96)
     torch.manual_seed(3)
-    tensors["lm_head.weight"] = 0.5 * tensors["model.embed_tokens.weight"][torch.randperm(131)]
+    before = torch.randperm(131)
+    embedding = sharpness * tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding[before]
     save_file(tensors, weights, {"format": "pt"})
 
-    def know(head: dict[str, torch.Tensor], prefix: str) -> None:
+    def change(head: Tensors, prefix: str) -> None:
         silence(head, prefix)
         for name in ("enorm", "hnorm", "shared_head.norm"):
             head[f"{prefix}{name}.weight"] = torch.ones(96)
-        head[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(96), torch.zeros(96, 96)), dim=1)
+        know(head, prefix, {"second": embedding[before[before]]})
 
-    add_mtp_head(directory, know)
+    add_mtp_head(directory, change)
     return directory
 
 
-def silence(tensors: dict[str, torch.Tensor], prefix: str) -> None:
+def silence(tensors: Tensors, prefix: str) -> None:
     """Has layers add nothing."""
     for name in tensors:
         if name.startswith(prefix) and ("o_proj" in name or "down_proj" in name):
@@ -142,6 +171,23 @@ def test_a_head_that_knows_the_text_is_always_right(
             found.append(Generated(ring, PROMPT, SamplingParams(temperature=1.0, seed=7), 24).run(20, 4))
     for sequence in found:
         assert sequence.accepted == sequence.proposed > 10
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+def test_each_row_reads_the_state_of_the_one_before(
+    tmp_path: Path, rememberer: Path, dtype: str, kv_dtype: str
+) -> None:
+    """Chunks, batches, blocks that are compressed, and prompts that find blocks: a wrong state is a wrong proposal."""
+    for place in ("plain", "drafting"):
+        (tmp_path / place).mkdir()
+    with ring_of(tmp_path / "plain", rememberer, dtype=dtype, kv_dtype=kv_dtype) as ring:
+        plain, _ = generate(ring.engine, ring.spec, 0)
+    with ring_of(tmp_path / "drafting", rememberer, "mtp", dtype=dtype, kv_dtype=kv_dtype) as ring:
+        assert bool(ring.spec.num_cold) == (kv_dtype == "int8")
+        drafted, devoted = generate(ring.engine, ring.spec, 1)
+    assert drafted == plain
+    assert devoted.right > 100
 
 
 @natively
