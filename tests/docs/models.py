@@ -312,7 +312,8 @@ def page() -> str:
         "for programs. `ryzanstein models inspect ORG/NAME` says of a model of the hub whether it is served, and else",
         "why not and which is the nearest that is; `up` and `models pull` refuse it so, after its config.json.",
         "",
-        "Heads for multi-token prediction that a checkpoint carries (`mtp.*`, or layers after the last) are skipped:",
-        "the executor's log and `ryzanstein models inspect` name their tensors and bytes.",
+        "Heads for multi-token prediction that a checkpoint carries (`mtp.*`, or layers after the last) are skipped,",
+        "unless `--draft-model mtp` asks for them: the executor's log and `ryzanstein models inspect` name their",
+        "tensors and bytes.",
     ]
     return "\n".join(lines) + "\n"

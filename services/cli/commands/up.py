@@ -74,8 +74,9 @@ def up(
     draft_model: Annotated[
         str,
         typer.Option(
-            help="A smaller model of the same vocabulary, which proposes tokens to the first --model.",
-            metavar="NAME|DIR|FILE.gguf",
+            help="A smaller model of the same vocabulary, or an EAGLE-3 head, which proposes tokens to the first "
+            "--model; mtp: its own heads for multi-token prediction.",
+            metavar="NAME|DIR|FILE.gguf|mtp",
         ),
     ] = "",
     port: Annotated[

@@ -75,6 +75,10 @@ each step."""
 MOST_EVER = 63
 
 
+MTP = "mtp"
+"""`draft_model`: the heads for multi-token prediction of the model's own checkpoint."""
+
+
 def most_drafts(setting: str) -> int:
     """Drafts of one sequence at most. Raises ValueError with a phrase that says what is wrong."""
     if setting in ("auto", "off"):
@@ -223,7 +227,8 @@ class ExecutorSettings(ModelStoreSettings):
     the batch lane take none of these places from others."""
     draft_model: str = ""
     """A smaller model of the same vocabulary whose proposals the model checks, several at a time: directory, GGUF file
-    or hub name. It changes the speed, not how tokens are drawn (docs/performance.md). Empty: none."""
+    or hub name, also of an EAGLE-3 head of the model; `mtp`: the model's own heads for multi-token prediction. It
+    changes the speed, not how tokens are drawn (docs/performance.md). Empty: none."""
     speculation: str = "auto"
     """Speculative decoding by n-grams (prompt lookup), and by a draft model where there is one, in draft tokens per
     sequence and step: `auto` (up to 15, as many as pay off), `off`, or the maximum. It changes the speed, not how

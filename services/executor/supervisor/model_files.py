@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.executor.core.settings import ExecutorSettings, packed_directory, packed_name, packed_share
+from services.executor.core.settings import MTP, ExecutorSettings, packed_directory, packed_name, packed_share
 from services.executor.model.catalogue import is_encoder
 from services.executor.supervisor.host_memory import ModelSize
 from services.executor.supervisor.metrics import GpuReader
@@ -138,7 +138,7 @@ class StoredModel:
         if self._needs_none:
             return ModelSize(0, 0)
         own, draft = size_of(self._settings, self.directory()), self._settings.draft_model
-        if not draft or not catalog.is_ready(draft, self._store):
+        if draft in ("", MTP) or not catalog.is_ready(draft, self._store):
             return own
         beside = self._settings.model_copy(
             update={"model": draft, "revision": "", "draft_model": "", "weights_memory": 0}

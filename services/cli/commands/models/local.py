@@ -175,7 +175,7 @@ def models_inspect(
         say(
             screen,
             f"{heads['tensors']} tensors ({megabytes(heads['bytes'])}) are heads for multi-token prediction, which are "
-            "left out when the model is served",
+            "left out when the model is served, unless --draft-model mtp asks for them",
         )
     if facts["refused"]:
         say(screen, facts["refused"])

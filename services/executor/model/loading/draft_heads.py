@@ -189,12 +189,6 @@ _OTHERS = "of the model: "
 """Before the names of tensors that are in the model's checkpoint."""
 
 
-def is_eagle3(described: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head."""
-    named = described.get("architectures")
-    return isinstance(named, list) and any("eagle3" in str(one).lower() for one in named)
-
-
 def _check_eagle3(directory: Path, config: Any, whole: Any) -> None:
     if config.model_type != "llama" or config.num_hidden_layers != 1:
         raise ModelLoadError(

@@ -19,7 +19,7 @@ from torch import Tensor
 from services.executor.collectives.base import Collectives
 from services.executor.core.draft_passes import slots_before
 from services.executor.core.progress import Progress
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.cpu.packed_file import ModelFacts
@@ -29,7 +29,6 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.row_states import RowStates
 from services.executor.sampling.candidates import RowLogits
 from services.executor.worker.drafting.model import DraftModel
-from services.executor.worker.drafting.vocabulary import MTP
 from services.executor.worker.runner import ModelRunner, widths_of
 from services.executor.worker.weights import Enough, Share
 from shared.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from services.executor.core.settings import ExecutorSettings
+from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.model.card import read_json
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.loading.checkpoints import resolve_model
@@ -18,8 +18,6 @@ from shared.models import HUB
 
 log = structlog.get_logger(__name__)
 
-MTP = "mtp"
-"""`ExecutorSettings.draft_model`: the heads of the model's own checkpoint."""
 MOST_UNSHARED = 128
 """Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end."""
 _NAMED = 3

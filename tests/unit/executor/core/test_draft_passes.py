@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.core.draft_passes import DraftPasses, plan_for_draft
+from services.executor.core.draft_passes import DraftPasses, plan_for_draft, slots_before
 from services.executor.core.engine import DraftPlan
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 
@@ -93,3 +93,31 @@ def test_a_draft_model_computes_what_it_knows() -> None:
     same = plan_for_draft(plan, 128, 32)
     assert as_int32(same.token_ids).tolist() == [3, 90, 0, 5]
     assert same.positions == plan.positions
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=5))
+def test_the_slot_of_the_token_before(members: list[tuple[int, int]]) -> None:
+    """`members`: first position and rows of each sequence, in blocks of its own."""
+    tables = [
+        [100 * at + block for block in range(-(-(begin + new) // SIZE))]
+        for at, (begin, new) in enumerate(members)
+    ]
+    rows = [
+        (at, position) for at, (begin, new) in enumerate(members) for position in range(begin, begin + new)
+    ]
+
+    def slot(at: int, position: int) -> int:
+        return tables[at][position // SIZE] * SIZE + position % SIZE if position >= 0 else -1
+
+    plan = StepPlan(
+        step=1,
+        num_decodes=0,
+        token_ids=to_bytes([0] * len(rows)),
+        positions=to_bytes([position for _, position in rows]),
+        slots=to_bytes([slot(*row) for row in rows]),
+        query_lens=to_bytes([new for _, new in members]),
+        context_lens=to_bytes([begin + new for begin, new in members]),
+        block_tables=to_bytes([block for table in tables for block in table]),
+        sample_rows=b"",
+    )
+    assert slots_before(plan, SIZE).tolist() == [slot(at, position - 1) for at, position in rows]

@@ -109,6 +109,22 @@ def test_the_text_is_the_same_and_the_draft_model_never_behind(cold: int, right:
     assert ring.batcher.load().free_blocks == (cold or 64)
 
 
+@pytest.mark.parametrize("cold", [0, 64])
+def test_what_a_head_computed_behind_its_own_proposals_it_computes_again(cold: int) -> None:
+    """As far as blocks are not full; else it goes on behind them."""
+    requests = [ask("a", 5, 40), ask("bb", 9, 37)]
+    rings = [Ring(1.0, num_cold=cold, draft_reads_states=reads) for reads in (False, True)]
+    for ring in rings:
+        ring.add(*requests)
+        ring.run()
+        for request in requests:
+            assert ring.text(request.generation_id) == undisturbed(request, request.max_tokens)
+        assert ring.model.gaps == 0
+    plain, reading = (ring.model for ring in rings)
+    assert reading.rounds == plain.rounds
+    assert reading.catching_up > plain.catching_up
+
+
 def test_right_proposals_save_steps() -> None:
     found = []
     for right in (0.0, 1.0):

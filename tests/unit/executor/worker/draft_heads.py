@@ -52,7 +52,22 @@ def add_mtp_head(
         if f"{source}.weight" in tensors:
             head[f"{prefix}{name}.weight"] = tensors[f"{source}.weight"].clone()
     changes(head, prefix)
+    head = one_by_one(head)
     save_file({**tensors, **head}, weights, {"format": "pt"})
+
+
+def one_by_one(tensors: Tensors) -> Tensors:
+    """`tensors`, with those of experts as published checkpoints have them."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.endswith("experts.gate_up_proj"):
+            path = name.removesuffix("gate_up_proj")
+            stacks = zip(found.pop(name), found.pop(f"{path}down_proj"), strict=True)
+            for at, (both, down) in enumerate(stacks):
+                gate, up = both.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+                found |= {f"{path}{at}.{part}.weight": weight.clone() for part, weight in parts.items()}
+    return found
 
 
 class MtpReference:

@@ -46,14 +46,25 @@ def check(proposed: Generated, reference: Any) -> None:
             assert token.probability == pytest.approx(float(logits.softmax(-1).max()), rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = model_in(tmp_path_factory.mktemp("deepseek"), None, "deepseek_v3")
+    add_mtp_head(directory)
+    return directory
+
+
+@pytest.mark.parametrize("model", ["glm", "deepseek"])
 @pytest.mark.parametrize("tp", RANKS)
-def test_a_models_own_head_computes_what_its_checkpoint_means(tmp_path: Path, glm: Path, tp: int) -> None:
-    with ring_of(tmp_path, glm, "mtp", tp=tp, dtype="fp32") as ring:
+def test_a_models_own_head_computes_what_its_checkpoint_means(
+    tmp_path: Path, request: pytest.FixtureRequest, model: str, tp: int
+) -> None:
+    directory: Path = request.getfixturevalue(model)
+    with ring_of(tmp_path, directory, "mtp", tp=tp, dtype="fp32") as ring:
         assert ring.spec.drafts
         assert ring.spec.draft_reads_states
         found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(16, 3)
         behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(16, 3, followed=False)
-    check(found, MtpReference(glm))
+    check(found, MtpReference(directory))
     assert behind.text == found.text
 
 

@@ -13,7 +13,7 @@ import structlog
 from services.executor.core.engine import BadLogits
 from services.executor.native import library
 from services.executor.sampling.sampler import Sampler
-from services.executor.worker.drafting import vocabulary
+from services.executor.worker.drafting import loading, vocabulary
 from shared.errors import ConfigurationError, InternalError, ModelLoadError
 from shared.messages import SamplingParams
 from tests.unit.executor.model.tiny import make_model
@@ -187,7 +187,7 @@ def test_what_one_rank_of_two_has_no_room_for_all_do_without(
         if next(ranks) == 1:
             raise ConfigurationError("There is no room.")
 
-    monkeypatch.setattr(draft_model, "check_room", checked)
+    monkeypatch.setattr(loading, "check_room", checked)
     with ring_of(tmp_path, model, twin, tp=2, dtype="fp32") as ring:
         assert not ring.spec.drafts
         assert ring.spec.draft_left_out in ("There is no room.", "Another rank has no room for it.")
