@@ -166,7 +166,7 @@ def make_eagle3(
     }
     (directory / "config.json").write_text(json.dumps(described))
     torch.manual_seed(6)
-    hidden, heads = EAGLE["hidden_size"], EAGLE["num_attention_heads"] * 16
+    hidden, heads = int(described["hidden_size"]), EAGLE["num_attention_heads"] * 16
     shapes = {
         "fc": (hidden, 3 * width),
         "midlayer.self_attn.q_proj": (heads, 2 * hidden),

@@ -96,14 +96,65 @@ def refused(place: Path, model: Path, head: Path | str, problem: str) -> None:
         pass
 
 
-def test_a_head_of_another_model_is_refused(tmp_path: Path, llama: Path, glm: Path) -> None:
-    for name, changes, problem in (
-        ("narrow", {"target_hidden_size": 72}, "it reads states of the width 72, and the model has 144"),
-        ("words", {"vocab_size": 130}, "a vocabulary of the size 130, and the model has 131"),
-    ):
-        head = make_eagle3(tmp_path / name, 144, **changes)
-        refused(head, llama, head, problem)
+BROKEN: dict[str, tuple[dict[str, object], str]] = {
+    "narrow": ({"target_hidden_size": 72}, "it reads states of the width 72, and the model has 144"),
+    "words": ({"vocab_size": 130}, "it reads a vocabulary of the size 130, and the model has 131"),
+    "deep": (
+        {"num_hidden_layers": 2},
+        "has 2 layers of the type llama, and one of the type llama is computed",
+    ),
+    "high": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}},
+        r"layers \[1, 2, 6\], and the model",
+    ),
+    "few": ({"draft_vocab_size": 59}, "d2t .* does not name 59 tokens of 131 in ascending order"),
+    "codes": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
+        "is quantized, which is not read",
+    ),
+}
+"""Changes of an EAGLE-3 head's configuration, and what is said of it."""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_eagle3_head_of_another_model_is_refused(tmp_path: Path, llama: Path, what: str) -> None:
+    changes, problem = BROKEN[what]
+    refused(tmp_path, llama, make_eagle3(tmp_path / "head", 144, **changes), problem)
+
+
+@pytest.mark.parametrize("lost", ["fc", "lm_head", "midlayer.hidden_norm"])
+def test_an_eagle3_head_without_a_tensor_is_refused(tmp_path: Path, llama: Path, lost: str) -> None:
+    weights = make_eagle3(tmp_path / "head", 144) / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors[f"{lost}.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    refused(tmp_path, llama, tmp_path / "head", "tensor")
+
+
+def test_a_model_without_a_head_that_is_computed_is_refused(tmp_path: Path, llama: Path) -> None:
     refused(tmp_path, llama, "mtp", "has no heads for multi-token prediction")
+    other = model_in(tmp_path / "other")
+    weights = other / "model.safetensors"
+    save_file({**load_file(weights), "mtp.fc.weight": torch.zeros(4, 4)}, weights, {"format": "pt"})
+    refused(tmp_path, other, "mtp", "none of DeepSeek V3's kind")
+    add_mtp_head(other, lambda tensors, prefix: tensors.update({f"{prefix}more.weight": torch.zeros(2)}))
+    refused(tmp_path, other, "mtp", "holds a tensor .*more.weight that is not known")
+
+
+def test_an_eagle3_head_may_share_its_models_embeddings(tmp_path: Path, llama: Path) -> None:
+    """They are as wide then."""
+    head = make_eagle3(tmp_path / "head", 144, reduced=131, hidden_size=144)
+    weights = head / "model.safetensors"
+    tensors = load_file(weights)
+    for name in ("embed_tokens.weight", "d2t", "t2d"):
+        del tensors[name]
+    save_file(tensors, weights, {"format": "pt"})
+    with ring_of(tmp_path, llama, head, dtype="fp32") as ring:
+        found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(16, 3)
+    embedding = load_file(llama / "model.safetensors")["model.embed_tokens.weight"]
+    tensors |= {"embed_tokens.weight": embedding, "d2t": torch.zeros(131, dtype=torch.int64)}
+    save_file(tensors, weights, {"format": "pt"})
+    check(found, Eagle3Reference(head, llama, (2, 3, 3)))
 
 
 @natively
