@@ -15,7 +15,7 @@ attends to the first. A pass behind a proposal reads the head's own state in pla
 yet.
 
 Sources: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, https://arxiv.org/abs/2412.19437; Li et al.,
-"EAGLE-3", https://arxiv.org/abs/2503.01840; what engines hand over between passes: vLLM, `v1/spec_decode/eagle.py`.
+"EAGLE-3", https://arxiv.org/abs/2503.01840; what is handed over between passes is what vLLM does.
 """
 
 from abc import abstractmethod
