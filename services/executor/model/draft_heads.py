@@ -15,7 +15,8 @@ attends to the first. A pass behind a proposal reads the head's own state in pla
 yet.
 
 Sources: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, https://arxiv.org/abs/2412.19437; Li et al.,
-"EAGLE-3", https://arxiv.org/abs/2503.01840; what is handed over between passes is what vLLM does.
+"EAGLE-3", https://arxiv.org/abs/2503.01840. What is handed over between passes is what transformers' `MtpModel`
+does, and for EAGLE-3 what vLLM does.
 """
 
 from abc import abstractmethod
