@@ -403,10 +403,15 @@ class Bus:
 
     async def flush(self) -> None:
         """Waits until the server has seen everything published and subscribed so far. Raises `BrokerUnavailable`."""
+        # A caller that is cancelled leaves: nats-py swallows that while it sends, and later on an answer that nobody
+        # waits for any more would end all its reading.
         with translated("say that it has read what was sent"):
-            # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
-            await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
-            await self._client.flush()
+            await asyncio.shield(self._flush())
+
+    async def _flush(self) -> None:
+        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
+        await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
+        await self._client.flush()
 
     def on_reconnect(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""

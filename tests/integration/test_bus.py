@@ -79,6 +79,22 @@ async def test_a_flush_is_asked_behind_what_was_published_and_subscribed(
     assert sent.index(b"PUB tokens.there") < question
 
 
+@pytest.mark.parametrize("asked", [False, True])
+async def test_a_flush_that_is_cancelled_ends_its_caller_and_nothing_else(bus: Bus, asked: bool) -> None:
+    """Before nats-py has asked the server, or while it waits for the answer."""
+    flushing = asyncio.create_task(bus.flush())
+    await asyncio.sleep(0)
+    while asked and not bus.client._pongs:  # noqa: ASYNC110  # nobody tells of it
+        await asyncio.sleep(0)
+    flushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flushing
+    with capture_logs() as logs:
+        await bus.jetstream().stream_info(subjects.INTAKE_STREAM)
+        await bus.flush()
+    assert not logs
+
+
 async def test_a_flush_that_nobody_answers_says_that_the_broker_is_away(bus: Bus) -> None:
     await bus.close()
     with pytest.raises(BrokerUnavailable, match="has read what was sent"):

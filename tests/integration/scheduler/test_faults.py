@@ -52,13 +52,18 @@ async def test_a_delivery_that_is_repeated_is_settled_while_its_ring_lives(
 async def test_a_scheduler_that_was_stopped_lets_go_of_what_others_have(
     house: House, nats_settings: CommonSettings
 ) -> None:
-    async with scheduler(nats_settings, ack_wait=0.5) as stopped:
+    waits = {"ack_wait": 0.5, "dispatch_timeout": 30}
+    async with scheduler(nats_settings, **waits) as stopped:
         await house.ask("a")
         await house.until_lanes(stopped._metrics.received, {"interactive": 1})
         assert stopped._intake is not None
         stopped._intake._stopping = True  # as a stopped process it neither pulls nor touches
-        async with scheduler(nats_settings, ack_wait=0.5) as other:
+        (delivery,) = stopped._intake._held.values()
+        async with scheduler(nats_settings, **waits) as other:
             await house.until_lanes(other._metrics.received, {"interactive": 1})
+            # Its time begins when it hears of the request, which is later than the broker's.
+            while delivery.ours(asyncio.get_running_loop().time()):
+                await house.bus.flush()
             leader = await house.leader()
             await house.until(lambda: leader.ids == ["a"])
             await house.until_settled()

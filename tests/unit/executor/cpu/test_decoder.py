@@ -479,44 +479,22 @@ def ring_errors(directory: Path, world_size: int, expected: list[Tensor]) -> Ten
     return ours[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_dim": 16},
-        {"hidden_act": "relu"},
-        {"intermediate_size": 100},
-    ],
-    ids=["narrow heads", "unknown activation", "odd inner width"],
-)
-def test_what_does_not_fit_runs_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
-    runner = runner_of(make_model(tmp_path, "llama", **{"head_dim": 32, **changes}), native=True)
-    assert not runner.is_native
-    runner.warm_up()
+NO_KERNELS = [
+    ("llama", {"head_dim": 16}, ""),
+    ("llama", {"hidden_act": "relu"}, ""),
+    ("llama", {"intermediate_size": 100}, ""),
+    *(("youtu", {"kv_lora_rank": rank}, "") for rank in (40, 576)),
+    *(("youtu", {width: 40}, "") for width in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank")),
+    *(("qwen3_moe", {width: 72}, "q8_0") for width in ("hidden_size", "moe_intermediate_size")),
+]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kv_lora_rank": 40},
-        {"kv_lora_rank": 576},
-        {"qk_nope_head_dim": 24},
-        {"v_head_dim": 40},
-        {"q_lora_rank": 24},
-    ],
-    ids=str,
-)
-def test_latents_that_do_not_fit_run_through_pytorch(tmp_path: Path, changes: dict[str, Any]) -> None:
-    runner = runner_of(make_model(tmp_path, "youtu", head_dim=32, **changes), native=True)
-    assert not runner.is_native
-    runner.warm_up()
-
-
-@pytest.mark.parametrize("changes", [{"hidden_size": 72}, {"moe_intermediate_size": 40}])
-def test_experts_that_do_not_fit_run_through_pytorch_quantized_or_not(
-    tmp_path: Path, changes: dict[str, Any]
+@pytest.mark.parametrize(("model_type", "changes", "weights"), NO_KERNELS, ids=str)
+def test_what_does_not_fit_runs_through_pytorch_quantized_or_not(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], weights: str
 ) -> None:
-    directory = make_model(tmp_path, "qwen3_moe", **{"head_dim": 32, **changes})
-    runner = runner_of(directory, native=True, weights="q8_0")
+    directory = make_model(tmp_path, model_type, **{"head_dim": 32, **changes})
+    runner = runner_of(directory, native=True, weights=weights)
     assert not runner.is_native
     runner.warm_up()
 
