@@ -262,7 +262,7 @@ class ExecutorSettings(ModelStoreSettings):
     never the text."""
     sparse_attention: bool = False
     """Keeps the mean and the deviation of each KV block's keys, so that requests may ask for sparse attention to the
-    pages that score best (docs/long-contexts.md). On CPUs; with int8 blocks of 16 tokens an eighth more KV memory."""
+    pages that score best (docs/long-contexts.md). With int8 blocks of 16 tokens an eighth more KV memory."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     kv_dtype: KvDType = "auto"

@@ -1,16 +1,19 @@
 """Attention over a rank's KV store by the Triton kernels, in place of PyTorch's operators."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.core.sparse_attention import DEVIATIONS
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.gpu.device import sent
-from services.executor.gpu.inputs import StepInputs, inputs_of
-from services.executor.gpu.kernels import attention_launch
+from services.executor.gpu.inputs import Split, StepInputs, inputs_of
+from services.executor.gpu.kernels import attention_launch, pages
+from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.step_context import ScoreRule
 
@@ -40,6 +43,18 @@ class StepBatches:
         self.compressions = compressions
         self._plan, self._block_size, self._device, self._processors = plan, block_size, device, processors
         self._batches: dict[tuple[int, int], Sequence[attention_launch.Batch]] = {}
+        self._rows = sparse_rows(plan, block_size)
+        self._sparse: dict[tuple[int, int], SparseStep] = {}
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int32 [T]"""
+        return sent(as_int32(self._plan.slots).copy(), self._device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int32 [T]"""
+        return sent(as_int32(self._plan.positions).copy(), self._device)
 
     def of(self, kv_heads: int, group: int) -> Sequence[attention_launch.Batch]:
         """The decodes, and the prefill chunks, whose tiles are larger."""
@@ -48,6 +63,16 @@ class StepBatches:
             inputs = inputs_of(self._plan, self._block_size, *heads, self._device, self._processors)
             self._batches[heads] = inputs.batches
         return self._batches[heads]
+
+    def split(self, layer: int, kv_heads: int, group: int) -> Split | None:
+        """As `StepInputs.split`."""
+        if not self._rows:
+            return None
+        heads = (kv_heads, group)
+        if heads not in self._sparse:
+            layout = Layout(self._block_size, *heads, self._processors, alone=False)
+            self._sparse[heads] = SparseStep(self._plan, self._rows, layout, self._device)
+        return self._sparse[heads].split(layer)
 
 
 class GpuKernels:
@@ -69,8 +94,14 @@ class GpuKernels:
         self._compressed = [
             (torch.tensor(cold.layers, dtype=torch.int64, device=store.device), cold)
             for cold in store.cold_layers()
+            if not store.shape.pages[cold.layers[0]].summary
         ]
         """The cold blocks, and which layers they are of."""
+        summaries = {page: store.shape.summary_of(page) for page in store.shape.choosing}
+        self._summaries = {
+            page: self._layers[summary] for page, summary in summaries.items() if summary is not None
+        }
+        """By the page layer that they are of."""
         self._first = torch.zeros(1, dtype=torch.int64, device=store.device)
         store.compressor = self.compress
 
@@ -79,9 +110,9 @@ class GpuKernels:
         return StepBatches(plan, self._store.block_size, self._device, self.processors, pairs)
 
     def write(self, step: StepBatches, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and compresses what the step fills."""
+        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], and seals what the step fills."""
         attention_launch.write(_rows(key), _rows(value), slots, self._layers[layer].hot)
-        self.compress_layer(step, layer)
+        self.seal(step, layer)
 
     def attend(
         self,
@@ -91,14 +122,51 @@ class GpuKernels:
         rule: ScoreRule,
         window: int | None,
         out: Tensor,
+        choosing: int | None = None,
     ) -> None:
-        """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written."""
+        """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written. `choosing`: as
+        `AttentionBackend` has it."""
         if layer not in self._scores:
             sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
             slopes = _slopes(rule, query.device)
             self._scores[layer] = attention_launch.Scores(rule.scale, rule.softcap, window, sinks, slopes)
-        for batch in step.of(*query.shape[1:3]):
-            attention_launch.attend(query.contiguous(), self._layers[layer], batch, self._scores[layer], out)
+        query, heads = query.contiguous(), query.shape[1:3]
+        split = None if choosing is None else step.split(choosing, *heads)
+        if split is None:
+            self._attend(layer, query, step.of(*heads), out)
+        else:
+            self._attend_split(layer, query, split, out)
+
+    def _attend(
+        self, layer: int, query: Tensor, batches: Sequence[attention_launch.Batch], out: Tensor
+    ) -> None:
+        for batch in batches:
+            attention_launch.attend(query, self._layers[layer], batch, self._scores[layer], out)
+
+    def _attend_split(self, layer: int, query: Tensor, split: Split, out: Tensor) -> None:
+        """As `attend`, where some rows read some blocks only."""
+        if split.dense is not None:
+            self._attend_rows(layer, query, *split.dense, out)
+        for part in split.rounds:
+            tables = pages.choose(query, self._summaries.get(layer), part.chosen, DEVIATIONS)
+            self._attend_rows(layer, query, part.rows, [part.batch._replace(tables=tables.flatten())], out)
+
+    def _attend_rows(
+        self,
+        layer: int,
+        query: Tensor,
+        rows: Tensor | None,
+        batches: Sequence[attention_launch.Batch],
+        out: Tensor,
+    ) -> None:
+        """Fills `rows` int64 [n] of `out`, all where there are none; `batches` count them from 0."""
+        if rows is None:
+            self._attend(layer, query, batches, out)
+            return
+        own = query.index_select(0, rows)
+        made = torch.empty_like(own)
+        self._attend(layer, own, batches, made)
+        out.index_copy_(0, rows, made)
 
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         """What `plan` compresses, as `StepInputs.compressions`. Waits for nothing: most steps of many sequences fill
@@ -109,17 +177,23 @@ class GpuKernels:
         self._store.check_pairs(pairs)
         return self._sent(pairs)
 
-    def compress_layer(self, step: StepBatches | StepInputs, layer: int) -> None:
-        """What the step fills, in one layer; its keys and values have been written."""
+    def seal(self, step: StepBatches | StepInputs, layer: int) -> None:
+        """Compresses and summarises the blocks that the step fills, in one layer; its keys and values have been
+        written."""
         if step.compressions is not None:
             attention_launch.compress_layer(self._layers[layer], step.compressions, self._first)
+        if (summaries := self._summaries.get(layer)) is not None:
+            own = self._layers[layer]
+            pages.summarise(own, summaries, step.compressions, step.positions, step.slots)
 
     def compress(self, pairs: NDArray[np.int32]) -> None:
-        """Pairs int32 [C, 2] (hot id, cold id), in all layers."""
+        """Pairs int32 [C, 2] (hot id, cold id), in all layers; their summaries too."""
         on_device = self._sent(pairs)
         hot = self._store.hot_layers()
         for layers, cold in self._compressed:
             attention_launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
+        for layer, summaries in self._summaries.items():
+            pages.summarise(self._layers[layer], summaries, on_device, on_device, on_device)
 
     def _sent(self, pairs: NDArray[np.int32]) -> Tensor:
         return sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)

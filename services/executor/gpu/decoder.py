@@ -21,7 +21,7 @@ from services.executor.gpu.adapters import AdaptedProduct, DecoderAdapters
 from services.executor.gpu.attention import GpuKernels, processors_of
 from services.executor.gpu.device import sent
 from services.executor.gpu.experts import Mixture
-from services.executor.gpu.inputs import StepInputs, inputs_of
+from services.executor.gpu.inputs import Split, StepInputs, inputs_of
 from services.executor.gpu.kernels import elementwise, low_rank
 from services.executor.gpu.kernels.experts import arrivals_of
 from services.executor.gpu.kernels.low_rank import LowRankRows
@@ -33,6 +33,7 @@ from services.executor.gpu.linear import (
     make_lookup,
     make_product,
 )
+from services.executor.gpu.sparse_attention import Layout, SparseStep, sparse_rows
 from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
@@ -192,7 +193,20 @@ class GpuDecoder:
             self.processors,
             alone=self.batch_invariant,
         )
-        return inputs._replace(compressions=self.pairs_of(plan), adapters=self.adapters_of(plan))
+        return inputs._replace(
+            compressions=self.pairs_of(plan), adapters=self.adapters_of(plan), sparse=self.sparse_of(plan)
+        )
+
+    def sparse_of(self, plan: StepPlan) -> Callable[[int], Split | None] | None:
+        """How layers attend to `plan` in which some rows read some blocks only, as `StepInputs.sparse`."""
+        shape = self._store.shape
+        rows = sparse_rows(plan, shape.block_size) if shape.choosing else []
+        if not rows:
+            return None
+        layout = Layout(
+            shape.block_size, shape.kv_heads, self.group, self.processors, alone=self.batch_invariant
+        )
+        return SparseStep(plan, rows, layout, self._store.device).split
 
     def adapters_of(self, plan: StepPlan) -> Tensor | None:
         """The slots of the rows of `plan`, as `StepInputs.adapters`."""
@@ -261,11 +275,12 @@ class GpuDecoder:
             layer.head_norms,
             self._norms,
         )
-        self._attention.compress_layer(inputs, layer.index)
+        self._attention.seal(inputs, layer.index)
         tokens, _, width = query.shape
         grouped = query.view(tokens, -1, self.group, width)
         out = torch.empty_like(grouped)
-        self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out)
+        choosing = layer.index if layer.index in self._store.shape.choosing else None
+        self._attention.attend(inputs, layer.index, grouped, layer.rule, layer.window, out, choosing)
         return out.view(tokens, -1)[:, self._output_columns]
 
     def _feed_forward(

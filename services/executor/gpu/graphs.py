@@ -41,6 +41,7 @@ from services.executor.gpu.inputs import (
 from services.executor.gpu.kernels.attention_launch import rows_for
 from services.executor.gpu.kernels.tiles import Tiles, splits_of
 from services.executor.gpu.sampling import resolve
+from services.executor.gpu.sparse_attention import sparse_rows
 from services.executor.model.adapters.files import LowRank
 from services.executor.model.adapters.holder import slots_of_rows
 from services.executor.model.lowering import sums_of
@@ -270,8 +271,9 @@ class StepGraphs:
         )
 
     def replay(self, plan: StepPlan) -> Computed | None:
-        """Has the device compute `plan`; None where there is no graph for it. Does not wait."""
-        if not is_decode(plan):
+        """Has the device compute `plan`; None where there is no graph for it, as where rows read some blocks only.
+        Does not wait."""
+        if not is_decode(plan) or sparse_rows(plan, self._shape.block_size):
             return None
         rung = rung_for(plan.num_decodes, self.rungs)
         if rung is None:
@@ -442,7 +444,9 @@ class GraphedDecoder:
             tensors = to_device(arrays, self._device)
         inputs = as_inputs(step, tensors, splits_for(step, shape.kv_heads, shape.processors))
         inputs = inputs._replace(
-            compressions=self._inner.pairs_of(plan), adapters=self._inner.adapters_of(plan)
+            compressions=self._inner.pairs_of(plan),
+            adapters=self._inner.adapters_of(plan),
+            sparse=self._inner.sparse_of(plan),
         )
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))

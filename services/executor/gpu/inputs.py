@@ -16,7 +16,7 @@ more than what the step has:
             └─ places, multiples of ALIGN ─┘                                     stream, copies and kernels alike
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,12 +28,31 @@ from torch import Tensor
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.gpu.device import new_event, sent
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
+from services.executor.gpu.kernels.pages import ChosenRows
 from services.executor.gpu.kernels.tiles import Tiles, splits_of, tiles_of
 
 ALIGN = 32
 """Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
+
+
+class Round(NamedTuple):
+    """Rows that read some blocks only, and are chosen for and attended to together."""
+
+    rows: Tensor | None
+    """int64 [n]: which of the step's; None: all, in their order"""
+    chosen: ChosenRows
+    batch: Batch
+    """Its tables are those that `chosen` leads to."""
+
+
+class Split(NamedTuple):
+    """A step as a layer attends in which some rows read some blocks only."""
+
+    dense: tuple[Tensor, Sequence[Batch]] | None
+    """The other rows, int64 [n], and what attention needs of them; None: there are none."""
+    rounds: list[Round]
 
 
 class StepInputs(NamedTuple):
@@ -55,9 +74,16 @@ class StepInputs(NamedTuple):
     adapters: Tensor | None = None
     """[T]: slots of the rows' LoRA adapters, -1 for none; None: no row has one."""
 
+    sparse: Callable[[int], Split | None] | None = None
+    """How a layer attends in which not every row reads everything (`SparseStep.split`); None: there is none."""
+
     def of(self, kv_heads: int, group: int) -> Sequence[Batch]:
         """`batches`, which were made for these heads."""
         return self.batches
+
+    def split(self, layer: int, kv_heads: int, group: int) -> Split | None:
+        """How `layer` attends where some row reads some blocks only; None: all read everything."""
+        return None if self.sparse is None else self.sparse(layer)
 
 
 class Part(NamedTuple):

@@ -11,9 +11,9 @@ What Triton compiles depends on a step by these alone:
     merging       parts that keys are split in (2, 4 .. 64)
     products      tokens of the step, in powers of two up to 128
 
-Each of them comes up in one of the steps here, and so does compressing a block. The longest is as long as a step may
-be, so that memory that does not suffice is told before the ring is ready. All read block 0 again and again, and write
-nothing but the first cold block.
+Each of them comes up in one of the steps here, and so do compressing a block and choosing blocks to read. The longest
+is as long as a step may be, so that memory that does not suffice is told before the ring is ready. All read block 0
+again and again, and write nothing but the first cold block.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from msgspec import structs
 from services.executor.collectives.base import Collectives
 from services.executor.core.progress import Progress
 from services.executor.core.sampling_state import SamplingState
+from services.executor.core.sparse_attention import PAGES, WINDOW, Choice
 from services.executor.core.step_plan import StepPlan, plan_alone, to_bytes
 from services.executor.gpu.decoder import GpuDecoder
 from services.executor.gpu.graphs import Capture, Computed, CudaCapture, GraphedDecoder, Shape, StepGraphs
@@ -34,6 +35,7 @@ from services.executor.gpu.kernels.matmul import MOST_ROWS
 from services.executor.gpu.kernels.tiles import LEAST_KEYS, MOST_SPLITS, PREFILL_ROWS, rows_for
 from services.executor.gpu.sampling import DeviceSampler, Pending, largest_of_ranks, tell
 from services.executor.kv_cache.store import KvStore
+from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.sampling.candidates import WANT, only_largest
 from services.executor.sampling.sampler import wants_of
 from shared.messages import SamplingParams
@@ -70,6 +72,16 @@ def warmup_plans(
     if compression is not None:
         made[0] = structs.replace(made[0], compressions=to_bytes([compression]))
     return made
+
+
+def sparse_warmups(shape: StoreShape, context_length: int) -> list[StepPlan]:
+    """A step whose row reads some blocks only, where requests may choose that: by summaries where there are any."""
+    context = 3 * shape.block_size + 1
+    if not shape.choosing or context > context_length:
+        return []
+    summarised = any(pages.summary for pages in shape.pages)
+    choice = Choice(PAGES if summarised else WINDOW, 0, 0, 1, 1, 0, 0)
+    return [structs.replace(plan_alone(context, [-1], shape.block_size), sparse=to_bytes(list(choice)))]
 
 
 def _powers(first: int, last: int) -> list[int]:

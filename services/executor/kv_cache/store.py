@@ -207,9 +207,9 @@ class KvStore:
         return group.hot[at]
 
     def hot_layers(self) -> Tensor:
-        """`hot` of all layers of a store whose page layers are alike: [num_layers, num_hot, 2, kv_heads, block_size,
+        """`hot` of all layers of a uniform store but summaries: [layers, num_hot, 2, kv_heads, block_size,
         head_dim]."""
-        (group,) = self._groups
+        (group,) = (group for group in self._groups if not group.pages.summary)
         return group.hot
 
     def cold_layers(self) -> list[ColdBlocks]:

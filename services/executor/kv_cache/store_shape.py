@@ -89,12 +89,13 @@ class StoreShape:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all page layers are keys and values of one shape, of each token."""
-        return len(set(self.pages)) == 1 and self.pages[0].parts == 2 and self.pages[0].tokens == 1
+        """Whether all page layers but summaries are keys and values of one shape, of each token."""
+        pages = {pages for pages in self.pages if not pages.summary}
+        return len(pages) == 1 and all(one.parts == 2 and one.tokens == 1 for one in pages)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of this rank, of a store whose page layers are alike."""
+        """KV heads of this rank, of a store that is uniform."""
         return self._only.heads
 
     @property
@@ -135,7 +136,7 @@ class StoreShape:
         """What a full block's bytes mean: stores of one format can read each other's."""
         codecs = ",".join("-" if codec is None else codec.name for codec in self.codecs)
         described = codecs if self.compresses else ""
-        if self.is_uniform and not self.slot:
+        if self.is_uniform and not self.slot and not any(pages.summary for pages in self.pages):
             sizes = (self.num_layers, self.block_size, self.kv_heads, self.head_dim)
             return f"{FORMAT_VERSION}:{sizes}:{self.dtype}:{described}"
         pages = ",".join(_described(pages) for pages in self.pages)

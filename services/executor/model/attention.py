@@ -95,12 +95,11 @@ def paged_attention(
     if block_indices is not None:
         keep_lines(step, page, lines)
         out = _attend_to_blocks(step, page, grouped, lines, rule, block_indices)
-    elif reach is None and not reads_only and step.chooses(page, _layer_of(module)):
-        keep_lines(step, page, lines)
-        chosen = choose(step, page, _layer_of(module), grouped)
-        out = _attend_to_blocks(step, page, grouped, lines, rule, chosen)
     else:
-        out = attend(step, page, grouped, lines, rule, reach, value.shape[-1], reads_only=reads_only)
+        chooses = reach is None and not reads_only and step.chooses(page, _layer_of(module))
+        choosing = _layer_of(module) if chooses else None
+        how = (rule, reach, value.shape[-1])
+        out = attend(step, page, grouped, lines, *how, reads_only=reads_only, choosing=choosing)
     step.on_layer()
     return out.flatten(1, 2).unsqueeze(0), None
 
@@ -126,21 +125,27 @@ def attend(
     value_width: int,
     *,
     reads_only: bool = False,
+    choosing: int | None = None,
 ) -> Tensor:
     """Stores the step's `lines` in page layer `page` and attends: [T, kv heads, group, value width].
 
     `query` [T, kv heads, group, d]; `lines` [kv heads, T, width] each: keys and values, or one that is both, whose
-    first `value_width` values are the value. `reads_only`: another layer of the step has stored them.
+    first `value_width` values are the value. `reads_only`: another layer of the step has stored them. `choosing`: as of
+    `AttentionBackend`.
     """
     out = torch.empty((*query.shape[:-1], value_width), dtype=query.dtype, device=query.device)
     backend = step.backend
     if len(lines) == 1 or lines[0].shape[-1] != value_width or isinstance(reach, Chunks):
         backend = None
+    if choosing is not None and rule.key_bias is not None:
+        backend = None  # it counts keys among those that are read, and biases go by positions
     if not reads_only:
         keep_lines(step, page, lines, backend)
     if backend is not None and not isinstance(reach, Chunks):
-        backend.attend(step.of_backend, page, query, rule, reach, out)
+        backend.attend(step.of_backend, page, query, rule, reach, out, choosing)
         return out
+    if choosing is not None:
+        return _attend_to_blocks(step, page, query, lines, rule, choose(step, page, choosing, query))
     if step.num_decodes:
         attend_all_decodes(step, page, step.decodes(reach), query[: step.num_decodes], rule, out)
     for chunk in step.prefills(reach):

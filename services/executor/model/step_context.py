@@ -155,14 +155,23 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, step: Any, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], then compresses what the step compresses."""
+        """Stores `key` and `value` [T, kv heads, d] at `slots` int64 [T], then compresses what the step compresses, and
+        keeps the summaries of the blocks that it fills where the store has room for any."""
         ...
 
     def attend(
-        self, step: Any, layer: int, query: Tensor, rule: ScoreRule, window: int | None, out: Tensor
+        self,
+        step: Any,
+        layer: int,
+        query: Tensor,
+        rule: ScoreRule,
+        window: int | None,
+        out: Tensor,
+        choosing: int | None = None,
     ) -> None:
         """Fills `out` from `query`, both [T, kv heads, group, d]; the step's keys have been written. `window`: tokens
-        that a row sees back, itself included; None: all."""
+        that a row sees back, itself included; None: all. `choosing`: the number of the layer, of which rows may read
+        some blocks only, as the plan says (`core/sparse_attention.py`); None: they read everything."""
         ...
 
 

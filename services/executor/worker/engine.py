@@ -331,7 +331,6 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
-        _check_sparse(settings, device, None)
         laps, directory = LoadTimings(), where.model
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
@@ -348,14 +347,14 @@ class RingMember:
             from services.executor.worker.encoder import load_encoder_rank
 
             place = (config, directory, device, collectives, report)
-            _check_sparse(settings, device, ())
+            _check_sparse(settings, ())
             encoder, engine_spec = load_encoder_rank(settings, *place)
             laps.over("weights")
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
             return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
         facts = share.facts
-        _check_sparse(settings, device, facts.states)
+        _check_sparse(settings, facts.states)
         context = context_of(settings, facts.context_length, facts.rotary.longest)
         drafting = load_draft(settings, spec, where, device, collectives, share, context)
         laps.over("weights")
@@ -391,7 +390,7 @@ class RingMember:
             numerics=_numerics(settings, runner.kernels, storage.own_store.shape.format, facts.made_for),
             kernels=runner.kernels,
             exact=runner.is_exact,
-            sparse=_sparse_kinds(settings, storage.own_store.shape, device),
+            sparse=_sparse_kinds(settings, storage.own_store.shape),
             streamed=share.streamed,
             layers=described(share.facts.states),
             max_adapters=settings.max_adapters if runner.takes_adapters else 0,
@@ -405,23 +404,16 @@ class RingMember:
         return cls(runner, collectives, engine_spec, share, head, draft)
 
 
-def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape, device: torch.device) -> list[str]:
+def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape) -> list[str]:
     """`EngineSpec.sparse`"""
-    if device.type != "cpu" or not shape.choosing:
+    if not shape.choosing:
         return []
     return ["pages", "window"] if settings.sparse_attention else ["window"]
 
 
-def _check_sparse(settings: ExecutorSettings, device: torch.device, states: LayerStates | None) -> None:
-    """Raises `ConfigurationError` where page summaries are asked for and would be of no use; `states`: None while they
-    are not known."""
-    if not settings.sparse_attention:
-        return
-    if device.type != "cpu":
-        raise ConfigurationError(
-            "--sparse-attention is not computed on GPUs; leave it out, or set RYZANSTEIN_DEVICE to cpu."
-        )
-    if states is not None and not choosing_pages(states):
+def _check_sparse(settings: ExecutorSettings, states: LayerStates) -> None:
+    """Raises `ConfigurationError` where page summaries are asked for and would be of no use."""
+    if settings.sparse_attention and not choosing_pages(states):
         raise ConfigurationError(
             "No layer of this model attends to all tokens with keys and values of its own, so that --sparse-attention "
             "has nothing to choose from; leave it out."
@@ -538,10 +530,12 @@ def rehearsal(
     """Steps that compile what requests will need on a GPU; none where nothing is compiled."""
     if limits is None or settings.warm_up == "off":
         return []
-    from services.executor.gpu.steps import warmup_chunks, warmup_plans
+    from services.executor.gpu.steps import sparse_warmups, warmup_chunks, warmup_plans
 
     found = warmup_chunks(limits.max_batch_tokens, limits.context_length, layout.q_per_kv)
-    return warmup_plans(found, store.block_size, (0, store.num_hot) if store.num_cold else None)
+    return warmup_plans(
+        found, store.block_size, (0, store.num_hot) if store.num_cold else None
+    ) + sparse_warmups(store.shape, limits.context_length)
 
 
 def model_directory(settings: ExecutorSettings) -> Path:

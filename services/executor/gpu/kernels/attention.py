@@ -96,13 +96,13 @@ def _question(
 
 
 @triton.jit(
-    do_not_specialize=["window", "num_hot", "first_row", "num_rows", "splits"],
+    do_not_specialize=["window", "num_hot", "first_row", "num_rows", "splits", "head_stride"],
     do_not_specialize_on_alignment=["slots", "tables", "table_starts", "query_starts", "context_lens", "tile_sequence", "tile_first"],
 )  # fmt: skip
 def attend(
     query, out, parts, weights, hot, codes, words, scales, slots, tables, table_starts, query_starts, context_lens,
     tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
@@ -118,7 +118,7 @@ def attend(
     `weights` float32 [2, splits, R, KV_HEADS, GROUP] (largest score, sum) of the R = `num_rows` rows from `first_row`
     on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
     `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `slots` int32 [T]; `tables` int32, each
-    sequence's from its `table_starts`; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
+    sequence's from its `table_starts`, `head_stride` later for each KV head; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
     CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. A sequence without keys gets zeros.
     """
     # The last tiles of a chunk see the most keys: they go first, so that none is left over at the end.
@@ -129,7 +129,7 @@ def attend(
     query_start = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - query_start
     context = tl.load(context_lens + sequence)
-    table = tables + tl.load(table_starts + sequence)
+    table = tables + tl.load(table_starts + sequence) + head * head_stride
 
     lanes = tl.arange(0, BLOCK_M)
     member = lanes % GROUP

@@ -79,6 +79,8 @@ class Batch(NamedTuple):
     """float32, `scratch_numbers` of it or more, where there are splits; None: allocated by each launch."""
     tile_tokens: int = 0
     """Tokens of a tile; 0: as many as its rows hold."""
+    head_stride: int = 0
+    """From the table of one KV head to that of the next; 0: all read the same."""
 
 
 class Scores(NamedTuple):
@@ -102,20 +104,21 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
     heads, splits = kv_heads * group, batch.splits
     parts, weights = _scratch(batch, heads, width, out)
     _refuse_too_many(layer)
-    code = _code(layer)
+    code = code_of(layer)
     shape = tile_shape(batch.rows_per_tile, width, query.dtype.itemsize, code != 0)
     padded = triton.next_power_of_2(width)
     # A decode waits for memory where codes are taken apart fast enough; a prefill's matrix products want whole ones.
     by_words = code in (codes.INT8, codes.E4M3) and batch.rows_per_tile <= 32 and width == padded >= 64
     arguments = {
         "query": query, "out": out, "parts": parts, "weights": weights,
-        "hot": layer.hot, "codes": _readable(layer.codes),
+        "hot": layer.hot, "codes": readable(layer.codes),
         "words": layer.codes.view(torch.int32) if by_words else out, "scales": _or(layer.scales, out),
         "slots": batch.slots, "tables": batch.tables, "table_starts": batch.table_starts, "query_starts": batch.query_starts,
         "context_lens": batch.context_lens, "tile_sequence": batch.tile_sequence, "tile_first": batch.tile_first,
         "sinks": _or(scores.sinks, out), "slopes": _or(scores.slopes, out),
         "scale": float(scores.scale), "softcap": float(scores.softcap or 1.0), "window": scores.window or NO_WINDOW,
         "num_hot": layer.hot.shape[0], "first_row": batch.first_row, "num_rows": batch.num_rows, "splits": splits,
+        "head_stride": batch.head_stride,
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
@@ -220,7 +223,8 @@ def _refuse_too_many(layer: Layer) -> None:
             )
 
 
-def _code(layer: Layer) -> int:
+def code_of(layer: Layer) -> int:
+    """How kernels know what its blocks are kept as: CODE; 0: all of them are hot."""
     if not len(layer.codes):
         return 0
     return _codes_of(layer.codec)
@@ -230,7 +234,7 @@ def _codes_of(codec: Codec | None) -> int:
     return codes.PLAIN if codec is None else {INT8: codes.INT8, FP8: codes.E4M3}[codec]
 
 
-def _readable(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """Codes as the kernels read them: a GPU knows e4m3, the interpreter does not."""
     return _bits(tensor) if tensor.device.type == "cpu" else tensor
 

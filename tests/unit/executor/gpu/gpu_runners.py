@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,9 +70,10 @@ def runner_of(
     gpu: bool = True,
     limits: StepLimits | None = None,
     device: torch.device = CPU,
+    summaries: bool = False,
 ) -> ModelRunner:
     """`gpu`: with the decoder, else with PyTorch alone; `limits`: with steps that need not be waited for, and graphs,
-    or on a CPU what stands for them."""
+    or on a CPU what stands for them. Requests may choose what is read, by `summaries` where blocks have some."""
     config = load_config(directory)
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(directory, dtype, layout, collectives, device, lambda done, total: None)
@@ -79,6 +81,8 @@ def runner_of(
     shape = StoreShape.uniform(
         layers, BLOCK_SIZE, layout.kv_heads.size, layout.head_dim, dtype, (codec,) * layers
     )
+    shape = replace(shape, choosing=tuple(range(layers)))
+    shape = shape.with_summaries() if summaries else shape
     store = KvStore(shape, NUM_BLOCKS, device, NUM_BLOCKS if codec else 0)
     if gpu:
         capture = Rerun() if device == CPU else None

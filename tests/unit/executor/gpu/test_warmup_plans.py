@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
@@ -15,6 +16,7 @@ from services.executor.core.step_plan import as_int32
 from services.executor.gpu.kernels import attention_launch, matmul
 from services.executor.gpu.kernels.tiles import rows_for, splits_of
 from services.executor.gpu.steps import Chunk, warmup_chunks, warmup_plans
+from shared.messages import SparseAttention
 from tests.pretend_gpu.device import pretend_gpu
 from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, texts
 
@@ -99,21 +101,28 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return seen
 
 
+SPARSE = SparseAttention(threshold=16, sinks=0, recent=8, budget=16, share=0.0, dense_layers=0)
+
+
 def serve(ring: Served) -> None:
-    """Prompts of several lengths at once, in chunks and beside decodes; blocks that fill up are compressed."""
+    """Prompts of several lengths at once, in chunks and beside decodes; blocks that fill up are compressed. The longest
+    one's tokens read some blocks only."""
     prompts = [[7 * at % 250 + 3 for at in range(length)] for length in (45, 21, 3)]
-    found, _ = texts(ring, requests(prompts, (GREEDY, DRAWN, GREEDY), 3), ahead=True)
+    wanted = requests(prompts, (GREEDY, DRAWN, GREEDY), 3)
+    found, _ = texts(ring, [structs.replace(wanted[0], sparse=SPARSE), *wanted[1:]], ahead=True)
     assert all(found)
 
 
 @pytest.mark.parametrize("warm_up", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_requests_have_nothing_compiled_after_it(compiled: set[tuple[Any, ...]], warm_up: str) -> None:
     options = {"kv_dtype": "int8", "kv_memory": 1 << 20, "max_sequences": 3, "context_length": 64}
+    options |= {"sparse_attention": True}
     with (
         pretend_gpu(),
         served(ONE_LAYER, torch.device("cuda", 0), max_batch_tokens=40, warm_up=warm_up, **options) as ring,
     ):
         before = set(compiled)
         serve(ring)
-    assert {name for name, *_ in compiled} == {"attend", "compress"}
+    kernels = {"attend", "compress", "summarise_kernel", "score_kernel", "choose_kernel"}
+    assert {name for name, *_ in compiled} == kernels
     assert (compiled == before) is (warm_up == "auto")
