@@ -48,7 +48,12 @@ from services.gateway.core.errors import ClientGone, InvalidParameter, describe,
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import decode
-from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
+from services.gateway.intake.headers import (
+    check_background,
+    check_flag,
+    check_idempotency_key,
+    check_session_id,
+)
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
@@ -101,6 +106,7 @@ class StreamSocket:
             check_session_id(header(scope, b"x-session-id")),
             tenant=scope["state"]["principal"].tenant,
             principal=scope["state"]["principal"],
+            return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
         )
         await socket.accept()
         connection = self._kind(socket, self._backend, context, self._settings, self._metrics)

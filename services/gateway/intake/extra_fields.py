@@ -152,7 +152,6 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "user": request.safety_identifier or request.user or "",
         "tokens_as_ids": bool(request.return_tokens_as_token_ids),
         "token_ids": bool(request.return_token_ids),
-        "return_progress": bool(request.return_progress),
         "stop_token_ids": sampling.told_stop_ids(request, card),
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }

@@ -23,6 +23,16 @@ def check_session_id(value: str | None) -> str:
     return _checked_header(value, SESSION_ID, "X-Session-ID", "1 to 256 printable ASCII characters")
 
 
+def check_flag(value: str | None, name: str) -> bool:
+    """A header that is true or false; False when it is missing. Raises `InvalidParameter`."""
+    given = (value or "false").lower()
+    if given not in ("true", "false"):
+        raise InvalidParameter(
+            f"Invalid header '{name}': expected true or false.", param=name, reason="invalid_header"
+        )
+    return given == "true"
+
+
 def check_request_id(value: str | None) -> str:
     """The x-request-id header, "" when it is missing. Raises `InvalidParameter`."""
     wanted = "1 to 128 printable ASCII characters without spaces"

@@ -71,6 +71,8 @@ class Context(msgspec.Struct, frozen=True):
     adapter_name: str = ""
     sparse: SparseAttention | None = None
     """How requests attend that do not say it, as the model's entry has it; set by the intake."""
+    return_progress: bool = False
+    """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
     endpoint: RecordedEndpoint | Literal[""] = ""
     """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
 
@@ -171,6 +173,7 @@ def record_of(
         response=response.record(params) if response else None,
         adapter=context.adapter_name,
         capped=context.endpoint in CAPPED and requests[0].max_tokens < _asked(request),
+        return_progress=context.return_progress or bool(request.return_progress),
     )
     return extra_fields.noted(record, request, card)
 

@@ -18,6 +18,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.output import Piece, StopReason, arguments_of
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import GenerationRecord
@@ -164,6 +165,10 @@ class MessageRun(NumberedRun):
         """As `Run.collect`. A whole message of text alone is made without events."""
         self._told = self.answer.record.parsing is not None
         return super().collect()
+
+    def _progress_chunk(self, progress: PromptProgress) -> Chunk:
+        """In a ping, which Anthropic's clients pass over: a message has not begun before its first token."""
+        return Chunk(_encode({"type": "ping", "prompt_progress": progress}), b"", b"ping")
 
     def _show(self, piece: Piece) -> None:
         events, output = self._events, self._output

@@ -18,6 +18,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.embeddings import floats_of, vector_outputs
 from services.gateway.streams.formats import Format, Usage
 from services.gateway.streams.output import ParsedOutput, Piece, ScoredToken, TextOutput, arguments_of
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest
@@ -92,6 +93,11 @@ class OllamaFormat(Format):
 
     def last(self, index: int, piece: Piece) -> bytes:
         return self._done(piece, self.outputs[index].tokens)
+
+    def progress(self, progress: PromptProgress) -> bytes:
+        """A line without text."""
+        said = self._said(Piece("", ()))
+        return b'%b,%b,"done":false,"prompt_progress":%b}' % (self._head, said, _json.encode(progress))
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         """One that goes on is not done, and has no figures."""

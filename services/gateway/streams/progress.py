@@ -1,7 +1,7 @@
 """How far the prompts of an answer are, while they are being computed and nothing of it has come.
 
     SSE              : prompt 34816/131072                                    a comment, which clients pass over
-    return_progress  "prompt_progress": {"total", "cache", "processed", "time_ms"}      llama.cpp's, in a chunk
+    where asked for  "prompt_progress": {"total", "cache", "processed", "time_ms"}      llama.cpp's, in a chunk or event
     GET              X-Ryzanstein-Progress: 34816/131072
 
 It is not of the log: it has no position, and a reader that comes later is told what was told last.

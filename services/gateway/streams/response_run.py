@@ -10,6 +10,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.formats import padded
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.output import Piece
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
 from services.gateway.streams.run import Chunk
@@ -17,6 +18,8 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 
 _json = msgspec.json.Encoder()
+PROGRESS = "ryzanstein:prompt_progress"
+"""The type of an event that OpenAI's API has not: named as Open Responses has extensions named, by who makes them."""
 
 
 class ResponseRun(NumberedRun):
@@ -51,7 +54,7 @@ class ResponseRun(NumberedRun):
         knows of is an event; raises `ClientGone`, and errors of this reading alone."""
         await self._until_stored()
         while True:
-            if batch := [*self._progress(), *self._chunks()]:
+            if batch := [*self._chunks(), *self._progress()]:
                 yield batch
                 if self._since and self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
@@ -98,6 +101,11 @@ class ResponseRun(NumberedRun):
         return {"type": "error", "sequence_number": self._events.count - 1, **about}
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _progress_chunk(self, progress: PromptProgress) -> Chunk:
+        """With the number of the last event before it, as errors have it."""
+        body = {"type": PROGRESS, "sequence_number": self._events.count - 1, "prompt_progress": progress}
+        return Chunk(_json.encode(body), b"", PROGRESS.encode())
 
     def _show(self, piece: Piece) -> None:
         self._events.begin()

@@ -16,7 +16,7 @@ from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
 from services.gateway.streams.formats import SPARSE, Format, PredictionTally, Usage, padded, with_usage
 from services.gateway.streams.output import Output, Piece
-from services.gateway.streams.progress import progress_of
+from services.gateway.streams.progress import PromptProgress, progress_of
 from shared.errors import RyzansteinError
 from shared.messages import TokenEntry
 from shared.sparse_attention import NO_SPARSE, SparseTokens, sparse_tokens
@@ -68,6 +68,8 @@ class Run:
         self._outputs = outputs = shape.outputs
         record = answer.record
         self._more = as_recorded and (record.continuous_usage or record.obfuscate)
+        self._in_chunks = record.return_progress or not as_recorded
+        """Whether chunks tell how much of the prompts is computed; a view of its own knows that by itself."""
         self._answers = answers
         self._metrics = metrics
         self._after = list(after) if after is not None else [0] * len(outputs)
@@ -220,9 +222,14 @@ class Run:
         if progress is None:
             return []
         told = [Chunk(msgspec.json.encode(progress), b"", comment=f"prompt {progress.shown}".encode())]
-        if self.answer.record.return_progress and (data := self._shape.progress(progress)) is not None:
-            told.append(Chunk(data, b""))
+        if self._in_chunks and (chunk := self._progress_chunk(progress)) is not None:
+            told.append(chunk)
         return told
+
+    def _progress_chunk(self, progress: PromptProgress) -> Chunk | None:
+        """`progress` as the format tells it, which has no position."""
+        data = self._shape.progress(progress)
+        return None if data is None else Chunk(data, b"")
 
     async def _until_stored(self) -> None:
         """A client that has an id can come back: its record must be there then."""

@@ -14,6 +14,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.embeddings import vector_outputs
 from services.gateway.streams.formats import Format, Shown, Usage
 from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.prompt_logprobs import PromptList
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ def event(head: bytes, chunks: Sequence[Chunk]) -> bytes:
     """The `GenerationEvent` of chunks that came at the same time. `head`: of the first one, the generation's id."""
     position = chunks[-1].position
     data = chunks[0].data if len(chunks) == 1 else b"".join([chunk.data for chunk in chunks])
+    if not position:  # of progress alone
+        return head + data
     if len(position) < 128:
         return b"%b%b\x12%c%b" % (head, data, len(position), position)
     return head + data + field(2, position)
@@ -67,8 +70,10 @@ def id_field(answer: Answer) -> bytes:
 class EventFormat(Format):
     """Chunks are parts of `GenerationEvent`s; `event` makes messages of them."""
 
-    def __init__(self, answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False) -> None:
-        """`tokens`: token ids instead of text."""
+    def __init__(
+        self, answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
+    ) -> None:
+        """`tokens`: token ids instead of text. `progress`: whether it tells how much of the prompts is computed."""
         record = answer.record
         make = TokenOutput if tokens else output_of
         super().__init__([make(record, item.request, tokenizer) for item in answer.generations])
@@ -76,6 +81,18 @@ class EventFormat(Format):
         self._id = id_field(answer)
         self._tokenizer = tokenizer
         self._tokens = tokens
+        self._tells_progress = progress
+
+    def progress(self, progress: PromptProgress) -> bytes | None:
+        if not self._tells_progress:
+            return None
+        told = pb.PromptProgress(
+            total=progress.total,
+            cached=progress.cache,
+            processed=progress.processed,
+            milliseconds=progress.time_ms,
+        )
+        return field(6, told.SerializeToString())
 
     def delta(self, index: int, piece: Piece) -> bytes:
         return field(3, self._delta(index, piece))
@@ -159,15 +176,13 @@ class EmbedFormat(Format):
         return b"".join((*vectors, self.usage(usage)))
 
 
-def event_format(answer: Answer, tokenizer: Tokenizer) -> Format:
-    """An answer's text as `GenerationEvent`s, whichever API began it."""
-    shape = EventFormat(answer, tokenizer)
-    return Shown(shape, answer, tokenizer) if answer.record.best or answer.record.echo else shape
-
-
-def token_format(answer: Answer, tokenizer: Tokenizer) -> Format:
-    """The same of its token ids."""
-    return EventFormat(answer, tokenizer, tokens=True)
+def event_format(
+    answer: Answer, tokenizer: Tokenizer, *, tokens: bool = False, progress: bool = False
+) -> Format:
+    """An answer as `GenerationEvent`s, whichever API began it; otherwise as `EventFormat`."""
+    shape = EventFormat(answer, tokenizer, tokens=tokens, progress=progress)
+    shown = not tokens and (answer.record.best or answer.record.echo)
+    return Shown(shape, answer, tokenizer) if shown else shape
 
 
 class TokenOutput(Output):

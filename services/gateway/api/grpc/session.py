@@ -11,13 +11,14 @@ take is not made, for each generation waits for its own message to be sent.
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.grpc import requests
 from services.gateway.api.grpc.call import Call
-from services.gateway.api.grpc.encoding import event, event_format, field, id_field, token_format
+from services.gateway.api.grpc.encoding import event, event_format, field, id_field
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.status import status_message
@@ -74,7 +75,8 @@ CHAT, GENERATE = "grpc.Chat", "grpc.Generate"
 
 def view_of(output: pb.OutputOptions) -> View:
     """How the client wants to see the answer, whichever API began it."""
-    return token_format if output.kind == pb.OUTPUT_KIND_TOKENS else event_format
+    tokens = output.kind == pb.OUTPUT_KIND_TOKENS
+    return partial(event_format, tokens=tokens, progress=output.return_progress)
 
 
 def positions_of(given: pb.AttachRequest) -> list[int] | None:

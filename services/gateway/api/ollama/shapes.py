@@ -12,6 +12,7 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.intake.chat import reasoning_of
 from services.gateway.intake.ollama.translation import tagged
 from services.gateway.streams.ollama import rfc3339
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.families import NONE
 from shared.messages import ModelCard, ModelSpec
@@ -276,6 +277,8 @@ class Line(Figures, kw_only=True):
     position: str | msgspec.UnsetType = msgspec.UNSET
     """Where in its log the generation stands, where `X-Ryzanstein-Positions: true` asks for it: the `Last-Event-ID`
     behind the line."""
+    prompt_progress: PromptProgress | msgspec.UnsetType = msgspec.UNSET
+    """How much of a long prompt is computed, where `X-Ryzanstein-Progress: true` asks for it."""
 
 
 class AnswerFunction(msgspec.Struct):

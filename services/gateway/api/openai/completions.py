@@ -21,7 +21,12 @@ from services.gateway.core.asgi import (
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
+from services.gateway.intake.headers import (
+    check_background,
+    check_flag,
+    check_idempotency_key,
+    check_session_id,
+)
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
@@ -93,6 +98,7 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
         after=after,
         principal=scope["state"]["principal"],
         answer_headers=scope["state"]["answer_headers"],
+        return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
     )
 
 
@@ -104,14 +110,7 @@ def positions_of(scope: Scope) -> list[int] | None:
 
 def wants_positions(scope: Scope) -> bool:
     """Whether lines are to say where in the log they stand, as the ids of events do. Raises `InvalidParameter`."""
-    given = (header(scope, b"x-ryzanstein-positions") or "false").lower()
-    if given not in ("true", "false"):
-        raise InvalidParameter(
-            "Invalid header 'X-Ryzanstein-Positions': expected true or false.",
-            param="X-Ryzanstein-Positions",
-            reason="invalid_header",
-        )
-    return given == "true"
+    return check_flag(header(scope, b"x-ryzanstein-positions"), "X-Ryzanstein-Positions")
 
 
 async def stream(run: Run, send: Send, request_id: str, *, positions: bool = False) -> None:

@@ -184,7 +184,14 @@ POSITIONS = Parameter(
     {"type": "string", "enum": ["true", "false"]},
     example="true",
 )
-GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND)
+PROGRESS = Parameter(
+    "X-Ryzanstein-Progress",
+    "Whether a stream tells how much of a long prompt is computed in its own events or lines too, and not in comments "
+    "alone.",
+    {"type": "string", "enum": ["true", "false"]},
+    example="true",
+)
+GENERATING_HEADERS = (SESSION, IDEMPOTENCY, BACKGROUND, PROGRESS)
 """The headers of a request for tokens."""
 _EXAMPLES = {
     "generation": "chatcmpl-1f0c9a7767e1c5b09b1d6e0f4c2a8835",

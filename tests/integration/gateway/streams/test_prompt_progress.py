@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from websockets.asyncio.client import connect
@@ -113,6 +114,109 @@ async def test_chunks_tell_it_where_they_are_asked_to(
     assert "".join(texts(["data: " + json.dumps(chunk)])) == ""
     assert "".join(texts(rest)) == "Hello"
     assert rest[0].startswith("id: ") is False  # it is of no position: whoever resumes there misses nothing
+
+
+ASKED = {"X-Ryzanstein-Progress": "true"}
+OF_OLLAMA: dict[str, dict[str, Any]] = {
+    "/api/chat": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/api/generate": {"prompt": "Hi there"},
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/messages", "ping"),
+        ("/v1/responses", "ryzanstein:prompt_progress"),
+        ("/v1/completions", None),
+        ("/api/chat", None),
+        ("/api/generate", None),
+    ],
+)
+async def test_each_api_s_own_events_tell_it_where_a_header_asks_them_to(
+    gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str, kind: str | None
+) -> None:
+    body = {"model": MODEL, "stream": True} | (BODIES | OF_OLLAMA)[path]
+    slow.told.put_nowait(2)
+    async with gateway.http() as http, http.stream("POST", path, json=body, headers=ASKED) as response:
+        lines = (line async for line in response.aiter_lines() if "prompt_progress" in line and "{" in line)
+        told = json.loads((await anext(lines)).removeprefix("data: "))
+        slow.told.put_nowait(0)
+        assert [line async for line in lines] == []
+    progress = told["prompt_progress"]
+    assert progress.pop("time_ms") >= 0
+    assert progress == {"total": len(ring.requests[0].prompt), "cache": 1, "processed": 2}
+    assert told.get("type") == kind
+    if path == "/v1/responses":  # behind what a response begins with
+        assert told["sequence_number"] == 1
+    if path.startswith("/api"):
+        assert told["done"] is False
+        assert told["message"]["content"] == "" if path == "/api/chat" else told["response"] == ""
+
+
+@pytest.mark.parametrize("path", OF_OLLAMA)
+async def test_ollama_s_lines_are_its_own_unless_asked(
+    gateway: RunningGateway, ring: FakeRing, slow: Slow, path: str
+) -> None:
+    body = {"model": MODEL} | OF_OLLAMA[path]
+    for told in (2, 3, 0):
+        slow.told.put_nowait(told)
+    async with gateway.http() as http:
+        answer = await http.post(path, json=body)
+        refused = await http.post(path, json=body, headers={"X-Ryzanstein-Progress": "often"})
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert not any("prompt_progress" in line for line in lines)
+    assert lines[-1]["done"] is True
+    assert refused.status_code == 400
+    assert "X-Ryzanstein-Progress" in refused.text
+
+
+async def test_official_clients_pass_over_what_is_not_their_api_s(
+    gateway: RunningGateway, slow: Slow
+) -> None:
+    slow.told.put_nowait(2)
+    async with (
+        anthropic.AsyncAnthropic(base_url=gateway.url, api_key="any", max_retries=0) as client,
+        client.messages.stream(
+            model=MODEL, max_tokens=50, messages=[{"role": "user", "content": "Hi"}], extra_headers=ASKED
+        ) as stream,
+    ):
+        slow.told.put_nowait(0)
+        assert await stream.get_final_text() == "Hello"
+    slow.told.put_nowait(2)
+    async with gateway.openai() as client_of_openai:
+        events = await client_of_openai.responses.create(
+            model=MODEL, input="Hi", stream=True, extra_headers=ASKED
+        )
+        slow.told.put_nowait(0)
+        seen = [event async for event in events]
+    assert seen[-1].type == "response.completed"
+    numbers = [event.sequence_number for event in seen if not event.type.startswith("ryzanstein:")]
+    assert numbers == list(range(len(numbers)))
+
+
+async def test_the_websocket_of_responses_tells_it_where_its_handshake_asks(
+    gateway: RunningGateway, ring: FakeRing, slow: Slow
+) -> None:
+    address = gateway.websocket_url.replace("/v1/stream", "/v1/responses")
+    for headers, found in ((ASKED, [{"processed": 2, "stream_id": "a"}]), ({}, [])):
+        async with connect(address, additional_headers=headers) as socket:
+            create = {"type": "response.create", "model": MODEL, "input": "Hi", "stream_id": "a"}
+            slow.told.put_nowait(2)
+            await socket.send(json.dumps(create))
+            events = []
+            while not events or not events[-1]["type"].startswith(("response.completed", "ryzanstein:")):
+                events.append(json.loads(await socket.recv()))
+                if events[-1]["type"] == "response.in_progress" and not found:
+                    slow.told.put_nowait(0)
+        told = [event for event in events if "prompt_progress" in event]
+        assert [
+            {"processed": event["prompt_progress"]["processed"], "stream_id": event["stream_id"]}
+            for event in told
+        ] == found
+        if found:
+            assert told[0]["sequence_number"] == events[-2]["sequence_number"]
+            slow.told.put_nowait(0)
 
 
 async def test_openai_s_client_passes_over_it(gateway: RunningGateway, slow: Slow) -> None:

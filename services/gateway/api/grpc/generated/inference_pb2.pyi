@@ -149,12 +149,14 @@ class SamplingParameters(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ..., skip_special_tokens: _Optional[bool] = ..., logprobs: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., truncate_prompt_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("kind", "whole")
+    __slots__ = ("kind", "whole", "return_progress")
     KIND_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    RETURN_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     kind: OutputKind
     whole: bool
-    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., whole: _Optional[bool] = ...) -> None: ...
+    return_progress: bool
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., whole: _Optional[bool] = ..., return_progress: _Optional[bool] = ...) -> None: ...
 
 class JsonObject(_message.Message):
     __slots__ = ()
@@ -402,19 +404,33 @@ class Usage(_message.Message):
     sparse_completion_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., sparse_prompt_tokens: _Optional[int] = ..., sparse_completion_tokens: _Optional[int] = ...) -> None: ...
 
+class PromptProgress(_message.Message):
+    __slots__ = ("total", "cached", "processed", "milliseconds")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_FIELD_NUMBER: _ClassVar[int]
+    MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    total: int
+    cached: int
+    processed: int
+    milliseconds: int
+    def __init__(self, total: _Optional[int] = ..., cached: _Optional[int] = ..., processed: _Optional[int] = ..., milliseconds: _Optional[int] = ...) -> None: ...
+
 class GenerationEvent(_message.Message):
-    __slots__ = ("id", "position", "choices", "usage", "prompt_logprobs")
+    __slots__ = ("id", "position", "choices", "usage", "prompt_logprobs", "prompt_progress")
     ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     id: str
     position: str
     choices: _containers.RepeatedCompositeFieldContainer[ChoiceDelta]
     usage: Usage
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptTokenLogprob]
-    def __init__(self, id: _Optional[str] = ..., position: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChoiceDelta, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptTokenLogprob, _Mapping]]] = ...) -> None: ...
+    prompt_progress: PromptProgress
+    def __init__(self, id: _Optional[str] = ..., position: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[ChoiceDelta, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptTokenLogprob, _Mapping]]] = ..., prompt_progress: _Optional[_Union[PromptProgress, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("generation_id", "position", "output")

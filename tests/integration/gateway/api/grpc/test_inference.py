@@ -1,15 +1,17 @@
 """The methods of the gRPC API, called by grpcio's client."""
 
+import asyncio
 from typing import Any
 
 import grpc
 import pytest
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from shared.messages import GenerationRequest
 from tests.integration.gateway.api.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of
 from tests.integration.gateway.api.grpc.test_errors import failure
 from tests.integration.gateway.conftest import RunningGateway
-from tests.integration.gateway.fake_ring import FakeRing, saying
+from tests.integration.gateway.fake_ring import FakeRing, say, saying
 from tests.integration.gateway.intake.test_prompt_logprobs import scoring
 
 
@@ -24,6 +26,32 @@ async def test_generate_streams_text_and_ends_with_usage(client: Client) -> None
     assert events[-1].position == "15"
     assert ("x-request-id", "trace-9") in list(await call.trailing_metadata())
     assert await call.code() == grpc.StatusCode.OK
+
+
+async def test_how_much_of_a_long_prompt_is_computed(client: Client, ring: FakeRing) -> None:
+    """To those who ask for it, in messages of their own; by Attach too, whoever began it."""
+    attached = asyncio.Event()
+
+    async def slow(fake: FakeRing, request: GenerationRequest) -> None:
+        await fake.emit(request, 0, [], cached=1, computed=1)
+        await attached.wait()
+        await say(fake, request, "Hello")
+
+    ring.behave = slow
+    asking = pb.OutputOptions(return_progress=True)
+    begun = aiter(client.Generate(pb.GenerateRequest(model=MODEL, text="long", output=asking)))
+    first = await anext(begun)
+    assert first.id
+    assert (first.prompt_progress.total, first.prompt_progress.cached) == (4, 1)
+    assert first.prompt_progress.processed == 1
+    assert (first.position, len(first.choices)) == ("", 0)
+    tokens = pb.OutputOptions(kind=pb.OUTPUT_KIND_TOKENS, return_progress=True)
+    seen = aiter(client.Attach(pb.AttachRequest(generation_id=first.id, output=tokens)))
+    assert (await anext(seen)).prompt_progress.processed == 1
+    attached.set()
+    assert text_of([event async for event in begun]) == "Hello"
+    shown = [token async for event in seen for delta in event.choices for token in delta.token_ids]
+    assert bytes(shown).startswith(b"Hello")
 
 
 async def test_chat_whole_is_one_message(client: Client, ring: FakeRing) -> None:

@@ -9,6 +9,7 @@ from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, event, 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import Piece, ScoredToken
+from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from services.gateway.tool_calls.parser import CallDelta
@@ -90,6 +91,27 @@ def test_events_are_what_the_generated_classes_would_say(
     assert first == expected(parts, usage, position, answer.public_id, tokens=tokens)
     again = pb.GenerationEvent.FromString(event(b"", chunks))
     assert again == expected(parts, usage, position, "", tokens=tokens)
+
+
+@given(st.builds(PromptProgress, *[st.integers(0, 2**31)] * 4), POSITIONS)
+def test_progress_for_those_who_ask_for_it(progress: PromptProgress, positions: list[int]) -> None:
+    answer = answer_of([], 1, -1)
+    assert EventFormat(answer, StubTokenizer()).progress(progress) is None
+    shape = EventFormat(answer, StubTokenizer(), progress=True)
+    told = shape.progress(progress)
+    assert told is not None
+    wanted = pb.PromptProgress(
+        total=progress.total,
+        cached=progress.cache,
+        processed=progress.processed,
+        milliseconds=progress.time_ms,
+    )
+    alone = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b"")]))
+    assert alone == pb.GenerationEvent(prompt_progress=wanted)
+    position = ",".join(map(str, positions))
+    beside = Chunk(shape.delta(0, Piece("Hi", ())), position.encode())
+    both = pb.GenerationEvent.FromString(event(b"", [Chunk(told, b""), beside]))
+    assert (both.prompt_progress, both.position, both.choices[0].text) == (wanted, position, "Hi")
 
 
 @given(st.lists(st.tuples(PIECES, st.sampled_from([*FINISHES])), min_size=1, max_size=4))
