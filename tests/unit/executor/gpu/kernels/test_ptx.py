@@ -43,6 +43,7 @@ HOT_AT, CODES_AT, SCALES_AT = 0x7E0000000000, 0x7C0000000000, 0x7B0000000000
 SCORES = {
     "hot": HOT_AT, "codes": CODES_AT, "words": CODES_AT, "scales": SCALES_AT, "sinks": 0, "slopes": 0,
     "scale": WIDTH**-0.5, "softcap": 1.0, "window": 1 << 30, "num_hot": HOT_BLOCKS, "first_row": 0,
+    "head_stride": 0,
 }  # fmt: skip
 
 
