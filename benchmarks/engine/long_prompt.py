@@ -1,7 +1,7 @@
 """Gaps of streams by themselves and beside a long prompt, in one run: `python -m benchmarks.engine.long_prompt --help`.
 
 The engine and its batcher in this process, as the leader drives them, without HTTP and NATS. Some streams decode; their
-steps are timed alone, then while a prompt is computed beside them, sized by time (`--stretch`) and not (`off`).
+steps are timed alone, then while a prompt is computed beside them, sized by time (`--stretch`, `--gap`) and not.
 """
 
 import os
@@ -53,8 +53,8 @@ def _percentiles(seconds: list[float]) -> tuple[float, float]:
 class Streams(InProcess):
     """Streams that decode to the end of the run, and one prompt."""
 
-    def gaps(self, streams: int, prompt_tokens: int, stretch: float) -> Gaps:
-        limits = msgspec.structs.replace(self._limits, prefill_stretch=stretch)
+    def gaps(self, streams: int, prompt_tokens: int, stretch: float, gap: float) -> Gaps:
+        limits = msgspec.structs.replace(self._limits, prefill_stretch=stretch, prefill_gap=gap)
         batcher = ContinuousBatcher(self._spec, limits, f"benchmark-{stretch}")
         longest = self._spec.context_length
         for _ in range(streams):
@@ -88,6 +88,7 @@ def main(
     prompt: Annotated[int, typer.Option(help="Tokens of the long prompt.", min=2)] = 6800,
     streams: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 4,
     stretch: Annotated[str, typer.Option(help="As the executor's --prefill-stretch.")] = "1.5",
+    gap: Annotated[float, typer.Option(help="As the executor's --prefill-gap.", min=0)] = 0.02,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
 ) -> None:
     """Gaps of streams by themselves and beside a long prompt, shared by time and not."""
@@ -98,7 +99,7 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         ring = Streams(model, Path(scratch), threads)
         for setting in (stretch, "off"):
-            table.add_row(*ring.gaps(streams, prompt, longest_stretch(setting)).row(setting))
+            table.add_row(*ring.gaps(streams, prompt, longest_stretch(setting), gap).row(setting))
     Console().print(table)
 
 

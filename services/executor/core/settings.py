@@ -222,6 +222,10 @@ class ExecutorSettings(ModelStoreSettings):
     """How many times as long as usual steps may take beside a prompt that needs more than one of them, while
     interactive requests decode; what fits into that time of the prompt is computed. `off`: as much as
     `max_batch_tokens` allows, however long that takes."""
+    prefill_gap: float = Field(default=0.02, ge=0, le=10)
+    """Seconds that such a step may take in any case: where steps are short, `prefill_stretch` alone would leave a
+    prompt next to nothing, and nobody sees whether a token comes after 6 or 20 ms. 0: `prefill_stretch` alone
+    counts."""
     max_waiting: int = Field(default=1024, ge=1)
     """Most accepted sequences that wait for a place in the batch; more are refused for the time being. Sequences of
     the batch lane take none of these places from others."""

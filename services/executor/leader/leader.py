@@ -188,6 +188,7 @@ class Leader:
                 session_ttl=self._settings.kv_session_ttl,
                 max_drafts=max_drafts(self._settings, engine_spec),
                 prefill_stretch=self._settings.longest_stretch,
+                prefill_gap=self._settings.prefill_gap,
             ),
             self._model,
             board=self._board,

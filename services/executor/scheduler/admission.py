@@ -35,6 +35,8 @@ class BatchSettings(msgspec.Struct, frozen=True):
     prefill_stretch: float = 0.0
     """How many times as long as without it a step with part of a long prompt may take, beside decodes that somebody
     waits for (`prefill_pace.py`), above 1; 0: any time."""
+    prefill_gap: float = 0.0
+    """Seconds that it may take in any case."""
 
     def validate(self) -> None:
         """Raises `ConfigurationError` where they do not go together."""

@@ -109,7 +109,8 @@ class StepPlanner:
         """Whether it computes a part of one then."""
         self.timed = False
         """Whether `took` wants to know what the last step took."""
-        self._pace = PrefillPace(settings.prefill_stretch) if settings.prefill_stretch else None
+        stretch, gap = settings.prefill_stretch, settings.prefill_gap
+        self._pace = PrefillPace(stretch, gap) if stretch else None
         self._long = 0
         """How many of those that run have begun with a long prompt."""
         self._planned = 0

@@ -24,12 +24,15 @@ class Machine(NamedTuple):
     """Of any prompt tokens at all."""
     token: float = 0.0014
     pair: float = 2e-8
+    tile: float = 0.0
+    """Of each key, for each 16 tokens that read it together."""
     noise: float = 0.02
     hiccups: float = 0.002
 
     def seconds(self, rng: random.Random, decodes: int, start: int, length: int) -> float:
         pairs = length * (start + length / 2)
         prompt = (self.fixed if length else 0.0) + self.token * length + self.pair * pairs
+        prompt += self.tile * (start + length) * -(-length // 16)
         hiccup = 8 if rng.random() < self.hiccups else 1
         return (self.base + self.decode * decodes + prompt) * rng.lognormvariate(0, self.noise) * hiccup
 
@@ -47,13 +50,15 @@ def computed(
     warm: int = 30,
     decodes: Decodes = lambda _: 4,
     seed: int = 1,
+    gap: float = 0.0,
 ) -> tuple[list[float], list[int]]:
     """A prompt computed to its end beside decodes: how many times its quiet time each step took, and its tokens.
     `warm`: steps without a prompt before it."""
-    rng, pace = random.Random(seed), PrefillPace(1.5)
+    rng, pace = random.Random(seed), PrefillPace(1.5, gap)
     for _ in range(warm):
         pace.observe(decodes(0), [], machine.seconds(rng, decodes(0), 0, 0))
-    stretches, lengths = [], []
+    stretches: list[float] = []
+    lengths: list[int] = []
     while start < prompt:
         running = decodes(len(lengths))
         length = pace.tokens(running, start, prompt - start)
@@ -87,6 +92,36 @@ def test_steps_take_at_most_their_stretch_on_any_linear_machine(
     learnt = stretches[10:]  # the first chunks are those that it learns from
     assert percentile(learnt, 0.98) <= 1.5 * 1.1  # a step without the prompt takes up to 1.05 of its mean
     assert sum(lengths) / len(lengths) >= 0.5 * (0.42 - fixed) / (token + pair * 2500) - 1  # the time is used
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0.002, 0.05), st.floats(1e-4, 5e-4), st.floats(4e-8, 1e-7), st.integers(0, 1000))
+def test_steps_may_take_the_gap_on_any_linear_machine(
+    base: float, token: float, pair: float, seed: int
+) -> None:
+    """At the end of the prompt a token costs 0.2 to 0.75 ms."""
+    machine = Machine(base, base / 100, 0.0, token, pair, hiccups=0.0)
+    stretches, lengths = computed(machine, 2500, seed=seed, gap=0.02)
+    allowed = max(1.5, 0.02 / machine.quiet(4))
+    assert percentile(stretches[10:], 0.98) <= allowed * 1.1
+    free = 0.85 * (allowed - 1) * machine.quiet(4)
+    assert sum(lengths) / len(lengths) >= 0.5 * free / (token + pair * 2500) - 1
+
+
+def test_where_steps_are_short_a_prompt_has_time_all_the_same() -> None:
+    """Of a small model: a token behind some thousand others costs nearly as much as 16 of them."""
+    machine = Machine(0.0035, 0.0001, 0.0, 0.0006, 2e-7, 1e-6, hiccups=0.0)
+    slow, _ = computed(machine, 6800)
+    fast, _ = computed(machine, 6800, gap=0.02)
+    assert percentile(fast, 0.99) * machine.quiet(4) <= 0.022
+    assert sum(fast) < 0.3 * sum(slow)
+
+
+def test_tokens_that_read_keys_together_are_computed_together() -> None:
+    """Where no step has time for one of them by itself, several steps pay for several."""
+    _, lengths = computed(Machine(0.01, 0.0, 0.0, 1e-4, 1e-9, 1e-5, hiccups=0.0), 3000, start=2000)
+    computing = [length for length in lengths if length]
+    assert percentile([float(length) for length in computing], 0.5) >= 4
 
 
 def test_the_first_chunks_are_small_and_grow() -> None:
