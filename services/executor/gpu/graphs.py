@@ -3,13 +3,18 @@
     decodes of 11 sequences ─▶ padded to 16 ─▶ staged ─▶ graph of 16 ─▶ logits [:11], largest [:11], tokens [:11]
 
 A row that only fills up has token 0, position 0, slot -1 (nothing is written) and context 0 (nothing is attended to):
-it changes no other row, and nobody looks at it. What is no decode of all its sequences (prefill chunks, drafts, sums
-for embeddings) and what is larger than the ladder is not replayed: `replay` says so, and the caller computes it.
+it changes no other row, and nobody looks at it. Steps that check drafts, and passes of a draft model behind them, are
+replayed with each of their rows as a decode (`is_like_decodes`):
+
+    a: t d1 d2, b: t ─▶ rows t | d1 | d2 | t, the first three with a's blocks, each with its own context ─▶ graph of 4
+
+What is neither (prefill chunks, sums for embeddings) and what is larger than the ladder is not replayed: `replay` says
+so, and the caller computes it.
 
 `GraphedDecoder` is a decoder that replays them, and of other steps launches the kernels one by one:
 
-    plan ─┬─ decodes, no more than the top of the ladder ─▶ padded, staged, replayed
-          └─ everything else ─────────────────────────────▶ staged, launched by kernels
+    plan ─┬─ decodes and drafts, no more rows than the top of the ladder ─▶ padded, staged, replayed
+          └─ everything else ─────────────────────────────────────────────▶ staged, launched by kernels
 """
 
 import time
@@ -35,6 +40,8 @@ from services.executor.gpu.inputs import (
     arrays_of,
     as_inputs,
     is_decode,
+    is_like_decodes,
+    rows_of,
     splits_for,
     to_device,
 )
@@ -273,14 +280,15 @@ class StepGraphs:
     def replay(self, plan: StepPlan) -> Computed | None:
         """Has the device compute `plan`; None where there is no graph for it, as where rows read some blocks only.
         Does not wait."""
-        if not is_decode(plan) or sparse_rows(plan, self._shape.block_size):
+        rung = rung_for(len(plan.token_ids) // 4, self.rungs)
+        if rung is None or not (is_decode(plan) or is_like_decodes(plan)):
             return None
-        rung = rung_for(plan.num_decodes, self.rungs)
-        if rung is None:
+        if sparse_rows(plan, self._shape.block_size):
             return None
         slots = slots_of_rows(plan)
         graph = self._graphs[rung] if slots is None else self._graph_with_adapters(rung)
-        arrays = padded(arrays_of(plan, self._shape.block_size, self._shape.group), rung).flat()
+        lay_out = arrays_of if is_decode(plan) else rows_of
+        arrays = padded(lay_out(plan, self._shape.block_size, self._shape.group), rung).flat()
         if graph is None or not self._staging.fits(arrays):
             return None
         self._staging.stage(arrays)

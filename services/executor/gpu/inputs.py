@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.gpu.device import new_event, sent
 from services.executor.gpu.kernels.attention_launch import Batch, rows_for
@@ -33,6 +34,12 @@ from services.executor.gpu.kernels.tiles import Tiles, splits_of, tiles_of
 
 ALIGN = 32
 """Numbers (of 4 bytes). Kernels are compiled anew for pointers that do not divide by 16 bytes; all of these do."""
+
+MOST_ALIKE = 1 + MOST_DRAFTS
+"""Rows of one sequence that may be computed as decodes."""
+MOST_READ_AGAIN = 1 << 15
+"""Keys that a step may read once more so that a graph has place for its rows: some 4 GB of an 8B model's, 1 to 2 ms on
+an H100, which is less than what launching kernel by kernel takes the host."""
 
 Ints = NDArray[np.int32] | NDArray[np.int64]
 
@@ -205,6 +212,37 @@ def inputs_of(
 def is_decode(plan: StepPlan) -> bool:
     """Whether `plan` computes one token of each of some sequences, and sums nothing up."""
     return plan.num_decodes > 0 and 4 * plan.num_decodes == len(plan.query_lens) and not plan.pools
+
+
+def is_like_decodes(plan: StepPlan) -> bool:
+    """Whether `plan` may be computed as decodes, each row as if it were a sequence of its own: few rows of each
+    sequence, as where drafts are checked, whose earlier keys are soon read once for each."""
+    query_lens = as_int32(plan.query_lens)
+    # Rows behind a block that the step fills read what is compressed of it.
+    if not len(query_lens) or query_lens.max() > MOST_ALIKE or plan.pools or plan.compressions:
+        return False
+    return int((as_int32(plan.context_lens).astype(np.int64) * (query_lens - 1)).sum()) <= MOST_READ_AGAIN
+
+
+def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
+    """`plan`, whose rows are decodes of sequences of their own: those of one sequence share its blocks, and each reads
+    what is before it, since a layer writes all keys before it attends."""
+    step = arrays_of(plan, block_size, group, alone=True)
+    query_lens, rows = as_int32(plan.query_lens), len(step.token_ids)
+    part = Part(
+        Tiles(np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)),
+        step.parts[0].rows_per_tile,
+        1,
+        max(part.longest for part in step.parts),
+        0,
+        rows,
+    )
+    return step._replace(
+        table_starts=np.repeat(step.table_starts, query_lens),
+        query_starts=np.arange(rows + 1),
+        context_lens=step.positions + np.int32(1),
+        parts=[part],
+    )
 
 
 # --- the way to the device ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="what runs on GPUs is tested where Triton is (Linux on x86-64)")
 
 from services.executor.core.progress import Progress
-from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.core.step_plan import StepPlan, as_int32, plan_alone, to_bytes
 from services.executor.gpu.graphs import (
     GraphedDecoder,
     Rerun,
@@ -23,7 +23,15 @@ from services.executor.gpu.graphs import (
     padded,
     rung_for,
 )
-from services.executor.gpu.inputs import Limits, Staging, arrays_of, inputs_of, is_decode
+from services.executor.gpu.inputs import (
+    MOST_ALIKE,
+    MOST_READ_AGAIN,
+    Limits,
+    Staging,
+    arrays_of,
+    inputs_of,
+    is_like_decodes,
+)
 from tests.unit.executor.gpu.fake_layers import VOCABULARY, FakeLayers
 
 CPU = torch.device("cpu")
@@ -168,17 +176,28 @@ def _fields(plan: StepPlan) -> dict[str, object]:
     return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 
-def test_a_plan_with_prefill_drafts_or_pools_is_not_replayed() -> None:
+def test_decodes_and_drafts_are_replayed_alone() -> None:
     sequences = Sequences(np.random.default_rng(0))
     graphs, _ = make_graphs(FakeLayers(NUM_BLOCKS, BLOCK, GROUP))
     graphs.capture()
-    mixed = sequences.step(0, [3, 1])
+    drafts = sequences.step(0, [3, 1])
     alone = sequences.step(2, [])
-    assert mixed is not None
+    assert drafts is not None
     assert alone is not None
-    assert graphs.replay(mixed) is None
+    assert graphs.replay(drafts) is not None
     assert graphs.replay(alone) is not None
-    assert not is_decode(StepPlan(**{**_fields(alone), "pools": to_bytes([(0, 1)])}))
+    filling = {"compressions": to_bytes([(1, 2)])}
+    assert graphs.replay(StepPlan(**{**_fields(alone), **filling})) is not None
+    pools = {"pools": to_bytes([(0, 1)])}
+    far = {"context_lens": to_bytes(as_int32(drafts.context_lens) + MOST_READ_AGAIN)}
+    for changed in (filling, pools, far):
+        assert graphs.replay(StepPlan(**{**_fields(drafts), **changed})) is None
+
+
+def test_a_chunk_of_a_prompt_is_no_draft() -> None:
+    longer, drafts = (plan_alone(count, list(range(count)), BLOCK) for count in (MOST_ALIKE + 1, MOST_ALIKE))
+    assert not is_like_decodes(longer)
+    assert is_like_decodes(drafts)
 
 
 def test_more_sequences_than_the_ladder_has_are_computed_all_the_same() -> None:
