@@ -360,9 +360,9 @@ class RingMember:
         laps.over("weights")
         storage = _Storage.make(settings, share, context, device, collectives, drafting.states)
         laps.over("kv_cache")
-        limits = step_limits(settings, context) if device.type == "cuda" else None
+        limits = step_limits(settings, context, drafting.share) if device.type == "cuda" else None
         runner = share.runner(storage.own_store, storage.spill, limits)
-        draft = drafting.beside(runner, storage.store, storage.spill, collectives)
+        draft = drafting.beside(runner, storage.store, storage.spill, collectives, limits)
         if settings.max_adapters:
             limits_of_adapters = (settings.max_adapters, settings.max_adapter_rank, settings.adapter_dtype)
             runner.serve_adapters(share.facts.adapter_targets, share.dtype, *limits_of_adapters)
@@ -508,8 +508,9 @@ def _numerics(settings: ExecutorSettings, kernels: str, kv_format: str, rotary: 
     return " ".join(part for part in (kernels, kv_format, adapters, rotary) if part)
 
 
-def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None":
-    """Of a GPU's steps of sequences of up to `context` tokens; None where there is no Triton."""
+def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> "StepLimits | None":
+    """Of a GPU's steps of sequences of up to `context` tokens, which `draft` computes, too, in graphs of its own; None
+    where there is no Triton."""
     if not has_triton():
         if settings.batch_invariant:
             raise ConfigurationError(
@@ -519,6 +520,7 @@ def step_limits(settings: ExecutorSettings, context: int) -> "StepLimits | None"
     from services.executor.gpu.steps import StepLimits
 
     memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
+    memory //= 1 if draft is None else 2
     return StepLimits(
         settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
     )

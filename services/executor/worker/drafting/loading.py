@@ -5,7 +5,7 @@ Whatever keeps it from computing is told, and the ring serves without.
 
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -23,6 +23,9 @@ from services.executor.worker.drafting.vocabulary import is_head
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
 from shared.errors import ConfigurationError, ModelLoadError
+
+if TYPE_CHECKING:  # it imports Triton
+    from services.executor.gpu.steps import StepLimits
 
 log = structlog.get_logger(__name__)
 
@@ -46,22 +49,29 @@ class DraftShare(NamedTuple):
         return [] if self.share is None else self.share.imports
 
     def beside(
-        self, target: ModelRunner, store: KvStore, spill: Spill, collectives: Collectives
+        self,
+        target: ModelRunner,
+        store: KvStore,
+        spill: Spill,
+        collectives: Collectives,
+        limits: "StepLimits | None",
     ) -> DraftModel | None:
         """Has it compute beside `target`, in the last page layers of `store`, whose blocks are copied whole from then
-        on. To be called once; None: there is no draft model."""
+        on; `limits`: of a GPU's steps. To be called once; None: there is no draft model."""
         if self.share is None:
             return None
         count = len(page_layers(self.states))
         own = store.part(store.shape.num_layers - count, count)
-        draft = self._computing(self.share, own, spill, target)
+        draft = self._computing(self.share, own, spill, target, limits)
         draft.runner.warm_up()
         target.add_draft(draft, BlockCopier(store, spill, collectives))
         return draft
 
     @staticmethod
-    def _computing(share: Share, own: KvStore, spill: Spill, target: ModelRunner) -> DraftModel:
-        runner = share.runner(own, spill, None, target)
+    def _computing(
+        share: Share, own: KvStore, spill: Spill, target: ModelRunner, limits: "StepLimits | None"
+    ) -> DraftModel:
+        runner = share.runner(own, spill, limits, target)
         return DraftHead(share, runner, own) if isinstance(share, HeadShare) else DraftModel(share, runner)
 
 

@@ -1,6 +1,7 @@
 """A rank on a GPU that is not there (`tests/pretend_gpu`): what it computes, and that it does not wait on the way."""
 
 import ctypes
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.device import CudaMarks
-from services.executor.gpu.graphs import GraphedDecoder
+from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
 from services.executor.gpu.steps import StepLimits, warmup_chunks, warmup_plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
@@ -43,6 +44,8 @@ from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, te
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import build, logits_of
+from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
 GPU = torch.device("cuda", 0)
 LIMITS = StepLimits(max_sequences=3, max_batch_tokens=16, context_length=32, graph_memory=1 << 30)
@@ -226,3 +229,35 @@ def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
     torch.cuda.synchronize()
     assert progress.look()
     assert ended == [1]
+
+
+# --- a draft model -------------------------------------------------------------------------------
+
+ON_GPU = {"device": "cuda", "dtype": "fp32", "kv_memory": 1 << 20, "max_sequences": 4, "max_batch_tokens": 16}
+
+
+@pytest.mark.slow
+def test_drafts_are_proposed_and_checked_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in(tmp_path / "model", num_hidden_layers=1)
+    twin = Path(shutil.copytree(model, tmp_path / "twin"))
+    seen = Counter[str]()
+    replay = StepGraphs.replay
+
+    def watched(self: StepGraphs, plan: StepPlan) -> Computed | None:
+        found = replay(self, plan)
+        rows = "one row" if len(plan.token_ids) == 4 else "rows"
+        seen[f"{rows}, {'launched' if found is None else 'replayed'}"] += 1
+        return found
+
+    monkeypatch.setattr(StepGraphs, "replay", watched)
+    with pretend_gpu():
+        with ring_of(tmp_path, model, **ON_GPU) as ring:
+            plain = Generated(ring, PROMPT, DRAWN).run(6)
+        with ring_of(tmp_path, model, twin, **ON_GPU) as ring:
+            seen.clear()  # of warming up, before there are graphs
+            drafted = Generated(ring, PROMPT, DRAWN).run(6, drafts=2)
+    assert drafted.text == plain.text
+    assert drafted.accepted == drafted.proposed > 0
+    assert seen["rows, replayed"] > 0
+    assert seen["one row, replayed"] > 0
+    assert seen["one row, launched"] == 0
