@@ -238,7 +238,7 @@ def rows_of(plan: StepPlan, block_size: int, group: int) -> StepArrays:
         rows,
     )
     return step._replace(
-        table_starts=np.repeat(step.table_starts, query_lens),
+        table_starts=np.repeat(step.table_starts.astype(np.int64), query_lens),
         query_starts=np.arange(rows + 1),
         context_lens=step.positions + np.int32(1),
         parts=[part],

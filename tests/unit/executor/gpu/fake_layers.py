@@ -47,6 +47,9 @@ class FakeLayers:
     def adapters_of(self, plan: StepPlan) -> Tensor | None:
         return None
 
+    def sparse_of(self, plan: StepPlan) -> None:
+        return
+
     def compress(self, plan: StepPlan) -> None:
         return
 
