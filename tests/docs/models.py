@@ -313,7 +313,8 @@ def page() -> str:
         "why not and which is the nearest that is; `up` and `models pull` refuse it so, after its config.json.",
         "",
         "Heads for multi-token prediction that a checkpoint carries (`mtp.*`, or layers after the last) are skipped,",
-        "unless `--draft-model mtp` asks for them: the executor's log and `ryzanstein models inspect` name their",
-        "tensors and bytes.",
+        "unless `--draft-model mtp` asks for them ([draft heads](performance.md#draft-heads) says which are computed):",
+        "the executor's log and `ryzanstein models inspect` name their tensors and bytes. Models with recurrent, hybrid",
+        "or compressed layers carry no drafts.",
     ]
     return "\n".join(lines) + "\n"

@@ -40,8 +40,7 @@ from services.executor.model.parallel.layers import (
 from services.executor.model.step_context import StepContext
 
 NEVER = -1e30
-"""Logit of a token that a head cannot propose, and score of a key that nobody attends to: finite, so that a row with
-nothing else is still a number."""
+"""Logit of a token that a head cannot propose: finite, as those of a rank that holds no other are too."""
 
 
 def whole_linear(inputs: int, outputs: int, dtype: torch.dtype) -> ColumnParallelLinear:
@@ -94,6 +93,7 @@ class HeadModel(nn.Module):
         **others: Any,
     ) -> Any:
         """As transformers' models, over flat batches [1, T]."""
+        step.first_seen = 1  # position 0 is no row of the checkpoint's
         embedded = self.model.get_input_embeddings()(input_ids)
         states = embedded.new_zeros(*input_ids.shape, self.hidden)
         if self._states is not None:
@@ -103,7 +103,6 @@ class HeadModel(nn.Module):
             position_ids=(position_ids - 1).clamp(min=0),
             logits_to_keep=logits_to_keep,
             step=step,
-            key_bias=without_first,
             **others,
         )
 
@@ -111,13 +110,8 @@ class HeadModel(nn.Module):
         self.made = states[0]
 
 
-def without_first(positions: Tensor) -> Tensor:
-    """`KeyBias`: position 0 is no row of the checkpoint's."""
-    return torch.where(positions == 0, NEVER, 0.0).view(1, 1, -1)
-
-
 class MtpHead(HeadModel):
-    """A head of DeepSeek V3's kind."""
+    """A head for multi-token prediction: its parts as DeepSeek V3 calls them."""
 
     def __init__(self, model: Any, hidden: int, norms: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """`norms`: of embeddings and of states."""

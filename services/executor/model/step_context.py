@@ -270,6 +270,8 @@ class StepContext:
         """Called once per layer, as a sign of progress."""
         self.narrow: Callable[[int, int], None] = lambda start, stop: None
         """Told of the rows [start, stop) that modules are called with, where it is not all of the step's."""
+        self.first_seen = 0
+        """Tokens at positions before it are seen by themselves alone; to be set before anybody attends."""
         self.num_decodes = plan.num_decodes
         self.slots = self.to_device(as_int32(plan.slots))
         """int64 [T]"""
@@ -387,7 +389,7 @@ class StepContext:
     def _decode_batch(self, reach: Reach) -> DecodeBatch:
         size = self.store.block_size
         lengths = self._context_lens[: self.num_decodes]
-        oldest: Int64Array = oldest_seen(reach, lengths - 1)
+        oldest: Int64Array = self._oldest_seen(reach, lengths - 1)
         first = oldest // size
         blocks = -(-lengths // size) - first
         order: Int64Array = np.argsort(-blocks, kind="stable")
@@ -417,9 +419,9 @@ class StepContext:
         begin, last = context - query, (context - 1) // size
         own = np.arange(begin // size, last) if self.compressions is not None else np.arange(0)
         fresh = begin == 0 and not len(own)
-        if fresh and oldest_seen(reach, context - 1) == 0:
+        if fresh and self._oldest_seen(reach, context - 1) == 0:
             return PrefillChunk(stop - query, stop, None, None)
-        first = int(oldest_seen(reach, begin)) // size
+        first = int(self._oldest_seen(reach, begin)) // size
         keys = np.arange(context) if fresh else np.arange(first * size, (last + 1) * size)
         queries = np.arange(begin, context)[:, None]
         seen = keys <= queries
@@ -433,11 +435,14 @@ class StepContext:
             at_home = own_keys // size == queries // size
             seen &= (keys // size < queries // size) | (keys // size == last)
             keys, seen = np.concatenate((keys, own_keys)), np.hstack((seen, at_home & (own_keys <= queries)))
-        if reach is not None:
-            seen &= keys >= oldest_seen(reach, queries)
+        if reach is not None or self.first_seen:
+            seen &= keys >= self._oldest_seen(reach, queries)
         return PrefillChunk(
             stop - query, stop, blocks, self._mask(seen), self.to_device(keys) if len(own) else None
         )
+
+    def _oldest_seen(self, reach: Reach, position: Any) -> Any:
+        return np.maximum(oldest_seen(reach, position), np.minimum(position, self.first_seen))
 
     def _mask(self, seen: NDArray[np.bool_]) -> Tensor:
         hidden = torch.from_numpy(~seen).to(self.store.device)

@@ -1,6 +1,6 @@
 """Brings one rank's share of a draft head into memory (`model/draft_heads.py`).
 
-    a model's own head    layers after the last of its checkpoint: DeepSeek V3's names
+    a model's own head    in its checkpoint, under the names of `_KINDS`
     EAGLE-3               a checkpoint of its own, whose config.json has the architecture LlamaForCausalLMEagle3
 
 Either is built as a causal language model of one layer, which is split, and whose tensors are found, as any other's.
@@ -9,7 +9,7 @@ Embeddings and output layer that a head shares with its model are read once more
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from services.executor.model.loading.loader import (
     place,
     plan_reads,
 )
-from services.executor.model.loading.prediction_heads import head_layers
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.reading import read_all
 from services.executor.model.loading.sources import Sources, find_sources
@@ -43,15 +42,78 @@ from services.executor.model.rotary import fix_frequencies
 from shared.errors import ModelLoadError
 
 _LEAVE_OUT = "leave out --draft-model."
-_OWN = {
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What checkpoints call the parts of a model's own head."""
+
+    root: str
+    """Before all of them; `{}`: the number of the model's layers."""
+    layer: str
+    """Behind it, before those of its layer."""
+    beside: Mapping[str, str]
+    """Its tensors beside the layer, as `MtpHead` calls them."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the layer that the model's own layers call otherwise."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Of its layer, by the configuration's lists of them, where it is none as the last one."""
+
+    def of(self, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, str], dict[str, str]]:
+        """For the tensors of the first head in a checkpoint of `shapes`, as it calls them: those beside its layer, as
+        `MtpHead` calls them, and those of a model of this layer alone. Both empty where it has none."""
+        root = self.root.format(layers)
+        found = {name.removeprefix(root): name for name in shapes if name.startswith(root)}
+        if not any(name in found for name, own in self.beside.items() if own == "eh_proj.weight"):
+            return {}, {}
+        beside = {own: found.pop(name) for name, own in self.beside.items() if name in found}
+        layer = {}
+        for short, name in found.items():
+            within = short.removeprefix(self.layer)
+            if short.startswith(self.layer) or not short.startswith("layers."):  # those of further heads
+                layer[f"model.layers.0.{self.within.get(within, within)}"] = name
+        return beside, layer
+
+
+_HEAD = {
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",
     "eh_proj.weight": "eh_proj.weight",
-    "shared_head.norm.weight": "model.model.norm.weight",
-    "shared_head.head.weight": "model.lm_head.weight",
-    "embed_tokens.weight": "model.model.embed_tokens.weight",
 }
-"""What a model's own head has beside its layer, as the checkpoint and as `MtpHead` call it."""
+_NORM = "model.model.norm.weight"
+_KINDS = (
+    # DeepSeek V3, GLM-4.5
+    _Names(
+        "model.layers.{}.",
+        "",
+        {
+            **_HEAD,
+            "shared_head.norm.weight": _NORM,
+            "shared_head.head.weight": "model.lm_head.weight",
+            "embed_tokens.weight": "model.model.embed_tokens.weight",
+        },
+    ),
+    # MiMo V2
+    _Names(
+        "model.mtp.layers.0.",
+        "",
+        {**_HEAD, "final_layernorm.weight": _NORM},
+        {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"},
+        {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
+    ),
+    # Mellum 2, Qwen3-Next
+    _Names(
+        "mtp.",
+        "layers.0.",
+        {
+            "pre_fc_norm_embedding.weight": "enorm.weight",
+            "pre_fc_norm_hidden.weight": "hnorm.weight",
+            "fc.weight": "eh_proj.weight",
+            "norm.weight": _NORM,
+        },
+    ),
+)
+"""Sources: transformers' conversions for its `MtpModel`; vLLM's mimo_v2_mtp.py and qwen3_next_mtp.py."""
 _SHARED = {
     "model.model.embed_tokens.weight": ("model.embed_tokens.weight",),
     "model.lm_head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
@@ -100,20 +162,12 @@ def load_mtp_head(directory: Path, where: Place) -> LoadedHead:
         raise ModelLoadError(
             f"Heads for multi-token prediction are read from safetensors, and {directory} is a GGUF file; {_LEAVE_OUT}"
         )
-    layers: int = whole.num_hidden_layers
-    config = _of_one_layer(whole)
     with LOADING, WeightFiles(directory, scheme_of(whole)) as files:
         shapes = files.shapes
-        prefix = f"model.layers.{layers}."
-        if not head_layers(whole) or f"{prefix}eh_proj.weight" not in shapes:
-            raise ModelLoadError(_no_heads(directory, shapes))
+        names, beside, of_layer = _own_head(directory, shapes, whole.num_hidden_layers)
+        config = _of_one_layer(whole, names)
         model, ties = build_causal(config, where.dtype)
         fix_frequencies(model, longest_context(config))
-        of_layer = {
-            name.replace(prefix, "model.layers.0.", 1): name
-            for name in shapes
-            if name.startswith(prefix) and name.removeprefix(prefix) not in _OWN
-        }
         sources = _renamed(
             find_sources(model, {own: shapes[name] for own, name in of_layer.items()}), of_layer
         )
@@ -122,27 +176,35 @@ def load_mtp_head(directory: Path, where: Place) -> LoadedHead:
         norms = [norm(config.hidden_size, eps=config.rms_norm_eps).to("meta", where.dtype) for _ in range(2)]
         head = MtpHead(model, config.hidden_size, norms, where.dtype)
         found = {f"model.{name}": content for name, content in sources.parameters.items()}
-        found |= {own: _whole(prefix + name, shapes) for name, own in _OWN.items() if prefix + name in shapes}
+        found |= {own: _whole(name, shapes) for own, name in beside.items()}
         found |= _shared(found, shapes, lambda name: name)
         _read(head, ties, Sources(found, sources.unused), {"": files}, where, directory)
     return LoadedHead(head, config, ())
 
 
-def _no_heads(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _own_head(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], layers: int
+) -> tuple[_Names, dict[str, str], dict[str, str]]:
+    """The first kind whose head the checkpoint has, and that one's tensors as `_Names.of` gives them."""
+    for names in _KINDS:
+        beside, of_layer = names.of(shapes, layers)
+        if beside:
+            return names, beside, of_layer
     if any(".mtp" in f".{name}" for name in shapes):
-        return (
-            f"The heads for multi-token prediction in {directory} are none of DeepSeek V3's kind (layers after the "
-            f"last one, with eh_proj), and are not computed; {_LEAVE_OUT}"
+        raise ModelLoadError(
+            f"The heads for multi-token prediction in {directory} are of none of the kinds that are computed "
+            f"(docs/performance.md); {_LEAVE_OUT}"
         )
-    return f"The model in {directory} has no heads for multi-token prediction; {_LEAVE_OUT}"
+    raise ModelLoadError(f"The model in {directory} has no heads for multi-token prediction; {_LEAVE_OUT}")
 
 
-def _of_one_layer(whole: Any) -> Any:
-    """The configuration of a head's layer, which is as the last one."""
+def _of_one_layer(whole: Any, names: _Names) -> Any:
+    """The configuration of a head's layer: as the head's own list of kinds has it, or `names`, or as the last one."""
     config = copy.deepcopy(whole)
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):
-            setattr(config, name, [kinds[-1]])
+            own = getattr(config, f"mtp_{name}", None) or [names.kinds.get(name, kinds[-1])]
+            setattr(config, name, own[:1])
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
     config.num_hidden_layers = 1

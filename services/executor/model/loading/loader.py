@@ -495,7 +495,7 @@ def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
             "prediction_heads_left_out",
             tensors=heads.tensors,
             bytes=heads.bytes,
-            reason="the answers are the same without them; --draft-model mtp has those of DeepSeek V3's kind draft",
+            reason="the answers are the same without them; with --draft-model mtp the first one drafts",
         )
 
 

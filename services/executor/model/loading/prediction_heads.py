@@ -1,7 +1,7 @@
 """Heads for multi-token prediction that a checkpoint carries beside its model: they are no part of it, and may be its
 draft model (`draft_heads.py`).
 
-mtp.layers.0.mlp.up_proj.weight             Qwen3-Next, Qwen3.5, Nemotron 3; `mtp_layers` of MiMo
+mtp.layers.0.mlp.up_proj.weight             Mellum 2, Qwen3-Next, Qwen3.5, Nemotron 3; `model.mtp.` of MiMo V2
 model.layers.61.eh_proj.weight              DeepSeek V3, GLM-4.5 and later: layers after the last
 """
 

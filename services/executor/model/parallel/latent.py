@@ -36,7 +36,6 @@ from services.executor.model.attention import (
 from services.executor.model.indexing import Choice
 from services.executor.model.parallel.layers import LatentWeight
 from services.executor.model.step_context import (
-    KeyBias,
     PrefillChunk,
     ScoreRule,
     StepContext,
@@ -81,15 +80,14 @@ def latent_attention(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     indices: Choice | None = None,
-    key_bias: KeyBias | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Stores the step's lines, then attends over each sequence's whole context.
 
     `query` [1, heads, T, n + d] of this rank, `key` lines [1, 1, T, r + d]; `s_aux` [heads] are attention sinks,
-    `indices` what an indexer has chosen, `key_bias` the same for all heads. Returns ([1, T, heads, v], None).
-    Raises `ModelLoadError` when the model asks for what is not supported.
+    `indices` what an indexer has chosen. Returns ([1, T, heads, v], None). Raises `ModelLoadError` when the model asks
+    for what is not supported.
     """
     weight = module.kv_b_proj if hasattr(module, "kv_b_proj") else None
     if not isinstance(weight, LatentWeight):
@@ -103,11 +101,10 @@ def latent_attention(
             scaling=scaling,
             sliding_window=sliding_window,
             s_aux=s_aux,
-            key_bias=key_bias,
             **others,
         )
     refuse_unsupported(attention_mask if indices is None else None, others)
-    rule = ScoreRule(scaling, sinks=None if s_aux is None else s_aux.view(1, -1), key_bias=key_bias)
+    rule = ScoreRule(scaling, sinks=None if s_aux is None else s_aux.view(1, -1))
     rows, lines, page = query[0].transpose(0, 1), key[0], page_of(module)
     keep_lines(step, page, (lines,))
     out = rows.new_empty(*rows.shape[:2], weight.value_width)

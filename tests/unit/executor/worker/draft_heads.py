@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,78 @@ def random(shape: tuple[int, ...], name: str = "") -> Tensor:
 # --- heads of the model's own checkpoint ---------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MtpNames:
+    """What a checkpoint calls its head's tensors."""
+
+    layer: str
+    """Before those of the layer; `{}`: the number of the model's layers."""
+    others: dict[str, str] = field(default_factory=dict)
+    """Those that are called otherwise than DeepSeek V3's, by that name."""
+    like: int = -1
+    """The layer of the model that the head's is made like."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Of the head's layer, where they are not those of the last one."""
+    config: dict[str, int] = field(default_factory=dict)
+
+    def of(self, short: str, layers: int) -> str:
+        return self.others.get(short, self.layer.format(layers) + short)
+
+
+DEEPSEEK = MtpNames("model.layers.{}.", config={"num_nextn_predict_layers": 1})
+MIMO = MtpNames(
+    "model.mtp.layers.0.",
+    {
+        "shared_head.norm.weight": "model.mtp.layers.0.final_layernorm.weight",
+        "post_attention_layernorm.weight": "model.mtp.layers.0.pre_mlp_layernorm.weight",
+    },
+    like=0,
+    kinds={"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
+)
+NEXT = MtpNames(
+    "mtp.layers.0.",
+    {
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "shared_head.norm.weight": "mtp.norm.weight",
+    },
+    like=1,
+    kinds={"layer_types": "sliding_attention", "mlp_layer_types": "sparse"},
+    config={"num_nextn_predict_layers": 1},
+)
+"""Qwen3-Next's names, of Mellum 2."""
+
+
 def add_mtp_head(
-    directory: Path, changes: Callable[[Tensors, str], None] = lambda tensors, prefix: None
+    directory: Path,
+    changes: Callable[[Tensors], None] = lambda tensors: None,
+    names: MtpNames = DEEPSEEK,
+    shared: bool = False,
 ) -> None:
-    """Gives the model in `directory`, of DeepSeek V3's kind, a head with a layer like its last one."""
+    """Gives the model in `directory` a head, after `changes` of its tensors under DeepSeek V3's names. `shared`: the
+    checkpoint has its embeddings and output layer as the model's alone."""
     path = directory / "config.json"
     described = json.loads(path.read_text())
     layers = described["num_hidden_layers"]
-    path.write_text(json.dumps({**described, "num_nextn_predict_layers": 1}))
+    path.write_text(json.dumps({**described, **names.config}))
     weights = directory / "model.safetensors"
     tensors = load_file(weights)
-    last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    like = f"model.layers.{names.like % layers}."
     torch.manual_seed(5)
     head = {
-        prefix + name.removeprefix(last): random(tuple(tensor.shape), name)
+        name.removeprefix(like): random(tuple(tensor.shape), name)
         for name, tensor in tensors.items()
-        if name.startswith(last)
+        if name.startswith(like)
     }
     hidden = described["hidden_size"]
-    head |= {
-        f"{prefix}{name}.weight": random((hidden,), "norm") for name in ("enorm", "hnorm", "shared_head.norm")
-    }
-    head[f"{prefix}eh_proj.weight"] = random((hidden, 2 * hidden))
+    head |= {f"{name}.weight": random((hidden,), "norm") for name in ("enorm", "hnorm", "shared_head.norm")}
+    head["eh_proj.weight"] = random((hidden, 2 * hidden))
     for name, source in (("shared_head.head", "lm_head"), ("embed_tokens", "model.embed_tokens")):
-        if f"{source}.weight" in tensors:
-            head[f"{prefix}{name}.weight"] = tensors[f"{source}.weight"].clone()
-    changes(head, prefix)
-    head = one_by_one(head)
+        if f"{source}.weight" in tensors and not shared:
+            head[f"{name}.weight"] = tensors[f"{source}.weight"].clone()
+    changes(head)
+    head = {names.of(name, layers): tensor for name, tensor in one_by_one(head).items()}
     save_file({**tensors, **head}, weights, {"format": "pt"})
 
 
@@ -74,20 +120,22 @@ class MtpReference:
     """A sequence through the model and its head, all at once, by the head's own counting: the row of p reads h(p) and
     the token behind it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, names: MtpNames = DEEPSEEK) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
             str(directory), attn_implementation="eager", dtype=torch.float32
         )
         config = AutoConfig.from_pretrained(str(directory))
         layers = config.num_hidden_layers
         tensors = load_file(directory / "model.safetensors")
-        prefix = f"model.layers.{layers}."
+        back = {names.of(short, layers): short for short in (*_BESIDE, *names.others)}
+        prefix = names.layer.format(layers)
         self.own = {
-            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+            back.get(name, name.removeprefix(prefix)): tensor
+            for name, tensor in tensors.items()
+            if name in back or name.startswith(prefix)
         }
         self.eps = config.rms_norm_eps
-        block = _saved_as_last(directory, self.own, layers)
-        self.block = block
+        self.block = _saved_as_last(directory, self.own, names)
 
     def proposal(self, tokens: list[int], drafted: list[int]) -> Tensor:
         """Logits behind `tokens`, the last of which the model has not computed, and proposals behind it."""
@@ -113,7 +161,10 @@ class MtpReference:
                 states = torch.cat((states, made[-1:]))
 
 
-def _saved_as_last(directory: Path, own: Tensors, layers: int) -> Any:
+_BESIDE = [f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
+
+
+def _saved_as_last(directory: Path, own: Tensors, names: MtpNames) -> Any:
     """The head's layer and norm as transformers computes them: a model of one layer."""
     config = AutoConfig.from_pretrained(str(directory))
     config.num_hidden_layers = 1
@@ -121,7 +172,7 @@ def _saved_as_last(directory: Path, own: Tensors, layers: int) -> Any:
     config.tie_word_embeddings = False
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):
-            setattr(config, name, [kinds[-1]])
+            setattr(config, name, [names.kinds.get(name, kinds[-1])])
     place = directory / "of_head"
     config.save_pretrained(str(place))
     tensors = {

@@ -10,7 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from shared.errors import ModelLoadError
 from shared.messages import SamplingParams
+from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.worker.draft_heads import (
+    DEEPSEEK,
+    MIMO,
+    NEXT,
     Eagle3Reference,
     MtpReference,
     Tensors,
@@ -46,25 +50,23 @@ def check(proposed: Generated, reference: Any) -> None:
             assert token.probability == pytest.approx(float(logits.softmax(-1).max()), rel=1e-3)
 
 
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = model_in(tmp_path_factory.mktemp("deepseek"), None, "deepseek_v3")
-    add_mtp_head(directory)
-    return directory
+HEADS = {"glm4_moe": DEEPSEEK, "deepseek_v3": DEEPSEEK, "mimo_v2_flash": MIMO, "mellum": NEXT}
 
 
-@pytest.mark.parametrize("model", ["glm", "deepseek"])
+@pytest.mark.parametrize("model_type", HEADS)
 @pytest.mark.parametrize("tp", RANKS)
 def test_a_models_own_head_computes_what_its_checkpoint_means(
-    tmp_path: Path, request: pytest.FixtureRequest, model: str, tp: int
+    tmp_path: Path, model_type: str, tp: int
 ) -> None:
-    directory: Path = request.getfixturevalue(model)
+    names = HEADS[model_type]
+    directory = model_in(tmp_path / "model", None, model_type, **settings_of(model_type))
+    add_mtp_head(directory, names=names, shared=names is not DEEPSEEK)
     with ring_of(tmp_path, directory, "mtp", tp=tp, dtype="fp32") as ring:
         assert ring.spec.drafts
         assert ring.spec.draft_reads_states
         found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(16, 3)
         behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(16, 3, followed=False)
-    check(found, MtpReference(directory))
+    check(found, MtpReference(directory, names))
     assert behind.text == found.text
 
 
@@ -135,10 +137,18 @@ def test_a_model_without_a_head_that_is_computed_is_refused(tmp_path: Path, llam
     refused(tmp_path, llama, "mtp", "has no heads for multi-token prediction")
     other = model_in(tmp_path / "other")
     weights = other / "model.safetensors"
-    save_file({**load_file(weights), "mtp.fc.weight": torch.zeros(4, 4)}, weights, {"format": "pt"})
-    refused(tmp_path, other, "mtp", "none of DeepSeek V3's kind")
-    add_mtp_head(other, lambda tensors, prefix: tensors.update({f"{prefix}more.weight": torch.zeros(2)}))
+    save_file(
+        {**load_file(weights), "mtp.layers.0.eh_proj.weight": torch.zeros(4, 4)}, weights, {"format": "pt"}
+    )
+    refused(tmp_path, other, "mtp", "of none of the kinds that are computed")
+    add_mtp_head(other, lambda tensors: tensors.update({"more.weight": torch.zeros(2)}))
     refused(tmp_path, other, "mtp", "holds a tensor .*more.weight that is not known")
+
+
+def test_a_model_with_recurrent_layers_carries_no_drafts(tmp_path: Path) -> None:
+    """Qwen3-Next's head, too."""
+    recurrent = model_in(tmp_path / "model", None, "qwen3_next", **settings_of("qwen3_next"))
+    refused(tmp_path, recurrent, "mtp", "which drafts cannot be taken back from")
 
 
 def test_an_eagle3_head_may_share_its_models_embeddings(tmp_path: Path, llama: Path) -> None:
@@ -173,8 +183,8 @@ def test_native_kernels_hand_over_what_they_norm_last(tmp_path: Path, glm: Path)
 def successions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose next token follows from the last one alone, and whose head says the same of that one."""
 
-    def know(head: Tensors, prefix: str, words: Tensors) -> None:
-        head[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(96), torch.zeros(96, 96)), dim=1)
+    def know(head: Tensors, words: Tensors) -> None:
+        head["eh_proj.weight"] = torch.cat((torch.eye(96), torch.zeros(96, 96)), dim=1)
 
     return successive(tmp_path_factory.mktemp("successions"), 0.5, know)
 
@@ -183,14 +193,14 @@ def successions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rememberer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, nearly always, whose head knows of no token: what follows the next one it reads off the state."""
 
-    def know(head: Tensors, prefix: str, words: Tensors) -> None:
-        head[f"{prefix}eh_proj.weight"] = torch.cat((torch.zeros(96, 96), torch.eye(96)), dim=1)
-        head[f"{prefix}shared_head.head.weight"] = words["second"]
+    def know(head: Tensors, words: Tensors) -> None:
+        head["eh_proj.weight"] = torch.cat((torch.zeros(96, 96), torch.eye(96)), dim=1)
+        head["shared_head.head.weight"] = words["second"]
 
     return successive(tmp_path_factory.mktemp("rememberer"), 4.0, know)
 
 
-def successive(directory: Path, sharpness: float, know: Callable[[Tensors, str, Tensors], None]) -> Path:
+def successive(directory: Path, sharpness: float, know: Callable[[Tensors, Tensors], None]) -> Path:
     model_in(directory, None, "glm4_moe", hidden_size=96, tie_word_embeddings=False, rms_norm_eps=1e-9)
     weights = directory / "model.safetensors"
     tensors = load_file(weights)
@@ -202,11 +212,11 @@ def successive(directory: Path, sharpness: float, know: Callable[[Tensors, str, 
     tensors["lm_head.weight"] = embedding[before]
     save_file(tensors, weights, {"format": "pt"})
 
-    def change(head: Tensors, prefix: str) -> None:
-        silence(head, prefix)
+    def change(head: Tensors) -> None:
+        silence(head, "")
         for name in ("enorm", "hnorm", "shared_head.norm"):
-            head[f"{prefix}{name}.weight"] = torch.ones(96)
-        know(head, prefix, {"second": embedding[before[before]]})
+            head[f"{name}.weight"] = torch.ones(96)
+        know(head, {"second": embedding[before[before]]})
 
     add_mtp_head(directory, change)
     return directory
