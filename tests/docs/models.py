@@ -314,7 +314,7 @@ def page() -> str:
         "",
         "Heads for multi-token prediction that a checkpoint carries (`mtp.*`, or layers after the last) are skipped,",
         "unless `--draft-model mtp` asks for them ([draft heads](performance.md#draft-heads) says which are computed):",
-        "the executor's log and `ryzanstein models inspect` name their tensors and bytes. Models with recurrent, hybrid",
-        "or compressed layers carry no drafts.",
+        "the executor's log and `ryzanstein models inspect` name their tensors and bytes. Models with recurrent,",
+        "hybrid or compressed layers carry no drafts.",
     ]
     return "\n".join(lines) + "\n"
