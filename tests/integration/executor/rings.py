@@ -21,6 +21,7 @@ from shared.messages import (
     GroupRecord,
     SamplingParams,
     SessionPin,
+    SparseAttention,
     TokenFrame,
 )
 from shared.nats import subjects
@@ -148,6 +149,14 @@ class Rings:
         found = [await self.reader.finish(one.generation_id) for one in requests]
         return [(tokens, last.finish) for tokens, last in found]
 
+    async def answer(self, group: str, request: GenerationRequest) -> tuple[list[int], int]:
+        """Of one request: its tokens, and how many of its prompt `group` found in its cache."""
+        await self.hand_in(group, [request])
+        tokens, last = await self.reader.finish(request.generation_id)
+        assert last.finish == "length", last.error
+        own = [one for one in self.reader.entries if one.generation_id == request.generation_id]
+        return tokens, max(one.cached_tokens for one in own)
+
     async def leave(self, group: str) -> str:
         """Ends it by its signal; returns what it logged."""
         process = self.processes[group]
@@ -171,9 +180,16 @@ async def rings(bus: Bus, settings: CommonSettings, directory: Path) -> AsyncIte
 class Session:
     """A conversation: each turn's prompt is all that was said before, and something new."""
 
-    def __init__(self, rings: Rings, name: str, beginning: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        rings: Rings,
+        name: str,
+        beginning: list[int] | None = None,
+        sparse: SparseAttention | None = None,
+    ) -> None:
         self._rings = rings
         self.name = name
+        self._sparse = sparse
         self._random = random.Random(name)
         self.tokens = list(beginning or [])
         self._turns = 0
@@ -197,11 +213,9 @@ class Session:
             max_tokens=answer,
             sampling=SamplingParams(temperature=0.0),
             session=self.name,
+            sparse=self._sparse,
         )
-        await self._rings.hand_in(group, [request])
-        tokens, last = await self._rings.reader.finish(name)
-        assert last.finish == "length", last.error
+        tokens, cached = await self._rings.answer(group, request)
         self._turns += 1
         self.tokens += tokens
-        entries = self._rings.reader.entries
-        return max(entry.cached_tokens for entry in entries if entry.generation_id == name)
+        return cached
