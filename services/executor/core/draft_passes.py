@@ -70,15 +70,20 @@ def slots_before(plan: StepPlan, block_size: int) -> Int32Array:
     return before
 
 
-def plan_for_draft(plan: StepPlan, vocab_size: int, context_length: int) -> StepPlan:
+def plan_for_draft(
+    plan: StepPlan, vocab_size: int, context_length: int, names: Int32Array | None = None
+) -> StepPlan:
     """What a draft model that knows so many tokens and positions computes of `plan`: all rows, and the logits of those
-    that are sampled where the plan is `of_draft`."""
+    that are sampled where the plan is `of_draft`. `names`: its own token for each of the plan's, where it has another
+    vocabulary."""
     tokens, positions = as_int32(plan.token_ids), as_int32(plan.positions)
-    known = (tokens >= 0) & (tokens < vocab_size)
+    known = (tokens >= 0) & (tokens < (vocab_size if names is None else len(names)))
+    if names is not None:
+        tokens = names[np.where(known, tokens, 0)]
     return StepPlan(
         step=plan.step,
         num_decodes=plan.num_decodes,
-        token_ids=plan.token_ids if known.all() else to_bytes(np.where(known, tokens, 0)),
+        token_ids=plan.token_ids if names is None and known.all() else to_bytes(np.where(known, tokens, 0)),
         positions=plan.positions
         if (positions < context_length).all()
         else to_bytes(np.minimum(positions, context_length - 1)),

@@ -41,14 +41,11 @@ def read_card(
     prompts, default_prompt = read_prompts(directory)
     config = read_json(directory / "config.json")
     generation = read_json(directory / "generation_config.json")
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     card = ModelCard(
         model=model,
         context_length=spec.context_length,
         vocab_size=spec.vocab_size,
-        eos_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
+        eos_token_ids=end_tokens(config, generation),
         tokenizer=hashlib.sha256(bundle).hexdigest(),
         created=int(time.time()),
         fingerprint=files_digest(directory),
@@ -60,6 +57,14 @@ def read_card(
         weights="" if linked_gguf(directory) else _stored_as(config),
     )
     return with_tasks(card, spec), bundle
+
+
+def end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+    """What ends a text, as config.json and generation_config.json say it."""
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    return [eos] if isinstance(eos, int) else list(eos or [])
 
 
 def _stored_as(config: dict[str, Any]) -> str:

@@ -123,10 +123,12 @@ def collect(
     collectives: Collectives,
     widths: Sequence[int],
     search: Search = largest_of,
+    left_out: Tensor | None = None,
 ) -> RowLogits | None:
     """`local` [R, this rank's width] of every rank for the sampler, on rank 0; None on the others.
 
-    `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. Raises `RingLost`.
+    `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. `left_out`, int64: columns of `local` that are
+    not among the candidates of top-k. Raises `RingLost`.
     """
     if only_largest(wants):
         return collect_largest(search(local), collectives, widths)
@@ -135,7 +137,10 @@ def collect(
     near = np.flatnonzero((counts == 0) & (margins > 0))
     whole = np.flatnonzero((counts == 0) & (margins <= 0))
     start = sum(widths[: collectives.rank])
-    best = few_of(_take(local, few), np.abs(counts[few]), start)
+    chosen = _take(local, few)
+    if left_out is not None:
+        chosen = chosen.index_fill(1, left_out, -torch.inf)
+    best = few_of(chosen, np.abs(counts[few]), start)
     own = _summaries(search(local), start)
     asking = np.flatnonzero(counts < 0)
     if len(asking):

@@ -271,7 +271,7 @@ def _logprobs(
     if asked.ids is None:
         log_sums = asked.scores.logsumexp(dim=-1, keepdim=True)
     else:
-        log_sums = torch.from_numpy(of_all[asked.rows])[:, None]
+        log_sums = torch.from_numpy(of_all[asked.rows])[:, None].to(asked.scores.device)
     logprobs = asked.scores - log_sums
     wanted = [states[row].params.logprobs for row in asked.rows]
     chosen = [asked.columns(at, np.array([tokens[row]]))[0].tolist() for at, row in enumerate(asked.rows)]

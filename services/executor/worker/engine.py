@@ -305,7 +305,7 @@ class RingMember:
         if self._draft is None:
             return None
         spec = self.engine_spec
-        return Proposer(spec.vocab_size, self._draft.context_length, spec.block_size)
+        return Proposer(spec.vocab_size, self._draft.context_length, spec.block_size, self._draft.translation)
 
     def keep(self) -> None:
         """`Share.keep`, of all models."""

@@ -9,6 +9,7 @@ import numpy as np
 import structlog
 import torch
 from msgspec import structs
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from services.executor.collectives.base import Collectives
@@ -161,6 +162,7 @@ class ModelRunner:
         self._widths = widths
         self._adapters: AdapterLoader | None = None
         self._draft: Draft | None = None
+        self._left_out: Tensor | None = None
         self.pooled: Floats = np.zeros((0, 0), np.float32)
         """What the last step has summed up of `plan.pools`, on rank 0: float32 [P, hidden]."""
         self.scored: Scores = no_scores()
@@ -205,6 +207,12 @@ class ModelRunner:
     def add_draft(self, draft: Draft, copier: BlockCopier) -> None:
         """Has `draft` compute beside the model. `copier`: of the blocks that both share, in place of the own one."""
         self._draft, self._copier = draft, copier
+
+    def leave_out(self, tokens: NDArray[np.bool_]) -> None:
+        """`tokens`, bool [vocabulary], are not among the candidates of top-k, nor the most likely ones, from now on."""
+        begin = sum(self._widths[: self._collectives.rank])
+        own = tokens[begin : begin + self._widths[self._collectives.rank]]
+        self._left_out = torch.from_numpy(np.flatnonzero(own)).to(self._device)
 
     def connect(self, endpoint: Endpoint) -> None:
         self._copier.endpoint = endpoint
@@ -320,7 +328,7 @@ class ModelRunner:
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
-            return collect(local, wants, self._collectives, self._widths, self._search)
+            return collect(local, wants, self._collectives, self._widths, self._search, self._left_out)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None

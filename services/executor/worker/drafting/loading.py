@@ -19,7 +19,8 @@ from services.executor.kv_cache.offload import BlockCopier, Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.worker.drafting.heads import DraftHead, HeadShare, NotComputed, load_head
 from services.executor.worker.drafting.model import DraftModel
-from services.executor.worker.drafting.vocabulary import is_head
+from services.executor.worker.drafting.translation import Translation
+from services.executor.worker.drafting.vocabulary import is_head, translation_of
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
 from shared.errors import ConfigurationError, ModelLoadError
@@ -38,6 +39,8 @@ class DraftShare(NamedTuple):
     share: Share | None = None
     reason: str = ""
     """One sentence; empty: no draft model was asked for."""
+    translation: Translation | None = None
+    """None: it has the vocabulary of the model that is served."""
 
     @property
     def states(self) -> LayerStates:
@@ -67,12 +70,15 @@ class DraftShare(NamedTuple):
         target.add_draft(draft, BlockCopier(store, spill, collectives))
         return draft
 
-    @staticmethod
     def _computing(
-        share: Share, own: KvStore, spill: Spill, target: ModelRunner, limits: "StepLimits | None"
+        self, share: Share, own: KvStore, spill: Spill, target: ModelRunner, limits: "StepLimits | None"
     ) -> DraftModel:
         runner = share.runner(own, spill, limits, target)
-        return DraftHead(share, runner, own) if isinstance(share, HeadShare) else DraftModel(share, runner)
+        if isinstance(share, HeadShare):
+            return DraftHead(share, runner, own)
+        if self.translation is None:
+            return DraftModel(share, runner)
+        return DraftModel(share, runner, self.translation.fitted(target.vocab_size, runner.vocab_size))
 
 
 class _NoRoom(ConfigurationError):
@@ -113,11 +119,13 @@ def load_draft(
         }
     )
     share: Share | None = None
+    translation: Translation | None = None
     reason = ""
     try:
         if is_head(settings, directory):
             share = load_head(settings, directory, where.model, device, collectives, target, room)
         else:
+            translation = translation_of(where.model, directory)
             share = load_share(own, spec, directory, device, collectives, lambda done, total: None, room)
         room(share.facts.states, target.dtype, share.facts.context_length, None, 0)
     except (_NoRoom, NotComputed) as error:
@@ -134,7 +142,7 @@ def load_draft(
         context_length=longest,
         up_to=min(longest, context),
     )
-    return DraftShare(share)
+    return DraftShare(share, translation=translation)
 
 
 def _check_room(

@@ -1,5 +1,5 @@
-"""A ring's draft model: a smaller one of the same vocabulary on the same ranks, which keeps its keys and values in page
-layers of its own of the same KV blocks (docs/adr/0033).
+"""A ring's draft model: a smaller one on the same ranks, which keeps its keys and values in page layers of its own of
+the same KV blocks (docs/adr/0033).
 
 What it proposes decides nothing: a proposal is put out where it is what the model that is served draws.
 """
@@ -19,6 +19,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler
+from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share
 
@@ -34,9 +35,13 @@ Compute = Callable[[StepPlan, Sequence[SamplingState]], Tensor | RowLogits]
 class DraftModel:
     """One rank's share of it."""
 
-    def __init__(self, share: Share, runner: ModelRunner) -> None:
+    def __init__(self, share: Share, runner: ModelRunner, translation: Translation | None = None) -> None:
+        """`translation`: None where both have one vocabulary."""
         self.share = share
         self.runner = runner
+        self.translation = translation
+        if translation is not None:
+            runner.leave_out(translation.without)
         self.vocab_size = runner.vocab_size
         self.context_length = share.facts.context_length
 
@@ -65,17 +70,21 @@ class DraftModel:
         return self.runner.forward(self._own(plan), progress)
 
     def _own(self, plan: StepPlan) -> StepPlan:
-        return plan_for_draft(plan, self.vocab_size, self.context_length)
+        names = None if self.translation is None else self.translation.of_target
+        return plan_for_draft(plan, self.vocab_size, self.context_length, names)
 
 
 class Proposer:
     """Draws a draft model's proposals, on rank 0. Keeps nothing between calls."""
 
-    def __init__(self, vocab_size: int, context_length: int, block_size: int) -> None:
-        """`vocab_size`: of the model that is served; `context_length`: of the draft model."""
+    def __init__(
+        self, vocab_size: int, context_length: int, block_size: int, translation: Translation | None = None
+    ) -> None:
+        """`vocab_size`: of the model that is served; `context_length`, `translation`: of the draft model."""
         self._vocab_size = vocab_size
         self._context_length = context_length
         self._block_size = block_size
+        self._translation = translation
         self._sampler = Sampler()
 
     def propose(
@@ -100,6 +109,8 @@ class Proposer:
 
     def _drawn(self, logits: Tensor | RowLogits, states: Sequence[SamplingState]) -> list[DraftToken] | None:
         """None where the draft model computes what is no number."""
+        if self._translation is not None and isinstance(logits, RowLogits):
+            logits = self._translation.translated(logits)
         try:
             found = self._sampler.sample(logits, states)
         except BadLogits as error:

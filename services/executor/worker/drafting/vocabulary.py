@@ -1,6 +1,8 @@
-"""Which draft model goes with which model: their vocabularies are compared by their tokenizers' files."""
+"""Which draft model goes with which model: their vocabularies are compared by their tokenizers' files, token by token,
+and where these differ by the texts of their tokens (`translation.py`)."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,11 @@ import msgspec
 import structlog
 
 from services.executor.core.settings import MTP, ExecutorSettings
-from services.executor.model.card import read_json
+from services.executor.model.card import end_tokens, read_json
 from services.executor.model.catalogue import is_encoder
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier
+from services.executor.worker.drafting.translation import NONE, TokenTexts, Translation
 from shared.errors import ModelLoadError
 from shared.model_store.locks import hold_model
 from shared.models import HUB
@@ -20,6 +23,10 @@ log = structlog.get_logger(__name__)
 
 MOST_UNSHARED = 128
 """Tokens that one of two tokenizers may have beyond the other's: special ones are added at the end."""
+LEAST_SHARED = 0.5
+"""Of the smaller vocabulary's texts: with fewer in common, a draft model of another one is refused."""
+MOST_TOKENS = 1 << 24
+"""Of a vocabulary, as everywhere (`sampling/candidates.py`)."""
 _NAMED = 3
 """Tokens that a refusal names."""
 _LEAVE_OUT = "choose a draft model of the same family, or leave out --draft-model."
@@ -43,10 +50,9 @@ def draft_directory(settings: ExecutorSettings, target: Path) -> Path | None:
             )
     if is_head(settings, directory):  # it has no tokenizer of its own
         return directory
-    if problem := vocabulary_problem(target, directory):
-        raise ModelLoadError(
-            f"The draft model {settings.draft_model} has another vocabulary: {problem}; {_LEAVE_OUT}"
-        )
+    translation = translation_of(target, directory)
+    if translation is not None:
+        log.info("draft_model_by_text", draft_model=settings.draft_model, shared=round(translation.share, 3))
     sizes = [_weight_bytes(where) for where in (target, directory)]
     if sizes[1] >= sizes[0]:
         log.warning(
@@ -107,6 +113,45 @@ def vocabulary_problem(target: Path, draft: Path) -> str:
     return ", ".join(found)
 
 
+@lru_cache(maxsize=1)
+def translation_of(target: Path, draft: Path) -> Translation | None:
+    """Between the vocabularies of two models; None where they are one. Raises `ModelLoadError` where too few tokens
+    stand for the same text in both, or that cannot be told."""
+    problem = vocabulary_problem(target, draft)
+    if not problem:
+        return None
+    found = Translation.between(*(_texts(directory, problem) for directory in (target, draft)))
+    if found.share < LEAST_SHARED:
+        raise ModelLoadError(
+            f"The draft model in {draft} has another vocabulary: {problem}, and of the smaller one's texts "
+            f"{found.share:.0%} are tokens of both, where drafts by text need {LEAST_SHARED:.0%}; {_LEAVE_OUT}"
+        )
+    return found
+
+
+def _texts(directory: Path, problem: str) -> TokenTexts:
+    """`problem`: how the vocabularies differ."""
+    from llguidance import LLTokenizer  # where vocabularies are one nobody needs it
+
+    try:
+        tokenizer = LLTokenizer(_read(directory / "tokenizer.json").decode(), slices=[])
+    except Exception as error:  # the library raises what its parts raise
+        raise ModelLoadError(
+            f"The draft model has another vocabulary: {problem}, and what the tokens of {directory} put out cannot be "
+            f"told from its tokenizer.json ({error}); {_LEAVE_OUT}"
+        ) from None
+    tokens = range(tokenizer.vocab_size)
+    texts = [tokenizer.decode_bytes([token]) for token in tokens]
+    config, generation = (read_json(directory / name) for name in ("config.json", "generation_config.json"))
+    begin = config.get("bos_token_id", (config.get("text_config") or {}).get("bos_token_id"))
+    return TokenTexts(
+        [b"" if text == b"<[%d]>" % token else text for token, text in enumerate(texts)],  # a gap
+        frozenset(token for token in tokens if tokenizer.is_special_token(token)),
+        begin if isinstance(begin, int) else NONE,
+        end_tokens(config, generation),
+    )
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -119,8 +164,10 @@ def _read(path: Path) -> bytes:
 def _tokens(content: bytes, directory: Path) -> dict[int, str]:
     """By id."""
     try:
-        found = msgspec.json.decode(content, type=_TokenizerFile)
-        return dict(_pairs(found))
+        found = dict(_pairs(msgspec.json.decode(content, type=_TokenizerFile)))
+        if not all(0 <= token < MOST_TOKENS for token in found):
+            raise ValueError(f"tokens have numbers from 0 to {MOST_TOKENS - 1}, and one has another")
+        return found
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise ModelLoadError(
             f"The file {directory / 'tokenizer.json'} is no tokenizer of the tokenizers library ({error}); fetch the "
