@@ -51,7 +51,7 @@ class ModelSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     weights_memory: int | None = None
     """Bytes of weights that each rank keeps in memory; the others are read from disk in each step."""
     draft_model: str | None = None
-    """A smaller model of the same vocabulary that proposes tokens, or an EAGLE-3 head; named as a `source`, or `mtp`:
+    """A smaller model that proposes tokens, or an EAGLE-3 head; named as a `source`, or `mtp`:
     the model's own heads. None: there is none, whatever the host's own model has."""
 
 

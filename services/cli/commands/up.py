@@ -74,8 +74,8 @@ def up(
     draft_model: Annotated[
         str,
         typer.Option(
-            help="A smaller model of the same vocabulary, or an EAGLE-3 head, which proposes tokens to the first "
-            "--model; mtp: its own heads for multi-token prediction.",
+            help="A smaller model, best of the same vocabulary, or an EAGLE-3 head, which proposes tokens to the "
+            "first --model; mtp: its own heads for multi-token prediction.",
             metavar="NAME|DIR|FILE.gguf|mtp",
         ),
     ] = "",

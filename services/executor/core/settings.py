@@ -230,8 +230,8 @@ class ExecutorSettings(ModelStoreSettings):
     """Most accepted sequences that wait for a place in the batch; more are refused for the time being. Sequences of
     the batch lane take none of these places from others."""
     draft_model: str = ""
-    """A smaller model of the same vocabulary whose proposals the model checks, several at a time: directory, GGUF file
-    or hub name, also of an EAGLE-3 head of the model; `mtp`: the model's own heads for multi-token prediction. It
+    """A smaller model whose proposals the model checks, several at a time, best of the same vocabulary: directory, GGUF
+    file or hub name, also of an EAGLE-3 head of the model; `mtp`: the model's own heads for multi-token prediction. It
     changes the speed, not how tokens are drawn (docs/performance.md). Empty: none."""
     speculation: str = "auto"
     """Speculative decoding by n-grams (prompt lookup), and by a draft model where there is one, in draft tokens per
