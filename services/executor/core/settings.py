@@ -279,14 +279,18 @@ class ExecutorSettings(ModelStoreSettings):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use once the KV cache is allocated, where `kv_memory` is not set. The
     estimated need of a step is left free in any case."""
+    kv_mapped_memory: int = Field(default=0, ge=0)
+    """Bytes of a file on disk per rank for full KV blocks, those of running sequences too; 0: they lie in memory. The
+    system keeps the parts that were used last in memory, `kv_memory` is what must be there beside the file
+    (docs/long-contexts.md, KV beyond memory). For the native CPU kernels."""
     kv_host_memory: int = Field(default=0, ge=0)
     """Bytes of host memory per rank to which KV blocks of sessions are evicted; 0: none. For GPUs, which pin it at
     start: on a CPU the same bytes are worth more as `kv_memory`."""
     kv_disk_memory: int = Field(default=0, ge=0)
     """Bytes on disk per rank to which KV blocks of sessions are evicted; 0: none."""
     kv_disk_directory: Path | None = None
-    """Where `kv_disk_memory` goes, to files that end with their process; unset: the directory for temporary files,
-    which is no use where that is in memory."""
+    """Where `kv_disk_memory` and `kv_mapped_memory` go, to files that end with their process; unset: the directory for
+    temporary files, which is no use where that is in memory."""
     kv_session_ttl: float = Field(default=900.0, ge=0)
     """Seconds after its last turn during which a session's KV blocks are evicted only after all others; 0: no
     preference."""

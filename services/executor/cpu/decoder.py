@@ -17,6 +17,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.sparse_attention import FIELDS
 from services.executor.core.step_plan import Int32Array, StepPlan
 from services.executor.cpu.adapters import NativeAdapters
+from services.executor.cpu.block_fetching import FetchSteps, disk_reads
 from services.executor.cpu.packed_model import ACTIVATIONS, PackedExperts, PackedLayer, PackedModel
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.kv_cache.store import KvStore
@@ -76,6 +77,9 @@ class NativeDecoder:
         self._experts: list[Experts] = []
         self._recurrent: list[Recurrent] = []
         self._latents: list[Latent] = []
+        self._asked: list[Tensor] = []
+        """uint8 [num_cold, KV heads] of each layer whose full blocks are in a file: `rz_layer.asked`."""
+        self._fetches = FetchSteps()
         self.adapters = NativeAdapters()
         for index, layer in enumerate(packed.layers):
             self._describe_layer(index, layer)
@@ -134,6 +138,7 @@ class NativeDecoder:
         if self._streamer is not None:
             self._streamer.progress = progress
         step.restored = self.restored or None
+        step.fetch = self._fetches.next(disk_reads()) if self._asked else 0
         result = self._library.rz_decoder_forward(self._handle, ctypes.byref(step))
         if result == _RING_LOST:
             raise RingLost("A rank of the ring is gone; the ring is restarted and the request continues.")
@@ -216,6 +221,10 @@ class NativeDecoder:
         into.codec = CODECS["" if codec is None else codec.name]
         into.codes = self._store.codes(layer.page).data_ptr()
         into.scales = None if scales is None else scales.data_ptr()
+        if self._store.is_mapped(layer.page):
+            blocks, _, heads, *_ = self._store.codes(layer.page).shape
+            self._asked.append(torch.zeros((blocks, heads), dtype=torch.uint8))
+            into.asked = self._asked[-1].data_ptr()
         if layer.page in self._store.shape.choosing and not layer.reads_only:
             self._describe_summaries(layer.page, into)
 

@@ -5,7 +5,9 @@ Bytes per block, and blocks per budget:
     hot     every sequence's last block, and what one step fills: as many as the batch may need, no more
     cold    full blocks, compressed: all the rest of the budget
 
-Where no layer is compressed all blocks are hot.
+Where no layer is compressed all blocks are hot. With `kv_mapped_memory` cold ones lie in a file of that size, and the
+budget has beside what is in memory for them (scales, summaries) a window: the pages of a sequence that two layers read,
+the one that is computed and the one that is read ahead.
 
 Of a GPU's memory the KV cache may take what is free once the weights are there, less what steps need.
 
@@ -132,6 +134,7 @@ DEFAULT_CPU_SHARE = 0.25
 DEFAULT_SEQUENCES = 64
 """Full-length sequences beyond which a CPU cache does not grow unless a budget is set."""
 _KV_MEMORY, _CONTEXT = "RYZANSTEIN_KV_MEMORY (--kv-memory)", "RYZANSTEIN_CONTEXT_LENGTH (--context-length)"
+_MAPPED = "RYZANSTEIN_KV_MAPPED_MEMORY (--kv-mapped-memory)"
 SPARE_HOT_BLOCKS = 8
 SNAPSHOT_SLOTS = 8
 """Slots beside those of running sequences, for snapshots that one step makes and the next one moves to blocks."""
@@ -182,6 +185,37 @@ def plan_blocks(
     size, reserved = shape.bytes_per_cold_block, slots * shape.slot_bytes + reserve * shape.bytes_per_block
     cold = plan_num_blocks(size, shape.block_size, context_length, budget_bytes, cap, reserved)
     return BlockCounts(reserve, cold, slots)
+
+
+def plan_mapped_blocks(
+    shape: StoreShape, context_length: int, budget_bytes: int, reserve: int, mapped_bytes: int, slots: int = 0
+) -> BlockCounts:
+    """Blocks of a file of `mapped_bytes`, `MOST_BLOCKS` at most, of which `budget_bytes` of memory hold what does not
+    lie there; the rest as in `plan_blocks`. Pure."""
+    per_sequence = -(-context_length // shape.block_size)
+    cold = min(mapped_bytes // shape.bytes_per_mapped_block, MOST_BLOCKS)
+    if cold < per_sequence:
+        raise ConfigurationError(
+            f"{_MAPPED} is {mapped_bytes} bytes, and one sequence of {context_length} tokens takes "
+            f"{per_sequence * shape.bytes_per_mapped_block}; set it to that or more, or lower {_CONTEXT}."
+        )
+    held = slots * shape.slot_bytes + reserve * shape.bytes_per_block
+    held += cold * (shape.bytes_per_cold_block - shape.bytes_per_mapped_block)
+    window = mapped_window(shape, context_length)
+    if held + window > budget_bytes:
+        raise ConfigurationError(
+            f"The KV cache budget of {budget_bytes} bytes of memory is too small for {cold} KV blocks in a file: they "
+            f"need {held} bytes for what is written and for scales, summaries and slots, and {window} for the layer "
+            f"that is computed and the one that is read meanwhile; set {_KV_MEMORY} to {held + window} bytes or more, "
+            f"or lower {_MAPPED} or {_CONTEXT}."
+        )
+    return BlockCounts(reserve, cold, slots)
+
+
+def mapped_window(shape: StoreShape, context_length: int) -> int:
+    """Bytes of one sequence's blocks that two layers read from the file, at most."""
+    sizes = sorted(shape.mapped_bytes(page) for page in range(shape.num_layers))
+    return -(-context_length // shape.block_size) * sum(sizes[-2:])
 
 
 def plan_slots(shape: StoreShape, budget_bytes: int, max_sequences: int, blocks_bytes: int = 0) -> int:
@@ -390,7 +424,8 @@ def store_shape(
     pages = page_layers(states)
     if not pages:
         pages, codecs = (_pages_of_snapshots(slot, settings.block_size, dtype),), (None,)
-    shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states))
+    is_mapped = settings.kv_mapped_memory > 0
+    shape = StoreShape(settings.block_size, dtype, pages, codecs, slot, choosing_pages(states), is_mapped)
     shape = shape.with_summaries() if settings.sparse_attention else shape
     return shape.followed_by(page_layers(of_draft), codecs_of([kind])[0])
 
@@ -475,14 +510,19 @@ def _blocks_and_slots(
 ) -> BlockCounts:
     """What fits in `budget` bytes, of which blocks are worth `useful` at most."""
     slots = plan_slots(shape, budget, settings.max_sequences, _sequence_bytes(shape, context, reserve))
+    if shape.is_mapped:
+        return plan_mapped_blocks(shape, context, budget, reserve, settings.kv_mapped_memory, slots)
     if useful is not None:
         budget = min(budget, useful + slots * shape.slot_bytes)
     return plan_blocks(shape, context, budget, reserve, cap, slots)
 
 
 def _sequence_bytes(shape: StoreShape, context: int, reserve: int) -> int:
-    """Of the blocks that a store of one sequence of `context` tokens has."""
+    """Memory of the blocks that a store of one sequence of `context` tokens has."""
     blocks = -(-context // shape.block_size)
+    if shape.is_mapped:
+        held = shape.bytes_per_cold_block - shape.bytes_per_mapped_block
+        return blocks * held + reserve * shape.bytes_per_block + mapped_window(shape, context)
     if not shape.moves_full_blocks:
         return blocks * shape.bytes_per_block
     return blocks * shape.bytes_per_cold_block + reserve * shape.bytes_per_block

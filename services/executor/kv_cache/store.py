@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from services.executor.core.layer_state import Pages
+from services.executor.kv_cache.block_memory import MappedFiles, zeros
 from services.executor.kv_cache.codecs import Codec
-from services.executor.kv_cache.state_store import StateStore, zeros
-from services.executor.kv_cache.store_shape import StoreShape
+from services.executor.kv_cache.store_shape import StoreShape, state_bytes
 
 
 class ColdBlocks:
@@ -43,12 +43,17 @@ class ColdBlocks:
         codec: Codec | None,
         num_cold: int,
         device: torch.device,
+        files: MappedFiles | None = None,
     ) -> None:
+        """`files`: where the codes of keys and values lie; None: in memory."""
         self.layers = tuple(layers)
         self.codec = codec
         rows = (len(layers), num_cold, pages.parts, pages.heads)
         dtype = shape.dtype if codec is None else codec.dtype
-        self.codes = zeros((*rows, pages.lines(shape.block_size), pages.width), dtype, device)
+        size = (*rows, pages.lines(shape.block_size), pages.width)
+        self.is_mapped = files is not None and not pages.summary and 0 not in size
+        mapped = files if self.is_mapped else None
+        self.codes = zeros(size, dtype, device) if mapped is None else mapped.zeros(size, dtype)
         self.scales = None if codec is None else zeros(rows, torch.float32, device)
 
     def part(self, first: int, count: int) -> "ColdBlocks | None":
@@ -65,7 +70,9 @@ class ColdBlocks:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """In memory."""
+        codes = 0 if self.is_mapped else self.codes.nbytes
+        return codes + (0 if self.scales is None else self.scales.nbytes)
 
     def put(self, values: Tensor, blocks: Tensor, first: int = 0) -> None:
         """Compresses `values` [layers, n, parts, heads, lines, width], of the layers from `layers[first]` on,
@@ -147,9 +154,12 @@ class KvStore:
         num_cold: int = 0,
         num_slots: int = 0,
         held: "tuple[list[_Layers], list[ColdBlocks]] | None" = None,
+        files: MappedFiles | None = None,
     ):
-        """`held`: another store's tensors, for `part`."""
+        """`held`: another store's tensors, for `part`. `files`: where full blocks lie, on a CPU; None: in memory.
+        Raises `ConfigurationError` where there is no room for them."""
         self.shape = shape
+        self._files = files
         self.num_hot = num_hot
         self.num_cold = num_cold
         self.device = device
@@ -173,7 +183,7 @@ class KvStore:
             codecs = {layer: shape.codec(layer) for layer in layers}
             for codec in dict.fromkeys(codecs.values()):
                 alike = [layer for layer in layers if codecs[layer] is codec]
-                cold.append(ColdBlocks(alike, pages, shape, codec, self.num_cold, self.device))
+                cold.append(ColdBlocks(alike, pages, shape, codec, self.num_cold, self.device, self._files))
         return groups, cold
 
     def part(self, first: int, count: int) -> "KvStore":
@@ -194,7 +204,8 @@ class KvStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space; on a CPU, memory is taken only as blocks are first written."""
+        """Bytes of address space without what is mapped; on a CPU, memory is taken only as blocks are first
+        written."""
         hot = sum(group.hot.nbytes for group in self._groups)
         slots = 0 if self.states is None else self.states.nbytes
         return hot + sum(cold.nbytes for cold in self._cold) + slots
@@ -229,6 +240,10 @@ class KvStore:
         """float32 [num_cold, parts, heads], as `hot`: value = code * scale. None without a codec."""
         cold, position = self._places[layer]
         return None if cold.scales is None else cold.scales[position]
+
+    def is_mapped(self, layer: int) -> bool:
+        """Whether `codes` are in a file, and come to memory as they are read."""
+        return self._places[layer][0].is_mapped
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -439,6 +454,48 @@ class KvStore:
         if self._scratch.numel() < rows * width:
             self._scratch = torch.empty(rows * width, dtype=self.shape.dtype, device=self.device)
         return self._scratch[: rows * width].view(rows, width)
+
+
+class StateStore:
+    """One rank's recurrent state: a slot for each running sequence, and some for snapshots.
+
+        slot    [ layer 0: convolution window | recurrent state || layer 1: ... ]     tensors from multiples of 64 bytes
+        tensor  [num_slots, *shape], a view with the slot's bytes between one sequence's and the next one's
+
+    Which sequence has which slot is the leader's to decide, as with blocks; the plan says where each of its sequences
+    is. The tensors never move: kernels may hold pointers to them.
+    """
+
+    def __init__(self, shape: StoreShape, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._raw = zeros((num_slots, shape.slot_bytes), torch.uint8, device)
+        self._layers: list[dict[str, Tensor]] = []
+        offset = 0
+        for layer in shape.slot:
+            tensors = {}
+            for tensor in layer:
+                dtype = torch.float32 if tensor.fp32 else shape.dtype
+                end = offset + tensor.size * dtype.itemsize
+                tensors[tensor.name] = self._raw[:, offset:end].view(dtype).view(num_slots, *tensor.shape)
+                offset += state_bytes(tensor, shape.dtype)
+            self._layers.append(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return self._raw.nbytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """From one slot to the next."""
+        return self._raw.shape[1]
+
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """Of the `layer`-th of the layers that keep recurrent state, by name: [num_slots, *shape] each."""
+        return self._layers[layer]
+
+    def content(self, slot: int) -> Tensor:
+        """A view of all bytes of `slot`: uint8 [slot bytes]."""
+        return self._raw[slot]
 
 
 def _raw(tensor: Tensor) -> Tensor:

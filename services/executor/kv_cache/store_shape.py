@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from services.executor.core.layer_state import Pages, StateTensor
+from services.executor.kv_cache.block_memory import CACHE_LINE
 from services.executor.kv_cache.codecs import Codec
 from shared.errors import ConfigurationError
 
-CACHE_LINE = 64
-"""Where tensors begin in host memory, so that kernels load whole lines."""
 FORMAT_VERSION = 1
 """Of the bytes of a block: a release that lays them out in another way raises it."""
 
@@ -34,6 +33,8 @@ class StoreShape:
     """What a sequence's slot holds, layer by layer; empty: the model keeps no recurrent state."""
     choosing: tuple[int, ...] = ()
     """Page layers of which a request may choose what is read (`core/sparse_attention.py`)."""
+    is_mapped: bool = False
+    """Whether full blocks lie in a mapped file, all but their scales and summaries (`block_memory.py`)."""
 
     def __post_init__(self) -> None:
         if len(self.codecs) not in (0, self.num_layers):
@@ -114,9 +115,10 @@ class StoreShape:
 
     @property
     def moves_full_blocks(self) -> bool:
-        """Whether full blocks are copied to ids of their own (cold): compressed, or, as they are, because snapshots of
-        slots lie among them, whose bytes must never be read as keys and values of a block that is partly written."""
-        return self.compresses or self.slot_bytes > 0
+        """Whether full blocks are copied to ids of their own (cold): compressed, or, as they are, to a mapped file or
+        because snapshots of slots lie among them, whose bytes must never be read as keys and values of a block that is
+        partly written."""
+        return self.compresses or self.slot_bytes > 0 or self.is_mapped
 
     def codec(self, layer: int) -> Codec | None:
         return self.codecs[layer] if self.codecs else None
@@ -157,6 +159,11 @@ class StoreShape:
         return sum(self.cold_bytes(page) for page in range(self.num_layers))
 
     @property
+    def bytes_per_mapped_block(self) -> int:
+        """Of them, those that lie in the file where full blocks are mapped."""
+        return sum(self.mapped_bytes(page) for page in range(self.num_layers))
+
+    @property
     def bytes_per_spilled_block(self) -> int:
         """Bytes of a full block over all layers in its last format, in which it is spilled."""
         return self.bytes_per_cold_block if self.moves_full_blocks else self.bytes_per_block
@@ -173,6 +180,14 @@ class StoreShape:
         if codec is None:
             return values * self.dtype.itemsize
         return values * codec.dtype.itemsize + pages.rows * torch.float32.itemsize
+
+    def mapped_bytes(self, page: int) -> int:
+        """Bytes of one full block in page layer `page` that lie in the file."""
+        pages, codec = self.pages[page], self.codec(page)
+        itemsize = (self.dtype if codec is None else codec.dtype).itemsize
+        return (
+            pages.values_per_block(self.block_size) * itemsize if self.is_mapped and not pages.summary else 0
+        )
 
 
 def _described(pages: Pages) -> str:

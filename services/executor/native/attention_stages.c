@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "codec.h"
+#include "fetch.h"
 #include "latent.h"
 #include "sparse.h"
 
@@ -167,9 +168,12 @@ static void attend_task(void *argument, long task, long next, int thread)
     const attention *job = argument;
     const rz_workspace *space = &job->decoder->space;
     const rz_attention_part *part = part_of_layer(job, task);
-    if (part)
-        rz_attend(&job->shape, &job->cache, part, part_of_layer(job, next),
-                  space->scratch + space->scratch_piece * (size_t)thread);
+    if (!part)
+        return;
+    rz_attend(&job->shape, &job->cache, part, part_of_layer(job, next),
+              space->scratch + space->scratch_piece * (size_t)thread);
+    if (job->layer->asked) /* what a disk gives takes its time, and is progress */
+        atomic_fetch_add_explicit(job->decoder->step->progress, 1, memory_order_relaxed);
 }
 
 /* The partial results of one tile: part after part, each [rows * heads][value_dim + 2]. */
@@ -294,6 +298,7 @@ int rz_attend_rows(rz_decoder *decoder, int thread, const rz_layer *layer)
         .cache = rz_cache_of(layer),
         .place = layer->chooses ? (int)(layer - model->layer) : -1,
     };
+    rz_fetch_ahead(decoder, thread, layer);
     if (model->wide_norms && layer->query_norm) { /* delta is free: what it held is in the residual */
         rz_run_stage(decoder, thread, RZ_PLACE, decoder->step->tokens, square_heads_task, &job);
         if (!rz_sum_over_ranks(decoder, thread, decoder->space.delta, 2))

@@ -173,6 +173,9 @@ typedef struct {
     /* [blocks, 2, kv_heads, key_dim]: mean and deviation of each block's keys, see sparse.h; NULL: there are none */
     void *summaries, *cold_summaries;
     int64_t chooses; /* rows may read some of the blocks before them only */
+    /* [num_cold, kv_heads], where `codes` are in a mapped file: the step that has asked for them last, see fetch.h; or
+     * NULL */
+    uint8_t *asked;
 } rz_layer;
 
 /* A KV head that this rank and one of its neighbours hold: which of them attends is decided row by row
@@ -281,6 +284,8 @@ typedef struct {
     int64_t num_sparse;
     const _Atomic int64_t *restored; /* layers, from the first on, whose blocks are all there: it grows, and each layer
                                       * waits for its own; NULL: all are */
+    int64_t fetch;           /* the step's number among those that ask for blocks ahead, 1 to 255 and then 1 again; 0: all
+                              * blocks are in memory */
 } rz_step;
 
 /* Bytes of linear, layer, model, step, codes, experts, recurrent, latent, adapted and low rank. Whoever fills them asks whether theirs are these. */

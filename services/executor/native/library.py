@@ -202,6 +202,7 @@ class Layer(ctypes.Structure):
         ("summaries", c_void_p),
         ("cold_summaries", c_void_p),
         ("chooses", c_int64),
+        ("asked", c_void_p),
     ]
 
 
@@ -297,6 +298,7 @@ class Step(ctypes.Structure):
         ("sparse", c_void_p),
         ("num_sparse", c_int64),
         ("restored", c_void_p),
+        ("fetch", c_int64),
     ]
 
 

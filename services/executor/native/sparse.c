@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "attention_stages.h"
+#include "fetch.h"
 
 enum {
     SCORED = 128,        /* blocks that one task scores */
@@ -329,6 +330,7 @@ static void gather_table_task(void *argument, long task, long next, int thread)
     }
     for (int i = choice->recent; i <= choice->own; i++)
         *to++ = table[i];
+    rz_fetch_chosen(job->decoder, job->layer, choice->chosen + (long)head * choice->length, choice->length, head);
 }
 
 void rz_choose_blocks(rz_decoder *decoder, int thread, const rz_layer *layer, const rz_attention_plan *plan)

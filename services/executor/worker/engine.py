@@ -5,6 +5,8 @@ leader   plan ──▶ plan channel ──▶ followers
          logits ──▶ sampler ──▶ tokens
 """
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,16 +34,19 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
+from services.executor.cpu.block_fetching import measure_disk
 from services.executor.gpu.device import bind_to_numa_node, choose_device, watch_device
 from services.executor.gpu.offload import DeviceSpill
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
+from services.executor.kv_cache.block_memory import MappedFiles
 from services.executor.kv_cache.capacity import (
     BlockCounts,
     SpillCounts,
     agree_on_slots,
     blocks_of_a_snapshot,
+    mapped_window,
     plan_store,
 )
 from services.executor.kv_cache.offload import SpillStore
@@ -331,6 +336,7 @@ class RingMember:
         progress: ProgressCallback,
     ) -> "RingMember":
         """Reads this rank's weights and makes its KV store; all ranks end up with equally many blocks."""
+        _check_mapped(settings, device.type == "cpu")
         laps, directory = LoadTimings(), where.model
         adopt_loggers()  # of torch, which is loaded by now
         if device.type == "cuda":
@@ -355,6 +361,7 @@ class RingMember:
         share = load_share(settings, spec, directory, device, collectives, report)
         facts = share.facts
         _check_sparse(settings, facts.states)
+        _check_mapped(settings, share.reads_compressed)
         context = context_of(settings, facts.context_length, facts.rotary.longest)
         drafting = load_draft(settings, spec, where, device, collectives, share, context)
         laps.over("weights")
@@ -420,6 +427,15 @@ def _check_sparse(settings: ExecutorSettings, states: LayerStates) -> None:
         )
 
 
+def _check_mapped(settings: ExecutorSettings, computes: bool) -> None:
+    """Raises `ConfigurationError` where KV blocks are to lie in a file and what `computes` reads none there."""
+    if settings.kv_mapped_memory and not (computes and hasattr(os, "posix_fallocate")):
+        raise ConfigurationError(
+            "--kv-mapped-memory is for models that the native CPU kernels compute, on Linux (docs/performance.md); "
+            "leave it out."
+        )
+
+
 def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[str, Any]]":
     """What the decoder in `directory` does beside generating, or in its place: its classification head, and fields of
     an `EngineSpec`. Raises `ModelLoadError`."""
@@ -454,6 +470,8 @@ class _Storage(NamedTuple):
     own_store: KvStore
     """The page layers of the model that is served: all but its draft model's."""
     spill: SpillStore | DeviceSpill
+    window: int
+    """Bytes of memory that mapped blocks have at least."""
 
     @classmethod
     def make(
@@ -481,11 +499,22 @@ class _Storage(NamedTuple):
         slots = agree_on_slots(shape, settings, device, collectives)
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
-        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.slots)
+        files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
+        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.slots, files=files)
+        window = mapped_window(shape, context) if files is not None else 0
+        if files is not None:
+            log.info(
+                "kv_blocks_mapped",
+                directory=str(settings.kv_disk_directory or tempfile.gettempdir()),
+                file_bytes=files.nbytes,
+                memory_bytes=store.nbytes,
+                window_bytes=window,
+                disk_rate=round(measure_disk(files.files[0])),
+            )
         store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
         behind = len(page_layers(of_draft))
         own_store = store.part(0, shape.num_layers - behind) if behind else store
-        return cls(shape, blocks, slots, store, own_store, spill)
+        return cls(shape, blocks, slots, store, own_store, spill, window)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -496,7 +525,7 @@ class _Storage(NamedTuple):
             "num_disk": self.slots.disk,
             "copies_per_step": self.slots.copies_per_step,
             "kv_block_bytes": self.shape.bytes_per_spilled_block,
-            "kv_bytes": self.store.nbytes,
+            "kv_bytes": self.store.nbytes + self.window,
             "num_states": self.blocks.slots,
             "state_blocks": self.store.blocks_per_snapshot,
         }

@@ -36,6 +36,8 @@
 #define rz_expand_blocks RZ_OF_LEVEL(rz_expand_blocks)
 #define rz_expand_bytes RZ_OF_LEVEL(rz_expand_bytes)
 #define rz_expansion_of RZ_OF_LEVEL(rz_expansion_of)
+#define rz_fetch_ahead RZ_OF_LEVEL(rz_fetch_ahead)
+#define rz_fetch_chosen RZ_OF_LEVEL(rz_fetch_chosen)
 #define rz_first_of_tail RZ_OF_LEVEL(rz_first_of_tail)
 #define rz_free_adapters RZ_OF_LEVEL(rz_free_adapters)
 #define rz_free_tail RZ_OF_LEVEL(rz_free_tail)
@@ -109,6 +111,7 @@
 #include "../codec.c"
 #include "../decoder.c"
 #include "../experts.c"
+#include "../fetch.c"
 #include "../float_codes.c"
 #include "../gemm.c"
 #include "../largest.c"

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from services.executor.core.layer_state import choosing_pages, page_layers
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.kv_cache.block_memory import MappedFiles, file_system
 from services.executor.kv_cache.codecs import Codec
 from services.executor.kv_cache.offload import SpillStore
 from services.executor.kv_cache.store import KvStore
@@ -42,6 +44,12 @@ SLOTS = 40
 """Spill slots in host memory."""
 STATES = 6
 """Slots of recurrent state, where the model keeps any: of three sequences and some snapshots."""
+
+
+def needs_disk(directory: Path) -> None:
+    """Skips the test where `directory` is in memory."""
+    if file_system(directory.stat().st_dev) in ("tmpfs", "ramfs"):
+        pytest.skip("temporary files are in memory")
 
 
 class Said(NamedTuple):
@@ -80,11 +88,14 @@ class Ranks:
         world_size: int,
         *,
         summaries: bool = False,
+        mapped: bool = False,
     ) -> None:
+        """`mapped`: full blocks lie in files beside the model."""
         config = load_config(directory)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
         self.block_size, self.hot = block_size, hot
         self._plans: list[queue.Queue[StepPlan | None]] = []
+        self.files: list[MappedFiles] = []
         area = make_area(world_size, 2) if world_size > 1 else None
 
         def runner(collectives: Collectives) -> ModelRunner:
@@ -93,10 +104,14 @@ class Ranks:
             states = layer_states(config, layout)
             slot = tuple(state.slot for state in states if state.slot)
             choosing = choosing_pages(states)
-            shape = StoreShape(block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing)
+            shape = StoreShape(
+                block_size, torch.bfloat16, page_layers(states), tuple(codecs), slot, choosing, mapped
+            )
             shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
-            store = KvStore(shape, hot, CPU, cold, STATES if slot else 0)
+            files = MappedFiles(directory) if mapped else None
+            store = KvStore(shape, hot, CPU, cold, STATES if slot else 0, files=files)
+            self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
             made = make_runner(model, store, layout, collectives, CPU, 2, spill)
             assert made.is_native
@@ -217,6 +232,9 @@ class ExactRing:
             return None
 
     def _execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
+        for files in self._ranks.files:
+            if self._rng.random() < 0.1:
+                files.drop()
         logits = self._ranks.forward(plan)
         found = Sampler().sample(logits, states)
         tokens, rows = as_int32(plan.token_ids), as_int32(plan.sample_rows).tolist()

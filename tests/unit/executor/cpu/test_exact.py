@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.native.library import why_not
 from shared.messages import GenerationRequest, SamplingParams, SparseAttention
-from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said
+from tests.unit.executor.cpu.exact_ring import Cuts, ExactRing, Ranks, Said, needs_disk
 from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -31,6 +31,8 @@ class Case(NamedTuple):
     outputs: int
     sparse: SparseAttention | None = None
     """What most of its requests ask for."""
+    mapped: bool = False
+    """Full blocks lie in files, which leave memory now and then."""
 
 
 PAGES = SparseAttention(threshold=12, sinks=5, recent=7, budget=8, share=0.25, dense_layers=1)
@@ -96,6 +98,11 @@ CASES = {
     "sinks": Case({**SMALL, "sliding_window": 10}, "gemma2", [INT8] * 3, 4, 1, (9, 33, 60), 24, WINDOW),
     "sparse beside states": Case(RECURRENT, "qwen3_5_text", [INT8], 4, 1, (40, 70), 24, PAGES),
     "sparse on three ranks": Case(SMALL, "llama", [INT8, None, INT8], 4, 3, (9, 33, 60), 24, PAGES),
+    "mapped": Case(SMALL, "llama", [INT8, FP8, None], 4, 1, (9, 33, 60), 24, mapped=True),
+    "sparse and mapped": Case(SMALL, "llama", [INT8] * 3, 4, 1, (9, 33, 60), 24, PAGES, mapped=True),
+    "sparse and mapped as written on two ranks": Case(
+        SMALL, "llama", [None] * 3, 4, 2, (9, 33, 60), 24, PAGES, mapped=True
+    ),
     "sparse over parts": Case(
         {**SMALL, "max_position_embeddings": 1400, "num_hidden_layers": 2},
         "llama",
@@ -131,8 +138,17 @@ TAKE_LONG = (
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     case = CASES[request.param]
     directory = make_model(Path(tmp_path_factory.mktemp("model")), case.model_type, **case.model)
+    if case.mapped:
+        needs_disk(directory)
     ranks = Ranks(
-        directory, case.codecs, case.block_size, 160, 400, case.world_size, summaries=bool(case.sparse)
+        directory,
+        case.codecs,
+        case.block_size,
+        160,
+        400,
+        case.world_size,
+        summaries=bool(case.sparse),
+        mapped=case.mapped,
     )
     requests = list(_requests(case))
     alone = ExactRing(ranks, ALONE)

@@ -134,6 +134,38 @@ def test_what_the_error_asks_for_is_enough(states: LayerStates, kv_memory: int) 
         check(states, kv_memory=int(found[1]) - 1, **sizes)
 
 
+def test_blocks_in_a_file_take_memory_for_what_is_read_at_once() -> None:
+    """Full blocks lie in the file; in memory are those that are written, scales, and a window of two layers."""
+    states = (attention(2, 64),) * 4
+    few = {"max_sequences": 1, "max_batch_tokens": 16, "kv_dtype": "int8"}
+    block, blocks = 4 * 2 * 2 * 16 * 64, 200
+    reserve = hot_reserve(1, 16, 16)
+    window, scales = 64 * block // 2, blocks * 4 * 2 * 2 * 4
+    least = reserve * block * 2 + scales + window
+    settings = load_settings(ExecutorSettings, kv_memory=least, kv_mapped_memory=blocks * block + 1, **few)
+    shape, counts = plan_store(settings, states, torch.bfloat16, True, 1024, CPU, SingleRank())
+    assert counts == BlockCounts(reserve, blocks)
+    assert shape.is_mapped
+    assert capacity.mapped_window(shape, 1024) == window
+    with pytest.raises(
+        ConfigurationError, match=rf"budget of {least - 1} bytes .* and {window} for .* to {least} "
+    ):
+        check(states, kv_memory=least - 1, kv_mapped_memory=blocks * block, **few)
+    with pytest.raises(ConfigurationError, match=rf"MAPPED_MEMORY .* takes {64 * block}; set it to that"):
+        check(states, kv_memory=least, kv_mapped_memory=64 * block - 1, **few)
+
+
+def test_slots_lie_in_memory_beside_a_file() -> None:
+    sizes = {"kv_mapped_memory": 64 << 20, "max_sequences": 4, "max_batch_tokens": 64}
+    with pytest.raises(ConfigurationError) as refused:
+        check(MIXED, kv_memory=1 << 20, **sizes)
+    found = re.search(
+        r"state of one sequence .* set RYZANSTEIN_KV_MEMORY .* to (\d+) bytes", str(refused.value)
+    )
+    assert found is not None
+    check(MIXED, kv_memory=int(found[1]), **sizes)
+
+
 def test_what_some_dtype_of_blocks_can_hold_is_not_refused() -> None:
     """int8 needs half the bytes of bf16, and blocks for what a step fills besides."""
     few = {"max_sequences": 1, "max_batch_tokens": 16}
