@@ -2,15 +2,17 @@
 
 Restored blocks    steps that bring a sequence's keys and values back from disk, before the forward pass and beside it
 Streamed weights   tokens/s of one sequence with parts of the weights in memory, beside what the disk allows
+Mapped blocks      steps of sparse attention (`pages`) whose blocks lie in a file: all of it in memory, or none
 
-One rank, the native kernels. Both read from the disk itself: what a step has read leaves the page cache behind it.
+One rank, the native kernels. All read from the disk itself: what a step has read leaves the page cache behind it.
 """
 
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,13 +21,19 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.kv_decode import Long
 from benchmarks.engine.steps import BLOCK, Decode, decode_plan, load_one_rank
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.cpu.block_fetching import FetchSteps, disk_reads
+from services.executor.kv_cache.block_memory import MappedFiles
+from shared.messages import SparseAttention
 
 if TYPE_CHECKING:
     from services.executor.worker.runner import ModelRunner
     from services.executor.worker.weights import Share
 
+_SECTOR = 512
+"""Bytes of what the system counts as one block that was read."""
 SHARES = (0.75, 0.5, 0.25)
 """Of the weights, in memory."""
 CONTEXT = 128
@@ -88,6 +96,57 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
             found.append(timed(disk.forget, lambda: runner.forward(restoring), rounds))  # noqa: B023
         table.add_row(name, *(f"{seconds * 1e3:.1f}" for seconds in found))
     disk.close()
+    return table
+
+
+# --- mapped blocks -------------------------------------------------------------------------------
+
+
+class _Quiet(FetchSteps):
+    """No step asks for anything."""
+
+    def next(self, read: int) -> int:
+        return 0
+
+
+class _Asking(FetchSteps):
+    """Each step does."""
+
+    def next(self, read: int) -> int:
+        return super().next(self._read + 1)
+
+
+def measure_pages(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Table:
+    """Milliseconds of steps of one sequence of `tokens` tokens, and what each reads from disk."""
+    sparse = SparseAttention()
+    if tokens <= sparse.threshold:
+        sparse = structs.replace(sparse, threshold=tokens // 4, recent=tokens // 8, budget=tokens // 8)
+    table = Table(f"blocks of {tokens:,} tokens", "ms", "MB read a step")
+
+    def add(name: str, long: Long, before: Callable[[], object], tokens_of_steps: Iterable[int]) -> None:
+        coming = iter(tokens_of_steps)
+        read = disk_reads()
+        seconds = timed(before, lambda: long.forward(tokens, next(coming)), rounds)
+        megabytes = (disk_reads() - read) * _SECTOR / rounds / 1e6
+        table.add_row(name, f"{seconds * 1e3:.1f}", f"{megabytes:.1f}")
+
+    in_memory = Long(directory, threads, tokens, sparse)
+    in_memory.forward(tokens, 0)
+    add("in memory", in_memory, lambda: None, repeat(0))
+    del in_memory
+    files = MappedFiles(scratch)
+    mapped = Long(directory, threads, tokens, sparse, files)
+    native = mapped.runner.native
+    assert native is not None, "the native kernels compute it"
+    files.drop()
+    mapped.forward(tokens, 0)
+    native._fetches = _Quiet()  # noqa: SLF001
+    add("in a file, in memory", mapped, lambda: None, repeat(0))
+    add("on disk, page faults alone", mapped, files.drop, repeat(0))
+    native._fetches = _Asking()  # noqa: SLF001
+    mapped.forward(tokens, 0)
+    add("on disk, asked for ahead", mapped, files.drop, repeat(0))
+    add("on disk, other pages in each step", mapped, files.drop, count(1))
     return table
 
 
@@ -162,6 +221,9 @@ def _speed(share: "Share", threads: int, rounds: int) -> float:
 def main(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     tokens: Annotated[int, typer.Option(help="Tokens whose blocks are restored.", min=2 * BLOCK)] = 2048,
+    context: Annotated[
+        int, typer.Option(help="Tokens of the sequence whose blocks are mapped.", min=8 * BLOCK)
+    ] = 65536,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 10,
     scratch: Annotated[Path | None, typer.Option(help="A directory on the disk that is measured.")] = None,
@@ -172,6 +234,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         console = Console()
         console.print(measure_restores(model, Path(place), tokens, threads, rounds))
+        console.print(measure_pages(model, Path(place), context, threads, rounds))
         console.print(measure_weights(model, Path(place), threads, rounds))
 
 

@@ -25,6 +25,7 @@ from benchmarks.random_model import LlamaShape, write_llama
 from services.executor.core.settings import BlockDType
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
+from services.executor.kv_cache.block_memory import MappedFiles
 from shared.messages import SparseAttention
 
 KINDS: tuple[BlockDType, ...] = ("bf16", "int8", "fp8")
@@ -64,11 +65,19 @@ def make_step(
 class Long:
     """Steps of one sequence over int8 blocks of random content, up to `longest` tokens."""
 
-    def __init__(self, directory: Path, threads: int, longest: int, sparse: SparseAttention) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        threads: int,
+        longest: int,
+        sparse: SparseAttention,
+        files: MappedFiles | None = None,
+    ) -> None:
+        """`files`: where the blocks lie; None: in memory."""
         self._blocks = -(-longest // BLOCK)
         self._sparse = to_bytes(list(Choice.of(sparse)))
         self.runner, self.store = load_one_rank(
-            directory, "bf16", threads, self._blocks, "int8", summaries=True
+            directory, "bf16", threads, self._blocks, "int8", summaries=True, files=files
         )
         for cold in self.store.cold_layers():
             if cold.scales is None:
@@ -89,6 +98,11 @@ class Long:
         shape = self.store.shape
         pages = [at for at, page in enumerate(shape.pages) if not page.summary]
         return sum(shape.cold_bytes(page) for page in pages) * (tokens // BLOCK)
+
+    def forward(self, context: int, token: int) -> None:
+        """A sparse step of a context of so many tokens, the last of them `token`."""
+        plan = compressed(decode_plan(1, context), self._blocks)
+        self.runner.forward(structs.replace(plan, token_ids=to_bytes([token]), sparse=self._sparse))
 
     def steps(self, context: int) -> dict[str, Callable[[], float]]:
         """Each returns the milliseconds of a step, `attend` those of the dense step's attention."""

@@ -22,6 +22,7 @@ from services.executor.supervisor.rank_process import SPIN_COUNT
 
 if TYPE_CHECKING:
     from services.executor.core.settings import BlockDType
+    from services.executor.kv_cache.block_memory import MappedFiles
     from services.executor.kv_cache.store import KvStore
     from services.executor.model.weight_formats import WeightCodec
     from services.executor.worker.runner import ModelRunner
@@ -41,9 +42,11 @@ def load_one_rank(
     weights: "WeightCodec | None" = None,
     *,
     summaries: bool = False,
+    files: "MappedFiles | None" = None,
 ) -> "tuple[ModelRunner, KvStore]":
     """A runner and its store of `num_blocks` hot blocks, and as many cold ones unless `kind` is bf16; its weights
     quantized where `weights` says how. `summaries`: with those that sparse attention chooses pages by.
+    `files`: where the cold blocks lie.
 
     `dtype_name`: bf16 or fp32.
     """
@@ -69,7 +72,12 @@ def load_one_rank(
     settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
     store = KvStore(
-        shape, num_blocks, device, 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
+        shape,
+        num_blocks,
+        device,
+        0 if kind == "bf16" else num_blocks,
+        SLOTS if shape.slot else 0,
+        files=files,
     )
     return make_runner(model, store, layout, SingleRank(), device, threads), store
 

@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.beyond_memory import measure_restores, measure_weights
+from benchmarks.engine.beyond_memory import measure_pages, measure_restores, measure_weights
 from services.executor.native.library import why_not
+from tests.unit.executor.cpu.exact_ring import needs_disk
 from tests.unit.executor.model.tiny import make_model
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -28,6 +29,17 @@ def test_restores_before_and_beside(tmp_path: Path) -> None:
         for line in lines
         if "'s" in line
     ] == [3, 3]
+
+
+def test_pages_in_a_file(tmp_path: Path) -> None:
+    needs_disk(tmp_path)
+    model = make_model(tmp_path / "model", "llama", head_dim=32, num_hidden_layers=3)
+    lines = shown(measure_pages(model, tmp_path / "disk", 512, 1, 1))
+    kinds = ("in memory", "in a file, in memory", "page faults alone", "asked for ahead", "other pages")
+    read = {
+        kind: float(line.split("│")[3]) for kind in kinds for line in lines if kind in line.split("│")[1:2][0]
+    }
+    assert [*read] == [*kinds]
 
 
 def test_weights_in_part(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""A group whose KV blocks lie in a file: the same text as with all of them in memory, and a disk that fails costs a
+ring, nothing else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.executor.native.library import why_not
+from shared.config import CommonSettings
+from shared.messages import GenerationRequest, Heartbeat, SamplingParams, SparseAttention
+from shared.nats.bus import Bus
+from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
+from tests.unit.executor.cpu.exact_ring import needs_disk
+from tests.unit.executor.model.tiny import make_model
+from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
+
+PAGES = SparseAttention(threshold=64, sinks=8, recent=16, budget=32, share=0.0, dense_layers=1)
+MEMORY = {"file": "2097152", "memory": "0"}
+"""Bytes of the file, by group."""
+
+
+def requests_of(group: str, again: bool = False) -> list[GenerationRequest]:
+    """Two that read all, and two that choose; `again`: the same under other names."""
+    found = []
+    for number, sparse in enumerate((None, PAGES, None, PAGES)):
+        sampling = SamplingParams(temperature=1.0, seed=number)
+        one = request_of(group, number + 4 * again, 1, max_tokens=24, sampling=sampling, sparse=sparse)
+        one.prompt[:] = [3 + (number * 31 + at * 7) % (VOCABULARY - 3) for at in range(300 + number)]
+        found.append(one)
+    return found
+
+
+def cut_files(house: Rings, group: str) -> int:
+    """The blocks of the group's ranks are nowhere any more, as on a disk that has failed; returns how many files."""
+    beats = house.processes[group].beats
+    beat = next(beat.group for beat in reversed(beats) if beat.group is not None and beat.group.ranks)
+    cut = 0
+    for rank in beat.ranks:
+        for link in Path(f"/proc/{rank.pid}/fd").iterdir():
+            if "ryzanstein-kv-" in str(link.readlink()):
+                os.truncate(link, 0)
+                cut += 1
+    return cut
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One for the native kernels."""
+    needs_disk(tmp_path)
+    sizes = {"head_dim": 32, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
+    directory = make_model(tmp_path / "model", "llama", vocab_size=VOCABULARY, **sizes)
+    for name, content in tiny_files().items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def names_in(directory: Path) -> list[str]:
+    return [file.name for file in directory.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+async def test_a_group_reads_blocks_from_a_file_and_outlives_it(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, model: Path
+) -> None:
+    disk, texts = tmp_path / "disk", {}
+    async with rings(bus, nats_settings, tmp_path) as house:
+        for group, size in MEMORY.items():
+            own = ("--tp", "2", "--collectives", "shm", "--dtype", "bf16", "--sparse-attention", "true")
+            own += ("--kv-mapped-memory", size, "--kv-disk-directory", str(disk), "--max-sequences", "4")
+            await house.begin(group, model, *own, "--max-batch-tokens", "64", memory=8 << 20)
+            await house.ready(group, timeout=90)
+            await house.hand_in(group, requests_of(group))
+            texts[group] = await house.texts(requests_of(group))
+        assert texts["file"] == texts["memory"]
+        assert all(tokens for tokens, _ in texts["file"])
+        assert not names_in(disk), "a file that has a name outlives its process"
+        assert "kv_blocks_mapped" in house.processes["file"].log.read_text()
+
+        process = house.processes["file"]
+        epoch = max(beat.group.epoch for beat in process.beats if beat.group is not None)
+        assert cut_files(house, "file") == 2
+        await house.hand_in("file", requests_of("file", again=True))
+
+        def is_back(beat: Heartbeat) -> bool:
+            return beat.group is not None and beat.group.state == "ready" and beat.group.epoch > epoch
+
+        await process.wait_for(is_back, timeout=90)
+        assert "SIGBUS" in process.log.read_text()
+        later = requests_of("file", again=True)
+        for one in later:
+            one.generation_id += "-again"
+        await house.hand_in("file", later)
+        assert await house.texts(later) == texts["file"]
