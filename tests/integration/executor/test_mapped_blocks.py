@@ -1,6 +1,7 @@
 """A group whose KV blocks lie in a file: the same text as with all of them in memory, and a disk that fails costs a
 ring, nothing else."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from services.executor.native.library import why_not
 from shared.config import CommonSettings
+from shared.errors import RyzansteinError
 from shared.messages import GenerationRequest, Heartbeat, SamplingParams, SparseAttention
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, VOCABULARY, Rings, request_of, rings
@@ -20,12 +22,12 @@ MEMORY = {"file": "2097152", "memory": "0"}
 """Bytes of the file, by group."""
 
 
-def requests_of(group: str, again: bool = False) -> list[GenerationRequest]:
-    """Two that read all, and two that choose; `again`: the same under other names."""
+def requests_of(group: str, first: int = 0) -> list[GenerationRequest]:
+    """Two that read all, and two that choose; with another number of the `first` the same under other names."""
     found = []
     for number, sparse in enumerate((None, PAGES, None, PAGES)):
         sampling = SamplingParams(temperature=1.0, seed=number)
-        one = request_of(group, number + 4 * again, 1, max_tokens=24, sampling=sampling, sparse=sparse)
+        one = request_of(group, first + number, 1, max_tokens=24, sampling=sampling, sparse=sparse)
         one.prompt[:] = [3 + (number * 31 + at * 7) % (VOCABULARY - 3) for at in range(300 + number)]
         found.append(one)
     return found
@@ -35,13 +37,13 @@ def cut_files(house: Rings, group: str) -> int:
     """The blocks of the group's ranks are nowhere any more, as on a disk that has failed; returns how many files."""
     beats = house.processes[group].beats
     beat = next(beat.group for beat in reversed(beats) if beat.group is not None and beat.group.ranks)
-    cut = 0
+    cut = set()
     for rank in beat.ranks:
         for link in Path(f"/proc/{rank.pid}/fd").iterdir():
             if "ryzanstein-kv-" in str(link.readlink()):
                 os.truncate(link, 0)
-                cut += 1
-    return cut
+                cut.add(link.readlink())
+    return len(cut)
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ async def test_a_group_reads_blocks_from_a_file_and_outlives_it(
     disk, texts = tmp_path / "disk", {}
     async with rings(bus, nats_settings, tmp_path) as house:
         for group, size in MEMORY.items():
-            own = ("--tp", "2", "--collectives", "shm", "--dtype", "bf16", "--sparse-attention", "true")
+            own = ("--tp", "2", "--collectives", "shm", "--dtype", "bf16", "--sparse-attention")
             own += ("--kv-mapped-memory", size, "--kv-disk-directory", str(disk), "--max-sequences", "4")
             await house.begin(group, model, *own, "--max-batch-tokens", "64", memory=8 << 20)
             await house.ready(group, timeout=90)
@@ -81,15 +83,12 @@ async def test_a_group_reads_blocks_from_a_file_and_outlives_it(
         process = house.processes["file"]
         epoch = max(beat.group.epoch for beat in process.beats if beat.group is not None)
         assert cut_files(house, "file") == 2
-        await house.hand_in("file", requests_of("file", again=True))
+        with contextlib.suppress(RyzansteinError):  # what it says may be lost with it
+            await house.hand_in("file", requests_of("file", 4))
 
         def is_back(beat: Heartbeat) -> bool:
             return beat.group is not None and beat.group.state == "ready" and beat.group.epoch > epoch
 
         await process.wait_for(is_back, timeout=90)
-        assert "SIGBUS" in process.log.read_text()
-        later = requests_of("file", again=True)
-        for one in later:
-            one.generation_id += "-again"
-        await house.hand_in("file", later)
-        assert await house.texts(later) == texts["file"]
+        await house.hand_in("file", requests_of("file", 8))
+        assert await house.texts(requests_of("file", 8)) == texts["file"]
