@@ -188,7 +188,10 @@ class StackPlan(msgspec.Struct, frozen=True):
         if not self.served_model_name:
             return None
         settings = ModelSettings(
-            tp=self.tp, tool_parser=self.tool_parser, reasoning_parser=self.reasoning_parser
+            tp=self.tp,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
+            draft_model=self.draft_model or None,
         )
         source = self.model or self.served_model_name
         return ModelSpec(

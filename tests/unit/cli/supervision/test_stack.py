@@ -179,6 +179,15 @@ def test_parsers_are_the_executors_own_unless_they_are_given(tmp_path: Path) -> 
     assert arguments[arguments.index("--reasoning-parser") + 1] == "none"
 
 
+def test_the_draft_model_is_the_executors_and_that_of_whatever_replaces_them(tmp_path: Path) -> None:
+    for draft in ("", "/models/small"):
+        stack = make_stack(tmp_path, draft_model=draft)
+        arguments, own = executors_of(stack)[0], stack.plan.own_spec()
+        assert ("--draft-model" in arguments) == bool(draft)
+        assert own is not None
+        assert own.settings.draft_model == (draft or None)
+
+
 def groups_of(stack: LocalStack) -> list[str]:
     return [
         one.arguments[one.arguments.index("--group") + 1]
