@@ -128,7 +128,7 @@ def collect(
     """`local` [R, this rank's width] of every rank for the sampler, on rank 0; None on the others.
 
     `wants` [R] of `WANT`. `widths`: each rank's share of the vocabulary. `left_out`, int64: columns of `local` that are
-    not among the candidates of top-k. Raises `RingLost`.
+    not among the k largest of rows with a `count`; everything else has them. Raises `RingLost`.
     """
     if only_largest(wants):
         return collect_largest(search(local), collectives, widths)

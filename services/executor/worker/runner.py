@@ -209,7 +209,7 @@ class ModelRunner:
         self._draft, self._copier = draft, copier
 
     def leave_out(self, tokens: NDArray[np.bool_]) -> None:
-        """`tokens`, bool [vocabulary], are not among the candidates of top-k, nor the most likely ones, from now on."""
+        """See `collect`: `tokens`, bool [vocabulary], are no candidates from now on."""
         begin = sum(self._widths[: self._collectives.rank])
         own = tokens[begin : begin + self._widths[self._collectives.rank]]
         self._left_out = torch.from_numpy(np.flatnonzero(own)).to(self._device)

@@ -94,8 +94,8 @@ class Translation:
         return shared[self.of_draft[shared].argsort(kind="stable")]
 
     def translated(self, logits: RowLogits) -> RowLogits:
-        """The draft model's `logits`, as logits of the model's tokens. Of rows that came as candidates those `without`
-        must be none; log-sum-exps stay those of all tokens. Several of its tokens may stand for one of the model's."""
+        """The draft model's `logits`, as logits of the model's tokens. Candidates are to be collected without those of
+        `without`; log-sum-exps stay those of all its tokens. Several of them may stand for one of the model's."""
         tokens, log_sums = logits.tokens.copy(), logits.log_sums.copy()
         tables = []
         for table in logits.tables:

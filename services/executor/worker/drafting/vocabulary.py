@@ -146,7 +146,7 @@ def _texts(directory: Path, problem: str) -> TokenTexts:
         [b"" if text == b"<[%d]>" % token else text for token, text in enumerate(texts)],  # a gap
         frozenset(token for token in tokens if tokenizer.is_special_token(token)),
         begin if isinstance(begin, int) else NONE,
-        end_tokens(config, generation),
+        [token for token in end_tokens(config, generation) if isinstance(token, int)],
     )
 
 
