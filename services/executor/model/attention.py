@@ -171,7 +171,7 @@ def _attend_to_blocks(
             mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
             own = slice(head, head + 1)
             queries = query[rows, own].permute(1, 2, 0, 3)
-            attended = attend_prefill(queries, keys[own], values[own], mask, rule)
+            attended = attend_prefill(queries, keys[own], values[own], mask, rule.of_heads(own))
             out[rows, own] = attended.permute(2, 0, 1, 3)
     return out
 

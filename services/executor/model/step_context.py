@@ -20,7 +20,7 @@ https://arxiv.org/abs/2408.00118; OpenAI, "gpt-oss model card", https://arxiv.or
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -70,6 +70,12 @@ class ScoreRule:
     @property
     def is_plain(self) -> bool:
         return self.softcap is None and self.sinks is None
+
+    def of_heads(self, heads: slice) -> "ScoreRule":
+        """That of some of the KV heads."""
+        bias, sinks = self.key_bias, self.sinks
+        own_bias = None if bias is None else (lambda keys: bias(keys)[heads])
+        return replace(self, sinks=None if sinks is None else sinks[heads], key_bias=own_bias)
 
 
 def attend_decodes(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: ScoreRule) -> Tensor:
