@@ -27,7 +27,7 @@ from benchmarks.on_gpu.launched import (
     launches,
     meta,
 )
-from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, sampling
+from services.executor.gpu.kernels import attention_launch, elementwise, experts, low_rank, pages, sampling
 from services.executor.gpu.kernels.grouped import multiply_grouped
 from services.executor.gpu.kernels.matmul import (
     BLOCK_N,
@@ -46,6 +46,7 @@ from services.executor.model.quantizing import CODECS as QUANTIZERS
 MOST_STACK = 160
 """Bytes of each thread: some are kept around the loops where heads have 256 numbers; a loop that spills has more."""
 TYPES = {torch.float16: "fp16", torch.float32: "fp32"}
+FP32 = torch.float32
 CODECS: dict[str, Codec | None] = {"hot": None, "int8": INT8, "fp8": FP8}
 
 
@@ -171,9 +172,31 @@ def attention_kernels(every: bool) -> Iterator[Compiled]:
         yield compile_call(name, call)
 
 
+def page_work(width: int, group: int, cold: str) -> None:
+    """Launches what summarises blocks of 16 tokens, and chooses among some thousands for 64 rows."""
+    codec = CODECS[cold]
+    blocks, count = meta(1000, 2, 8, 16, width), 1000 if codec else 0
+    code = meta(count, 2, 8, 16, width, dtype=codec.dtype if codec else torch.bfloat16)
+    scales = meta(count, 2, 8, dtype=FP32) if codec else None
+    lines = attention_launch.Layer(meta(1000, 2, 8, 1, width), meta(count, 2, 8, 1, width), None, None)
+    index = meta(64, dtype=torch.int32)
+    pairs = meta(64, 2, dtype=torch.int64) if codec else None
+    pages.summarise(attention_launch.Layer(blocks, code, scales, codec), lines, pairs, index, index)
+    rows = pages.ChosenRows(index, meta(64, pages.FIELDS, dtype=torch.int32), 8000, 1200)
+    pages.choose(meta(64, 8, group, width), lines, rows, 1.0)
+
+
+def page_kernels(every: bool) -> Iterator[Compiled]:
+    """What serving uses; or some of it."""
+    cases = [(128, 4, "int8")]
+    if every:
+        cases = list(product((64, 80, 128, 256), (1, 4, 8), CODECS))
+    for width, group, cold in cases:
+        yield from compile_work(f"pages {cold} d{width} group{group}", partial(page_work, width, group, cold))
+
+
 TOKENS = 64
 PLAIN, GEMMA = elementwise.Norms(1e-6, offset=False), elementwise.Norms(1e-6, offset=True)
-FP32 = torch.float32
 
 
 def norm(width: int, how: elementwise.Norms) -> None:
@@ -401,13 +424,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.on_gpu.compiled", description=__doc__)
     parser.add_argument("--some", action="store_true", help="few variants, the largest among them")
     parser.add_argument(
-        "--only", default="", help="attention, fused, products, experts, adapters or sampling"
+        "--only", default="", help="attention, pages, fused, products, experts, adapters or sampling"
     )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each kernel, and no verdict")
     parser.add_argument("--sass", default="", help="the machine code of those that have this in their name")
     given = parser.parse_args()
     families: dict[str, Callable[[], Iterator[Compiled]]] = {
         "attention": partial(attention_kernels, not given.some),
+        "pages": partial(page_kernels, not given.some),
         "fused": fused_kernels,
         "products": partial(product_kernels, not given.some),
         "experts": partial(expert_kernels, not given.some),

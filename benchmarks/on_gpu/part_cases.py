@@ -3,6 +3,7 @@
 products    with bf16, fp8 and int8 weights and codes with scales for groups, by each way that the number of rows
             chooses, against float64
 blocks      compressed by the kernel, against the codec in PyTorch
+sparse      attention to the blocks that a decode chooses, against PyTorch's choice and attention
 loading     a checkpoint on the device, bit by bit what its files hold; and quantised on the way
 sums        over as many GPUs as there are, by NCCL and by symmetric memory, captured in graphs
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.collective_speed import collective_speed
 from benchmarks.on_gpu.machine import release
+from benchmarks.on_gpu.sparse_speed import sparse_errors
 from benchmarks.random_model import SHAPES, LlamaShape, random_rows, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
@@ -43,7 +45,7 @@ MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)
 
 
 def run(bench: Bench) -> None:
-    parts: tuple[Callable[[Bench], None], ...] = (products, blocks, loading, sums)
+    parts: tuple[Callable[[Bench], None], ...] = (products, blocks, sparse, loading, sums)
     for part in parts:
         name = part.__name__
         if bench.left() <= 0:
@@ -54,6 +56,11 @@ def run(bench: Bench) -> None:
         except Exception as error:  # one that fails leaves the others
             bench.failed(f"correctness/{name}", name, error, wrong=True)
         release(bench.device)
+
+
+def sparse(bench: Bench) -> None:
+    for row in sparse_errors(bench.device, bench.tiny):
+        bench.wrong_or_right(f"correctness/{row['key']}", row["what"], row["ok"], row["figure"], row["limit"])
 
 
 def products(bench: Bench) -> None:

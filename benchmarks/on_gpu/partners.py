@@ -37,6 +37,10 @@ def adapters(bench: Bench) -> None:
     _measure(bench, "adapters", "adapter_speed", bandwidth=bench.bandwidth)
 
 
+def sparse(bench: Bench) -> None:
+    _measure(bench, "sparse", "sparse_speed", bandwidth=bench.bandwidth)
+
+
 def loading(bench: Bench) -> None:
     """Of a checkpoint in page cache."""
     try:

@@ -86,6 +86,7 @@ SECTIONS = (
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
     Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
     Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
+    Section("sparse", "sparse attention beside dense", 50, 25, f"{HERE}.partners:sparse"),
     Section(
         "invariance",
         "--batch-invariant: is it exact, and what it costs",

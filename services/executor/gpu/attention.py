@@ -168,6 +168,10 @@ class GpuKernels:
         self._attend(layer, own, batches, made)
         out.index_copy_(0, rows, made)
 
+    def layer(self, page: int) -> attention_launch.Layer:
+        """What kernels read of page layer `page`."""
+        return self._layers[page]
+
     def pairs_of(self, plan: StepPlan) -> Tensor | None:
         """What `plan` compresses, as `StepInputs.compressions`. Waits for nothing: most steps of many sequences fill
         some block, and the step before is still being computed."""

@@ -83,5 +83,5 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     bench = bench_of(tmp_path)
     part_cases.run(bench)
     found = rows_of(bench)
-    assert len(found) == 6
-    assert [row.ok for row in found] == [False, True, True, True, True, False]
+    assert len(found) == 7
+    assert [row.ok for row in found] == [False, True, True, True, True, True, False]
