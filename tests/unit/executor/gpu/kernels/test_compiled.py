@@ -48,6 +48,16 @@ def test_attention_multiplies_by_tensor_cores_and_spills_in_no_loop() -> None:
 
 
 @pytest.mark.slow
+def test_choosing_blocks_spills_nothing_and_scores_by_tensor_cores() -> None:
+    found = compiled("pages")
+    assert {name.split()[-1] for name in found} == {"group4", "score_kernel", "choose_kernel"}
+    assert max(one["stack"] for one in found.values()) == 0
+    assert max(one["registers"] for one in found.values()) * 128 * 2 <= REGISTERS
+    assert max(one["shared"] for one in found.values()) * 2 <= MOST_SHARED
+    assert found["pages int8 d128 group4 score_kernel"]["counts"]["mma"] > 0
+
+
+@pytest.mark.slow
 def test_what_lies_between_products_reads_16_bytes_at_a_time_and_spills_nothing() -> None:
     found = compiled("fused")
     assert [name for name, one in found.items() if one["stack"]] == []
