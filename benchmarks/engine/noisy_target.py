@@ -39,7 +39,7 @@ _PER_FILE = 32
 _TRIES = 8
 _LEAST, _MOST = 1e-3, 3.0
 """Sizes of the noise that are tried, of the small model's own weights."""
-_LENGTH = 256
+LENGTH = 256
 """Tokens of the text by which both are compared."""
 
 
@@ -60,8 +60,8 @@ class Target:
         config = json.loads((small / "config.json").read_bytes())
         if config.get("model_type") != "llama":
             raise BenchError(f"{small} is no Llama; give the directory of one.")
-        tensors = _tensors(small, tied=config.get("tie_word_embeddings", False))
-        first = {name: one for name, one in tensors.items() if name.startswith(_FIRST)}
+        tensors = tensors_of(small, tied=config.get("tie_word_embeddings", False))
+        first = first_layer(tensors)
         layers, head = config["num_hidden_layers"], config["vocab_size"] * config["hidden_size"]
         one = sum(tensor.numel() for tensor in first.values())
         added = round((times - 1) * (layers * one + head) / one)
@@ -75,7 +75,7 @@ class Target:
             save_file(tensors, directory / name / "small.safetensors", metadata={"format": "pt"})
             _write_index(directory / name)
         made = cls(directory / "target", first, layers, added)
-        made._write_inner()
+        made.write_inner()
         return made
 
     def write_noise(self, size: float) -> None:
@@ -90,7 +90,8 @@ class Target:
             save_file(tensors, file, metadata={"format": "pt"})
         _write_index(self.directory)
 
-    def _write_inner(self) -> None:
+    def write_inner(self) -> None:
+        """All of the added layers but their outputs."""
         random = torch.Generator().manual_seed(1)
         for file, numbers in self._files("inner"):
             tensors = {
@@ -120,7 +121,7 @@ def _write_index(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": found}))
 
 
-def _tensors(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
+def tensors_of(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
     """In bf16, by the names of Hugging Face's checkpoints; `tied`: without an output layer."""
     config = load_config(directory)
     layout, device = ShardLayout.from_config(config, 1, 0), torch.device("cpu")
@@ -129,6 +130,10 @@ def _tensors(directory: Path, *, tied: bool) -> dict[str, torch.Tensor]:
     )
     state = model.state_dict()
     return {name: tensor.contiguous() for name, tensor in state.items() if not (tied and name == _HEAD)}
+
+
+def first_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in tensors.items() if name.startswith(_FIRST)}
 
 
 def _noise(like: torch.Tensor, random: torch.Generator, size: float = 1.0) -> torch.Tensor:
@@ -140,7 +145,7 @@ class Sayings:
     """What a model would say behind each token of a text."""
 
     def __init__(self, directory: Path, threads: int) -> None:
-        runner, _ = load_one_rank(directory, "bf16", threads, 2 * _LENGTH // BLOCK)
+        runner, _ = load_one_rank(directory, "bf16", threads, 2 * LENGTH // BLOCK)
         self._runner: Any = runner
 
     def of(self, text: Sequence[int], start: int = 0) -> np.ndarray[Any, Any]:
@@ -162,7 +167,7 @@ class Sayings:
     def text(self, begin: Sequence[int]) -> list[int]:
         """What it goes on with, greedily."""
         found = [*begin, int(self.of(begin)[-1])]
-        while len(found) < _LENGTH:
+        while len(found) < LENGTH:
             found.append(int(self.of(found, len(found) - 1)[-1]))
         return found
 
@@ -180,7 +185,13 @@ def make(small: Path, directory: Path, times: float, right: float, threads: int)
     target = Target.begin(small, directory, times)
     own = Sayings(directory / "draft", threads)
     text = own.text(tokenizer.encode("The history of the lighthouse begins with")[:16])
-    said, found = own.of(text), 0.0
+    return fit(target, text, own.of(text), right, threads)
+
+
+def fit(target: Target, text: Sequence[int], said: np.ndarray[Any, Any], right: float, threads: int) -> float:
+    """Finds the noise with which the target says what is `said` behind each token of `text` as often as `right`;
+    returns how often it does."""
+    found = 0.0
     low, high = np.log(_LEAST), np.log(_MOST)
     for _ in range(_TRIES):
         size = float(np.exp((low + high) / 2))

@@ -1,8 +1,9 @@
 """What speculation gains by kind, and that it costs nothing where it gains nothing.
 
 `python -m benchmarks.engine.speculation MODEL`: the real model, batcher and sampler in this process, without HTTP
-and NATS. Each load runs without speculation, with n-gram drafts and, with `--draft`, with those of a draft model too,
-in turn; the best round of each counts. `benchmarks.engine.noisy_target` makes a model and its draft. Loads:
+and NATS. Each load runs without speculation, with n-gram drafts and, with `--draft`, with those of a draft model or
+head too, in turn; the best round of each counts. `benchmarks.engine.noisy_target` makes a model and its draft,
+`benchmarks.engine.head_target` one with a head of its own; an EAGLE-3 head has to be trained. Loads:
 
     repeat   a text that is to be repeated word for word        greedy, ends as the model ends it
     edit     code in which one name is to be changed            greedy, ends as the model ends it
@@ -34,7 +35,7 @@ from benchmarks.errors import BenchError
 from benchmarks.serve.workloads import PromptSource, calibrate
 from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.settings import MOST_DRAFTS
+from services.executor.core.settings import MOST_DRAFTS, MTP
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
@@ -60,7 +61,7 @@ _NOUNS = ("mill", "lake", "baker", "bread", "tower", "river", "fox", "apples", "
 
 Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
 Draft = Callable[[DraftPlan, Sequence[SamplingState]], list[list[DraftToken]]]
-KINDS = ("none", "n-gram", "draft model")
+PLAIN_KINDS = ("none", "n-gram")
 
 
 @dataclass
@@ -152,7 +153,7 @@ def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execut
 
 @contextmanager
 def with_draft(
-    model: Path, draft: Path, dtype: str, threads: int
+    model: Path, draft: str, dtype: str, threads: int
 ) -> Iterator[tuple[Execute, EngineSpec, Draft]]:
     """As `make_execute`, of an engine with a draft model."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -165,7 +166,7 @@ def with_draft(
     settings = load_settings(
         ExecutorSettings,
         model=str(model),
-        draft_model=str(draft),
+        draft_model=draft,
         device="cpu",
         dtype=dtype,
         threads=threads,
@@ -230,9 +231,10 @@ def measure(
     """The best round of each kind, taken in turn."""
     execute, spec, draft = engine
     found: dict[str, list[Run]] = {}
+    of_draft = "draft head" if spec.draft_reads_states else "draft model"
     for _ in range(rounds):
-        for kind in KINDS if draft is not None else KINDS[:2]:
-            most, model = (0 if kind == "none" else drafts), (draft if kind == "draft model" else None)
+        for kind in PLAIN_KINDS if draft is None else (*PLAIN_KINDS, of_draft):
+            most, model = (0 if kind == "none" else drafts), (draft if kind == of_draft else None)
             found.setdefault(kind, []).append(run(execute, spec, requests, places, most, model))
     return {kind: max(runs, key=lambda each: each.rate) for kind, runs in found.items()}
 
@@ -259,7 +261,7 @@ def main(
     model: Annotated[
         Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
     ],
-    draft: Annotated[Path | None, typer.Option(help="A draft model's directory.")] = None,
+    draft: Annotated[str, typer.Option(help="Directory of a draft model or EAGLE-3 head, or mtp.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Rounds of each kind, in turn.", min=1)] = 2,
@@ -274,12 +276,12 @@ def main(
     source = Loads(model, output)
     table = Table("load", "at once", "kind", "tok/s", "gain", "drafts/step", "accepted", "same text")
     peer: dict[str, float] = {}
-    if llama_cpp is not None and draft is not None:
-        peer = LlamaCpp(llama_cpp, draft).speculation(model, draft, _PROMPT, output, threads)
+    if llama_cpp is not None and draft not in ("", MTP):
+        peer = LlamaCpp(llama_cpp, Path(draft)).speculation(model, Path(draft), _PROMPT, output, threads)
     with ExitStack() as stack:
         engine: tuple[Execute, EngineSpec, Draft | None] = (
             (*make_execute(model, dtype, threads), None)
-            if draft is None
+            if not draft
             else stack.enter_context(with_draft(model, draft, dtype, threads))
         )
         for load in loads.split(","):

@@ -82,7 +82,7 @@ _HEAD = {
 }
 _NORM = "model.model.norm.weight"
 _KINDS = (
-    # DeepSeek V3, GLM-4.5
+    # DeepSeek V3 and GLM-4.5, and what came after them
     _Names(
         "model.layers.{}.",
         "",

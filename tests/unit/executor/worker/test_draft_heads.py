@@ -50,7 +50,11 @@ def check(proposed: Generated, reference: Any) -> None:
             assert token.probability == pytest.approx(float(logits.softmax(-1).max()), rel=1e-3)
 
 
-HEADS = {"glm4_moe": DEEPSEEK, "deepseek_v3": DEEPSEEK, "mimo_v2_flash": MIMO, "mellum": NEXT}
+HEADS = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), DEEPSEEK),
+    "mimo_v2_flash": MIMO,
+    "mellum": NEXT,
+}
 
 
 @pytest.mark.parametrize("model_type", HEADS)

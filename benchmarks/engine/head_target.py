@@ -1,0 +1,143 @@
+"""A model whose own head for multi-token prediction is right as often as wanted: for benchmarks of draft heads.
+
+`python -m benchmarks.engine.head_target SMALL_MODEL DIRECTORY` writes it in bf16, with layers of the small one's sizes:
+
+    model    what follows a token is what a random order of the vocabulary has next, but for the noise of its layers
+    head     a layer of the same size, which adds nothing: it says what that order has next
+
+A token of the model costs `times` as many bytes of weights as one of the head. How large the noise is decides how often
+both say the same, and is found by trying. Its texts mean nothing; what they cost is that of any model of these sizes.
+
+`python -m benchmarks.engine.speculation DIRECTORY --draft mtp --loads words` measures it.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+
+from benchmarks.engine.noisy_target import LENGTH, Target, first_layer, fit, tensors_of
+from benchmarks.errors import BenchError
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "bos_token_id",
+    "eos_token_id",
+)
+_SHARPNESS = 0.125
+"""Of the output layer: the logits of other tokens differ by a few."""
+_FIRST, _OF_HEAD = "model.layers.0.", "mtp.layers.0."
+_ADDS = ("o_proj.weight", "down_proj.weight")
+Tensors = dict[str, torch.Tensor]
+
+
+def make(small: Path, directory: Path, times: float, right: float, threads: int) -> float:
+    """Makes the model; returns how often its head says what it does. Raises BenchError where the small one is not of
+    the kind."""
+    config = json.loads((small / "config.json").read_bytes())
+    if config.get("model_type") != "llama":
+        raise BenchError(f"{small} is no Llama; give the directory of one.")
+    like = _layer(first_layer(tensors_of(small, tied=True)), config)
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    random = torch.Generator().manual_seed(3)
+    following = torch.randperm(vocabulary, generator=random)
+    one = sum(tensor.numel() for tensor in like.values())
+    output = vocabulary * hidden
+    layers = max(1, round((times * (one + 2 * hidden**2 + output) - output) / one))
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in small.iterdir():
+        if path.suffix in (".json", ".jinja") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
+    (directory / "config.json").write_text(json.dumps(_described(config, layers)))
+    words = torch.randn((vocabulary, hidden), generator=random)
+    _write_ends(directory, words, following)
+    _write_head(directory, like, hidden)
+    target = Target(directory, like, 0, layers)
+    target.write_inner()
+    text = torch.randint(vocabulary, (LENGTH,), generator=random)
+    return fit(target, text.tolist(), following[text].numpy(), right, threads)
+
+
+def _layer(first: Tensors, config: dict[str, Any]) -> Tensors:
+    """As of the first one of the small model, for the architecture that is made."""
+    head = torch.ones(_head_dim(config), dtype=torch.bfloat16)
+    return {**first, **{f"{_FIRST}self_attn.{name}_norm.weight": head for name in "qk"}}
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    width: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return width
+
+
+def _described(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Mellum 2's without experts."""
+    rotation = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        **{name: config[name] for name in _SIZES if name in config},
+        "head_dim": _head_dim(config),
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "mlp_layer_types": ["dense"] * layers,
+        "rope_parameters": {"full_attention": rotation, "sliding_attention": rotation},
+        "num_nextn_predict_layers": 1,
+        "mtp_layer_types": ["full_attention"],
+        "mtp_mlp_layer_types": ["dense"],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _write_ends(directory: Path, words: torch.Tensor, following: torch.Tensor) -> None:
+    output = torch.empty_like(words)
+    output[following] = words
+    tensors = {
+        "model.embed_tokens.weight": words,
+        "model.norm.weight": torch.ones(words.shape[1]),
+        "lm_head.weight": _SHARPNESS * output,
+    }
+    _save(tensors, directory / "ends.safetensors")
+
+
+def _write_head(directory: Path, like: Tensors, hidden: int) -> None:
+    tensors = {
+        name.replace(_FIRST, _OF_HEAD): torch.zeros_like(tensor) if name.endswith(_ADDS) else tensor.clone()
+        for name, tensor in like.items()
+    }
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = torch.ones(hidden)
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    _save(tensors, directory / "head.safetensors")
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    save_file(
+        {name: one.to(torch.bfloat16).contiguous() for name, one in tensors.items()}, path, {"format": "pt"}
+    )
+
+
+def main(
+    small: Annotated[Path, typer.Argument(help="The directory of a Llama.")],
+    directory: Annotated[Path, typer.Argument(help="Where the model is written.")],
+    times: Annotated[float, typer.Option(help="What a token costs, of the head's.")] = 10.0,
+    right: Annotated[float, typer.Option(help="How often both say the same.")] = 0.7,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+) -> None:
+    """Makes a model whose own head drafts."""
+    found = make(small, directory, times, right, threads)
+    typer.echo(f"{directory}: its head says the same in {found:.0%}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

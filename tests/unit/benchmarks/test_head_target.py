@@ -1,0 +1,43 @@
+"""A model is made whose own head is right as often as wanted, and speculation with it is measured."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.engine import head_target, speculation
+from benchmarks.errors import BenchError
+from services.executor.native import library
+from shared.messages import GenerationRequest, SamplingParams
+from tests.unit.executor.worker.test_draft_model import model_in
+
+natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
+
+
+def test_only_of_llamas(tmp_path: Path) -> None:
+    other = model_in(tmp_path / "other", None, "qwen3")
+    with pytest.raises(BenchError, match="is no Llama"):
+        head_target.make(other, tmp_path / "made", 2.0, 0.7, 1)
+
+
+@pytest.mark.slow
+@natively
+def test_its_head_is_right_as_often_as_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "KV_MEMORY", 64 << 20)
+    small = model_in(
+        tmp_path / "small", None, "llama", num_hidden_layers=2, max_position_embeddings=speculation.CONTEXT
+    )
+    made = tmp_path / "made"
+    share = head_target.make(small, made, 3.0, 0.7, 1)
+    assert 0.5 < share < 0.9
+    prompts = np.random.default_rng(4).integers(131, size=(4, 24)).tolist()
+    requests = [
+        GenerationRequest(str(number), "r", "m", "c", prompt, 48, SamplingParams(0.0))
+        for number, prompt in enumerate(prompts)
+    ]
+    with speculation.with_draft(made, "mtp", "bf16", 1) as engine:
+        found = speculation.measure(engine, requests, 1, 1, 4)
+    assert list(found) == ["none", "n-gram", "draft head"]
+    rows = speculation.rows_of("words", 1, found)
+    assert [row[2] for row in rows] == list(found)
+    assert all(row[-1] == "4/4" for row in rows)
