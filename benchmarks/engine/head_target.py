@@ -1,14 +1,17 @@
-"""A model whose own head for multi-token prediction is right as often as wanted: for benchmarks of draft heads.
+"""A model whose draft heads are right as often as wanted: for benchmarks of these.
 
 `python -m benchmarks.engine.head_target SMALL_MODEL DIRECTORY` writes it in bf16, with layers of the small one's sizes:
 
-    model    what follows a token is what a random order of the vocabulary has next, but for the noise of its layers
-    head     a layer of the same size, which adds nothing: it says what that order has next
+    DIRECTORY           what follows a token is what a random order of the vocabulary has next, or another one: as the
+                        noise of the layers decides; with a head for multi-token prediction that says what the first has
+    DIRECTORY/eagle3    an EAGLE-3 head that says the same
 
-A token of the model costs `times` as many bytes of weights as one of the head. How large the noise is decides how often
-both say the same, and is found by trying. Its texts mean nothing; what they cost is that of any model of these sizes.
+A token of the model costs `times` as many bytes of weights as one of its own head. How large the noise is decides how
+often model and heads say the same, and is found by trying. The texts mean nothing; what they cost is what they would
+cost of any model of these sizes.
 
-`python -m benchmarks.engine.speculation DIRECTORY --draft mtp --loads words` measures it.
+    python -m benchmarks.engine.speculation DIRECTORY --draft mtp --loads words
+    python -m benchmarks.engine.speculation DIRECTORY --draft DIRECTORY/eagle3 --loads words --dtype fp32
 """
 
 import json
@@ -36,6 +39,11 @@ _SIZES = (
 )
 _SHARPNESS = 0.125
 """Of the output layer: the logits of other tokens differ by a few."""
+_SECOND = 0.9
+"""Of what the second order says, to the first. Two that are close keep noise that all texts have in common from
+deciding for the same few tokens everywhere."""
+_FOCUS = 2.0
+"""Of the EAGLE-3 head's keys and queries: a row attends to itself, and to the same token elsewhere."""
 _FIRST, _OF_HEAD = "model.layers.0.", "mtp.layers.0."
 _ADDS = ("o_proj.weight", "down_proj.weight")
 Tensors = dict[str, torch.Tensor]
@@ -50,18 +58,26 @@ def make(small: Path, directory: Path, times: float, right: float, threads: int)
     like = _layer(first_layer(tensors_of(small, tied=True)), config)
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     random = torch.Generator().manual_seed(3)
-    following = torch.randperm(vocabulary, generator=random)
-    one = sum(tensor.numel() for tensor in like.values())
-    output = vocabulary * hidden
-    layers = max(1, round((times * (one + 2 * hidden**2 + output) - output) / one))
+    following, others = (torch.randperm(vocabulary, generator=random) for _ in range(2))
+    one, last = sum(tensor.numel() for tensor in like.values()), vocabulary * hidden
+    layers = max(1, round((times * (one + 2 * hidden**2 + last) - last) / one))
     directory.mkdir(parents=True, exist_ok=True)
     for path in small.iterdir():
         if path.suffix in (".json", ".jinja") and not path.name.endswith(".index.json"):
             shutil.copyfile(path, directory / path.name)
     (directory / "config.json").write_text(json.dumps(_described(config, layers)))
     words = torch.randn((vocabulary, hidden), generator=random)
-    _write_ends(directory, words, following)
-    _write_head(directory, like, hidden)
+    output = torch.empty_like(words)
+    output[following] = _SHARPNESS * words
+    output[others] += _SECOND * _SHARPNESS * words
+    ends = {
+        "model.embed_tokens.weight": words,
+        "model.norm.weight": torch.ones(hidden),
+        "lm_head.weight": output,
+    }
+    _save(ends, directory / "ends.safetensors")
+    _save(_own_head(like, hidden), directory / "head.safetensors")
+    _write_eagle3(directory / "eagle3", config, output)
     target = Target(directory, like, 0, layers)
     target.write_inner()
     text = torch.randint(vocabulary, (LENGTH,), generator=random)
@@ -99,32 +115,54 @@ def _described(config: dict[str, Any], layers: int) -> dict[str, Any]:
     }
 
 
-def _write_ends(directory: Path, words: torch.Tensor, following: torch.Tensor) -> None:
-    output = torch.empty_like(words)
-    output[following] = words
+def _own_head(like: Tensors, hidden: int) -> Tensors:
     tensors = {
-        "model.embed_tokens.weight": words,
-        "model.norm.weight": torch.ones(words.shape[1]),
-        "lm_head.weight": _SHARPNESS * output,
-    }
-    _save(tensors, directory / "ends.safetensors")
-
-
-def _write_head(directory: Path, like: Tensors, hidden: int) -> None:
-    tensors = {
-        name.replace(_FIRST, _OF_HEAD): torch.zeros_like(tensor) if name.endswith(_ADDS) else tensor.clone()
+        name.replace(_FIRST, _OF_HEAD): torch.zeros_like(tensor) if name.endswith(_ADDS) else tensor
         for name, tensor in like.items()
     }
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         tensors[f"mtp.{name}.weight"] = torch.ones(hidden)
-    tensors["mtp.fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
-    _save(tensors, directory / "head.safetensors")
+    return {**tensors, "mtp.fc.weight": _beside_zeros(torch.eye(hidden))}
+
+
+def _write_eagle3(directory: Path, config: dict[str, Any], output: torch.Tensor) -> None:
+    """Its layer adds the embedding of a row's own token to what it has of states, which is nothing."""
+    directory.mkdir(exist_ok=True)
+    hidden, heads, inner = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+    described = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: config[name] for name in _SIZES if name in config},
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config["vocab_size"],
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(described))
+    own = _beside_zeros(torch.eye(hidden))
+    layer = {
+        "self_attn.q_proj": _FOCUS * own,
+        "self_attn.k_proj": _FOCUS * own,
+        "self_attn.v_proj": own,
+        "self_attn.o_proj": torch.eye(hidden),
+        "mlp.gate_proj": torch.zeros(inner, hidden),
+        "mlp.up_proj": torch.zeros(inner, hidden),
+        "mlp.down_proj": torch.zeros(hidden, inner),
+    }
+    layer |= dict.fromkeys(("input_layernorm", "hidden_norm", "post_attention_layernorm"), torch.ones(hidden))
+    tensors = {f"midlayer.{name}.weight": tensor for name, tensor in layer.items()}
+    tensors |= {"fc.weight": torch.zeros(hidden, 3 * hidden), "norm.weight": torch.ones(hidden)}
+    _save({**tensors, "lm_head.weight": output}, directory / "model.safetensors")
+
+
+def _beside_zeros(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.cat((matrix, torch.zeros_like(matrix)), dim=1)
 
 
 def _save(tensors: Tensors, path: Path) -> None:
-    save_file(
-        {name: one.to(torch.bfloat16).contiguous() for name, one in tensors.items()}, path, {"format": "pt"}
-    )
+    own = {name: tensor.to(torch.bfloat16, copy=True) for name, tensor in tensors.items()}
+    save_file(own, path, {"format": "pt"})
 
 
 def main(
