@@ -69,9 +69,10 @@ class _Names:
         beside = {own: found.pop(name) for name, own in self.beside.items() if name in found}
         layer = {}
         for short, name in found.items():
+            if short.startswith("layers.") and not short.startswith(self.layer):
+                continue  # of a further head
             within = short.removeprefix(self.layer)
-            if short.startswith(self.layer) or not short.startswith("layers."):  # those of further heads
-                layer[f"model.layers.0.{self.within.get(within, within)}"] = name
+            layer[f"model.layers.0.{self.within.get(within, within)}"] = name
         return beside, layer
 
 
