@@ -39,9 +39,9 @@ _CAREFUL = 16
 """Tokens of the first chunk, before any was timed."""
 _LEAP, _SHRINK = 2.0, 0.9
 """A chunk may be so many times the work of the largest that was timed, which counts so much less after each other."""
-_CERTAIN = np.diag((1e-3, 1e-4, 1e-6, 1e-5))
-"""What is not told apart by what was seen is put down to the tokens, then to attending to keys, to reading them, and
-last to the step."""
+_CERTAIN = np.diag((1e-3, 1e-2, 1e-6, 1e-5))
+"""What is not told apart by what was seen is put down to the tokens, then to attending to keys, to the step, and last
+to reading keys: as chunks grow with the depth, all of their time would look like that."""
 _MARGIN = 0.85
 """Share of the time allowed that is planned with: estimates are off by some, either way."""
 _HICCUP = 3.0
