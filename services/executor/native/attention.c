@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "digits.h"
 #include "gemm.h"
 
 #define LOG2_E 1.44269504f
@@ -19,8 +20,15 @@ typedef struct {
     float scores[TILE_QUERIES][KEYS];
     float sums[TILE_QUERIES * MAX_VALUE_DIM];   /* [rows * heads][value_dim] */
     float scales[2][KEYS];
-    float largest[TILE_QUERIES], total[TILE_QUERIES];
+    float largest[TILE_QUERIES + LANES], total[TILE_QUERIES + LANES];
     bf16 zeros[MAX_KEY_DIM];
+    /* Of rounds of codes of int8; the queries' numbers are read as whole vectors. */
+    uint8_t numbers[TILE_QUERIES * 2 * MAX_KEY_DIM]; /* [rows * heads][2][key_dim]: queries as digits */
+    uint8_t digits[TILE_QUERIES][2][KEYS];           /* weights */
+    int8_t packed_keys[KEYS * MAX_KEY_DIM], packed_values[KEYS * COLUMNS];
+    float units[TILE_QUERIES + LANES];               /* of `numbers` */
+    float peaks[TILE_QUERIES + LANES], added[TILE_QUERIES + LANES];      /* a round's largest score and sum of weights */
+    float keep[TILE_QUERIES + LANES], share_units[TILE_QUERIES + LANES]; /* of the sums so far; of the round's */
 } scratch_memory;
 
 size_t rz_attention_scratch(void)
@@ -141,8 +149,10 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
     ahead->bytes = values * (long)sizeof(bf16);
     if (last > first + KEYS)
         last = first + KEYS;
-    for (int key = first; key < last; key += size - key % size) {
-        long block = part->table[key / size], value_bytes = sizeof(bf16);
+    const int32_t *table = part->table + first / size;
+    for (int key = first - first % size; key < last; key += size, table++) {
+        long block = *table, value_bytes = sizeof(bf16);
+        const int compressed = block >= cache->num_hot && cache->codec != RZ_CODEC_NONE;
         const char *base = (const char *)cache->hot;
         if (block >= cache->num_hot) {
             block -= cache->num_hot;
@@ -150,9 +160,12 @@ static void look_ahead(const rz_attention_shape *shape, const rz_cache *cache, c
             value_bytes = cache->codec == RZ_CODEC_NONE ? 2 : 1;
             ahead->bytes = values * value_bytes;
         }
-        for (int which = 0; which < shape->lines; which++)
-            ahead->planes[ahead->count++] =
-                base + ((block * shape->lines + which) * shape->kv_heads + part->kv_head) * values * value_bytes;
+        for (int which = 0; which < shape->lines; which++) {
+            const long plane = (block * shape->lines + which) * shape->kv_heads + part->kv_head;
+            ahead->planes[ahead->count++] = base + plane * values * value_bytes;
+            if (compressed)
+                __builtin_prefetch(cache->scales + plane);
+        }
     }
 }
 
@@ -305,17 +318,178 @@ static void attend_round(const rz_attention_shape *shape, const rz_cache *cache,
                  scratch->sums + begin * shape->value_dim + column, shape->value_dim, 1);
 }
 
+/* --- rounds of codes of int8 ------------------------------------------------------------------------- */
+
+enum { GROUPS = KEYS / LANES };
+
+/* The codes of a round's keys or values. */
+typedef struct {
+    const int8_t *groups[GROUPS]; /* each of LANES lines that follow each other */
+    float scales[KEYS];
+    float largest; /* of the scales */
+    float nothing; /* 0; NaN where a scale is no finite number */
+} coded_lines;
+
+/* `here` lines from `codes` on, which lie together: groups of them are read where they are, others are copied to `copies`
+ * [KEYS][d]. */
+static void place_lines(coded_lines *lines, int key, int here, const int8_t *codes, long d, float scale, int8_t *copies)
+{
+    lines->largest = scale > lines->largest ? scale : lines->largest;
+    lines->nothing += 0.0f * scale;
+    for (; here >= LANES && key % LANES == 0; key += LANES, here -= LANES, codes += LANES * d) {
+        lines->groups[key / LANES] = codes;
+        f32_store(lines->scales + key, f32_set1(scale));
+    }
+    if (!here)
+        return;
+    memcpy(copies + key * d, codes, (size_t)(here * d));
+    for (int i = key; i < key + here; i++) {
+        lines->groups[i / LANES] = copies + i / LANES * LANES * d;
+        lines->scales[i] = scale;
+    }
+}
+
+/* Whether the round is one of keys that are all kept as codes, which is so of all before a row's own block; then `lines`
+ * are its keys and values, or what is both. */
+static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part, int first,
+                      scratch_memory *scratch, coded_lines *lines)
+{
+    const int size = shape->block_size, planes = shape->lines * shape->kv_heads;
+    const long d = shape->key_dim;
+    const int32_t *table = part->table + first / size;
+    int offset = first % size;
+    for (int which = 0; which < shape->lines; which++)
+        lines[which].largest = lines[which].nothing = 0.0f;
+    for (int key = 0; key < KEYS; table++, offset = 0) {
+        const int here = size - offset < KEYS - key ? size - offset : KEYS - key;
+        if (*table < cache->num_hot)
+            return 0;
+        long plane = (*table - cache->num_hot) * planes + part->kv_head;
+        for (int which = 0; which < shape->lines; which++, plane += shape->kv_heads)
+            place_lines(&lines[which], key, here, (const int8_t *)cache->codes + (plane * size + offset) * d, d,
+                        cache->scales[plane], (int8_t *)scratch->decoded[which]);
+        key += here;
+    }
+    return 1;
+}
+
+/* Scores of one query become weights of its largest one in the round, as digits: times `shares` [KEYS]. The first `unseen`
+ * keys have none. */
+static void soften_codes(const rz_attention_shape *shape, scratch_memory *scratch, int query, int unseen,
+                         const float *scales, const float *shares)
+{
+    static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+    const float *scores = scratch->scores[query];
+    const f32 factor = f32_set1(scratch->units[query] * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
+    f32 found[KEYS / LANES], peak = nothing, total = f32_zero();
+    for (int i = 0; i < KEYS / LANES; i++) {
+        f32 value = f32_mul(f32_mul(f32_load(scores + i * LANES), f32_load(scales + i * LANES)), factor);
+        if (shape->soft_cap > 0) {
+            const f32 capped = tanh_f32(f32_mul(value, f32_set1(1.0f / (LOG2_E * shape->soft_cap))));
+            value = f32_mul(capped, f32_set1(shape->soft_cap * LOG2_E));
+        }
+        if (unseen > i * LANES)
+            value = f32_select(i32_greater(i32_set1(unseen - i * LANES), i32_load(numbers)), nothing, value);
+        found[i] = value;
+        peak = f32_max(peak, value);
+    }
+    scratch->peaks[query] = f32_largest(peak);
+    const f32 base = f32_set1(scratch->peaks[query]);
+    for (int i = 0; i < KEYS / LANES; i++) {
+        const f32 weight = exp2_f32(f32_sub(found[i], base));
+        total = f32_add(total, weight);
+        store_digits(&scratch->digits[query][0][i * LANES], &scratch->digits[query][1][i * LANES],
+                     f32_mul(weight, f32_load(shares + i * LANES)));
+    }
+    scratch->added[query] = f32_sum(total);
+}
+
+/* What the sums of queries [begin, end) so far are kept with, and what a round's are added with, whose weights are of
+ * `unit`. Where there was nothing to see, 2^NaN is 0. */
+static void join_rounds(scratch_memory *scratch, int begin, int end, float unit)
+{
+    for (int query = begin; query < end; query += LANES) {
+        const lanes these = lanes_first(end - query);
+        const f32 before = f32_load(scratch->largest + query), peak = f32_load(scratch->peaks + query);
+        const f32 now = f32_max(before, peak);
+        const f32 keep = exp2_f32(f32_sub(before, now)), share = exp2_f32(f32_sub(peak, now));
+        const f32 total = f32_fma(f32_load(scratch->total + query), keep, f32_mul(f32_load(scratch->added + query), share));
+        const f32 nothing = f32_mul(f32_load(scratch->units + query), f32_zero());
+        f32_store_some(these, scratch->largest + query, now);
+        f32_store_some(these, scratch->total + query, total);
+        f32_store_some(these, scratch->keep + query, keep);
+        f32_store_some(these, scratch->share_units + query, f32_fma(share, f32_set1(unit), nothing));
+    }
+}
+
+/* Adds a round's sums of COLUMNS values from `column` on. */
+static void add_values(const rz_attention_shape *shape, scratch_memory *scratch, int query, int column)
+{
+    f32 four[COLUMNS / LANES];
+    for (int i = 0; i < COLUMNS / LANES; i++)
+        four[i] = f32_load(scratch->scores[query] + i * LANES);
+    transpose_quarters(four);
+    const f32 keep = f32_set1(scratch->keep[query]), unit = f32_set1(scratch->share_units[query]);
+    float *sums = scratch->sums + query * shape->value_dim + column;
+    for (int i = 0; i < COLUMNS / LANES && column + i * LANES < shape->value_dim; i++)
+        f32_store(sums + i * LANES, f32_fma(four[i], unit, f32_mul(f32_load(sums + i * LANES), keep)));
+}
+
+/* Keys [first, first + KEYS), all kept as codes of int8, for the rows of `run`, which see all of them but for what a window
+ * leaves out. 0 where they are not. */
+static int attend_codes(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
+                        const row_run *run, int first, scratch_memory *scratch, upcoming *ahead)
+{
+    const int d = shape->key_dim, begin = run->first * part->heads, end = run->end * part->heads;
+    static const int32_t no_zero[COLUMNS];
+    coded_lines lines[2];
+    if (!find_codes(shape, cache, part, first, scratch, lines))
+        return 0;
+    const coded_lines *keys = &lines[0], *values = &lines[shape->lines - 1];
+    float shares[KEYS];
+    const f32 share = f32_set1(LARGEST_NUMBER / values->largest);
+    for (int key = 0; key < KEYS; key += LANES)
+        f32_store(shares + key, f32_mul(f32_load(values->scales + key), share));
+    int32_t zero[COLUMNS];
+    for (int key = 0; key < KEYS; key += LANES) {
+        for (int line = 0; line < d; line += COLUMNS)
+            pull(ahead, 16);
+        rz_pack_as_columns(scratch->packed_keys + key * 4, keys->groups[key / LANES], d);
+    }
+    rz_zero_products(zero, scratch->packed_keys, d / 4);
+    rz_multiply_digits(end - begin, scratch->numbers + begin * 2 * d, d, scratch->packed_keys, d / 4, zero,
+                       scratch->scores[begin], KEYS);
+    for (int query = begin; query < end; query++) {
+        const int position = part->position + query / part->heads;
+        soften_codes(shape, scratch, query, shape->window ? position - shape->window + 1 - first : 0, keys->scales, shares);
+    }
+    join_rounds(scratch, begin, end, values->largest / LARGEST_NUMBER + keys->nothing + values->nothing);
+    for (int column = 0; column < shape->value_dim; column += COLUMNS) {
+        for (int key = 0; key < KEYS; key += LANES) {
+            pull(ahead, 16);
+            rz_pack_as_lines(scratch->packed_values + key * COLUMNS, values->groups[key / LANES], column, shape->value_dim);
+        }
+        rz_multiply_digits(end - begin, scratch->digits[begin][0], KEYS, scratch->packed_values, KEYS / 4, no_zero,
+                           scratch->scores[begin], KEYS);
+        for (int query = begin; query < end; query++)
+            add_values(shape, scratch, query, column);
+    }
+    return 1;
+}
+
 void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_attention_part *part,
                const rz_attention_part *next, void *memory)
 {
     scratch_memory *scratch = memory;
-    const int d = shape->key_dim, queries = part->rows * part->heads;
+    const int d = shape->key_dim, queries = part->rows * part->heads, coded = cache->codec == RZ_CODEC_INT8;
     for (int query = 0; query < queries; query++) {
         const bf16 *from = part->queries + query / part->heads * part->q_stride + query % part->heads * d;
         memcpy(scratch->queries + query * d, from, (size_t)d * sizeof(bf16));
         memset(scratch->sums + query * shape->value_dim, 0, (size_t)shape->value_dim * sizeof(float));
         scratch->largest[query] = -INFINITY;
         scratch->total[query] = 0.0f;
+        if (coded)
+            scratch->units[query] = rz_store_numbers(scratch->numbers + query * 2 * d, d, from, d);
     }
     memset(scratch->zeros, 0, (size_t)d * sizeof(bf16));
     int first = first_of(shape, part);
@@ -333,6 +507,8 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
         while (run.end < part->rows) {
             run = run_of(shape, cache, part, run.end, first);
             const int seen = part->position + run.end; /* the end of the keys that any of the rows sees */
+            if (coded && run.home < 0 && attend_codes(shape, cache, part, &run, first, scratch, &ahead))
+                continue;
             if (first < seen)
                 attend_round(shape, cache, part, &run, first, seen < last ? seen : last, scratch, &ahead);
         }

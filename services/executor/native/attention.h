@@ -9,9 +9,13 @@
  * comes to does not depend on its neighbours, nor on whether it is decoded or part of a prompt.
  *
  * Keys and values are read block by block, a row's own block as it was written (hot: bf16), earlier ones through
- * the block table as they are kept (cold: compressed, codes and one scale per block and head), and packed into the
- * shape that rz_tile reads. Codes of both codecs are exact in bf16, so a scale is applied once, to scores and to
- * weights. In the rounds in which some rows are at home, those of one block are computed after those of another.
+ * the block table as they are kept (cold: compressed, codes and one scale per block and head). In the rounds in which some
+ * rows are at home, those of one block are computed after those of another.
+ *
+ * A round of int8 codes alone, as nearly all are in a long context, multiplies them as they are kept (digits.h): queries
+ * and a round's weights become numbers of 14 bits, sums of products are integers, and scales are applied to these. A
+ * weight is rounded to 1/32512 of the largest in the round. Other rounds are packed as bf16, which both codecs' codes are
+ * exact in, for rz_tile, and a scale is applied once, to scores and to weights.
  *
  * Sources: Dao et al., "FlashAttention", https://arxiv.org/abs/2205.14135; Kwon et al., "PagedAttention",
  * https://arxiv.org/abs/2309.06180.

@@ -111,7 +111,8 @@ RZ_INLINE void unpack_line(const int way, const decoding *by, const uint8_t *lin
     } else
 #endif
         halves_of(by, codes, &low, &high);
-    bytes_store_zipped(to, low, high);
+    bytes_store(to, bytes_zip_low(low, high));
+    bytes_store((char *)to + 64, bytes_zip_high(low, high));
 }
 
 RZ_INLINE int width_of(const int way)

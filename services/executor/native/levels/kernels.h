@@ -52,6 +52,7 @@
 #define rz_multiply RZ_OF_LEVEL(rz_multiply)
 #define rz_multiply_experts RZ_OF_LEVEL(rz_multiply_experts)
 #define rz_multiply_heads RZ_OF_LEVEL(rz_multiply_heads)
+#define rz_multiply_digits RZ_OF_LEVEL(rz_multiply_digits)
 #define rz_norm_rows RZ_OF_LEVEL(rz_norm_rows)
 #define rz_norm_sampled RZ_OF_LEVEL(rz_norm_sampled)
 #define rz_now RZ_OF_LEVEL(rz_now)
@@ -59,6 +60,8 @@
 #define rz_pack RZ_OF_LEVEL(rz_pack)
 #define rz_packed_bytes RZ_OF_LEVEL(rz_packed_bytes)
 #define rz_place_latents RZ_OF_LEVEL(rz_place_latents)
+#define rz_pack_as_columns RZ_OF_LEVEL(rz_pack_as_columns)
+#define rz_pack_as_lines RZ_OF_LEVEL(rz_pack_as_lines)
 #define rz_plan_adapters RZ_OF_LEVEL(rz_plan_adapters)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
 #define rz_plan_recurrent RZ_OF_LEVEL(rz_plan_recurrent)
@@ -86,6 +89,7 @@
 #define rz_shrink_bytes RZ_OF_LEVEL(rz_shrink_bytes)
 #define rz_shrink_rows RZ_OF_LEVEL(rz_shrink_rows)
 #define rz_shrinks RZ_OF_LEVEL(rz_shrinks)
+#define rz_store_numbers RZ_OF_LEVEL(rz_store_numbers)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
@@ -102,6 +106,7 @@
 #define rz_workspace_reserve_bests RZ_OF_LEVEL(rz_workspace_reserve_bests)
 #define rz_workspace_reserve_recurrent RZ_OF_LEVEL(rz_workspace_reserve_recurrent)
 #define rz_workspace_reserve_rounded RZ_OF_LEVEL(rz_workspace_reserve_rounded)
+#define rz_zero_products RZ_OF_LEVEL(rz_zero_products)
 
 #include "../activations.c"
 #include "../adapters.c"
@@ -110,6 +115,7 @@
 #include "../attention_stages.c"
 #include "../codec.c"
 #include "../decoder.c"
+#include "../digits.c"
 #include "../experts.c"
 #include "../fetch.c"
 #include "../float_codes.c"

@@ -307,11 +307,8 @@ RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index)
 
 RZ_INLINE int has_whole_look_ups(void) { return 0; }
 
-RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
-{
-    bytes_store(to, HALVES2(bytes, _mm256_unpacklo_epi8, a, b));
-    bytes_store((char *)to + 64, HALVES2(bytes, _mm256_unpackhi_epi8, a, b));
-}
+RZ_INLINE bytes bytes_zip_low(bytes a, bytes b) { return HALVES2(bytes, _mm256_unpacklo_epi8, a, b); }
+RZ_INLINE bytes bytes_zip_high(bytes a, bytes b) { return HALVES2(bytes, _mm256_unpackhi_epi8, a, b); }
 
 #if defined(__AVXVNNI__)
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
@@ -345,6 +342,8 @@ RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b)
 }
 #endif
 
+RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b) { *sum = i32_dot_u7(*sum, a, b); }
+
 RZ_INLINE bytes shorts_dot_u7(bytes a, bytes b) { return HALVES2(bytes, _mm256_maddubs_epi16, a, b); }
 /* Where it stands: compilers put additions off, and run out of registers for what is to be added. */
 RZ_INLINE bytes shorts_add(bytes a, bytes b)
@@ -361,6 +360,15 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 }
 
 /* --- layouts --- */
+
+RZ_INLINE void transpose_quarters(f32 *four)
+{
+    const f32 a = four[0], b = four[1], c = four[2], d = four[3];
+    four[0] = (f32){ _mm256_permute2f128_ps(a.low, b.low, 0x20), _mm256_permute2f128_ps(c.low, d.low, 0x20) };
+    four[1] = (f32){ _mm256_permute2f128_ps(a.low, b.low, 0x31), _mm256_permute2f128_ps(c.low, d.low, 0x31) };
+    four[2] = (f32){ _mm256_permute2f128_ps(a.high, b.high, 0x20), _mm256_permute2f128_ps(c.high, d.high, 0x20) };
+    four[3] = (f32){ _mm256_permute2f128_ps(a.high, b.high, 0x31), _mm256_permute2f128_ps(c.high, d.high, 0x31) };
+}
 
 /* Eight rows of eight pairs become eight pairs of eight rows. */
 RZ_INLINE void transpose_eight(const bf16 *const *rows, int column, int32_t *to, long to_stride)

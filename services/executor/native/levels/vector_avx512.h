@@ -200,18 +200,21 @@ RZ_INLINE bytes bytes_look_up_whole(const bytes *table, bytes index)
 RZ_INLINE int has_whole_look_ups(void) { return 0; }
 #endif
 
-/* a and b byte by byte: the first eight of each sixteen to `to`, the others 64 bytes behind. */
-RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
-{
-    bytes_store(to, _mm512_unpacklo_epi8(a, b));
-    bytes_store((char *)to + 64, _mm512_unpackhi_epi8(a, b));
-}
+/* a and b byte by byte: the first eight of each sixteen, and the others. */
+RZ_INLINE bytes bytes_zip_low(bytes a, bytes b) { return _mm512_unpacklo_epi8(a, b); }
+RZ_INLINE bytes bytes_zip_high(bytes a, bytes b) { return _mm512_unpackhi_epi8(a, b); }
 
 /* sum + the products of each lane's four unsigned bytes of `a` with its four signed ones of `b`. */
 RZ_INLINE i32 i32_dot_u8(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
 /* The same, for bytes of `a` below 128: faster where FASTER_BELOW_128 says so. */
 #define FASTER_BELOW_128 0
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b) { return _mm512_dpbusd_epi32(sum, a, b); }
+/* To *sum: compilers copy what dpbusd adds to, for each product. */
+RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(a), "v"(b));
+}
+
 /* Whether there is no such instruction, and sums of 16 bits are faster where they are enough. */
 #define SUMS_OF_16_BITS 0
 /* The products of two unsigned bytes of `a`, below 128, with two signed ones of `b`, as 16 bits. */
@@ -224,6 +227,17 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 }
 
 /* --- layouts --- */
+
+/* Quarter i of vector j becomes quarter j of vector i. */
+RZ_INLINE void transpose_quarters(f32 *four)
+{
+    const f32 a = _mm512_shuffle_f32x4(four[0], four[1], 0x44), b = _mm512_shuffle_f32x4(four[2], four[3], 0x44);
+    const f32 c = _mm512_shuffle_f32x4(four[0], four[1], 0xee), d = _mm512_shuffle_f32x4(four[2], four[3], 0xee);
+    four[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+    four[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    four[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+    four[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+}
 
 /* 16 rows of 16 pairs, from `column` on, become 16 pairs of 16 rows, `to_stride` pairs apart. */
 RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)

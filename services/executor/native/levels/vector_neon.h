@@ -266,18 +266,15 @@ RZ_INLINE bytes bytes_look_up_first(bytes table, bytes index) { return bytes_loo
 
 RZ_INLINE int has_whole_look_ups(void) { return 0; }
 
-RZ_INLINE void bytes_store_zipped(void *to, bytes a, bytes b)
-{
-    for (int i = 0; i < 4; i++) {
-        vst1q_u8((uint8_t *)to + 16 * i, vzip1q_u8(a.part[i], b.part[i]));
-        vst1q_u8((uint8_t *)to + 16 * (4 + i), vzip2q_u8(a.part[i], b.part[i]));
-    }
-}
+RZ_INLINE bytes bytes_zip_low(bytes a, bytes b) { PARTS(bytes, vzip1q_u8(a.part[i], b.part[i])); }
+RZ_INLINE bytes bytes_zip_high(bytes a, bytes b) { PARTS(bytes, vzip2q_u8(a.part[i], b.part[i])); }
 
 RZ_INLINE i32 i32_dot_u7(i32 sum, bytes a, bytes b)
 {
     PARTS(i32, vdotq_s32(sum.part[i], vreinterpretq_s8_u8(a.part[i]), vreinterpretq_s8_u8(b.part[i])));
 }
+
+RZ_INLINE void i32_add_dot_u7(i32 *sum, bytes a, bytes b) { *sum = i32_dot_u7(*sum, a, b); }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define FASTER_BELOW_128 0
@@ -320,6 +317,16 @@ RZ_INLINE i32 i32_add_shorts(i32 sum, bytes a, int times)
 }
 
 /* --- layouts --- */
+
+RZ_INLINE void transpose_quarters(f32 *four)
+{
+    for (int i = 1; i < 4; i++)
+        for (int j = 0; j < i; j++) {
+            const float32x4_t one = four[i].part[j];
+            four[i].part[j] = four[j].part[i];
+            four[j].part[i] = one;
+        }
+}
 
 RZ_INLINE void transpose_pairs(const bf16 *const *rows, int column, int32_t *to, long to_stride)
 {

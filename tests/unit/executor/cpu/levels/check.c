@@ -525,6 +525,74 @@ static void check_latents(int codec)
     check_steps("latents", &model);
 }
 
+/* --- attention over codes of int8 -------------------------------------------------------------------- */
+
+enum { CODED_KEYS = 192, CODED_ROWS = 3, CODED_HEADS = 2 }; /* rows of a block behind the keys */
+
+/* What one query comes to, by the definition, from keys [first, last). */
+static void attend_slowly(const rz_attention_shape *shape, const rz_cache *cache, const int32_t *table, const bf16 *query,
+                          int first, int last, double *out)
+{
+    const int d = shape->key_dim, size = shape->block_size;
+    double total = 0;
+    for (int i = 0; i < d; i++)
+        out[i] = 0;
+    for (int key = first; key < last; key++) {
+        const long plane = (table[key / size] - cache->num_hot) * 2L;
+        const int8_t *codes = (const int8_t *)cache->codes + (plane * size + key % size) * d;
+        double score = 0;
+        for (int i = 0; i < d; i++)
+            score += (double)bf16_to_float(query[i]) * codes[i] * cache->scales[plane];
+        const double weight = exp(score * shape->scale);
+        total += weight;
+        for (int i = 0; i < d; i++)
+            out[i] += weight * codes[(long)size * d + i] * cache->scales[plane + 1];
+    }
+    for (int i = 0; i < d; i++)
+        out[i] /= total;
+}
+
+/* Rounds of keys that are all codes, in blocks of `size`: near what they are by the definition, and a row the same bits
+ * alone. */
+static void check_coded_attention(int d, int size, int window)
+{
+    const int blocks = CODED_KEYS / size, width = CODED_HEADS * d;
+    int32_t *table = room((size_t)blocks * sizeof *table), slots[CODED_ROWS] = { 0 };
+    bf16 *hot = room((size_t)(2 * size * d) * sizeof *hot), *queries = room((size_t)(CODED_ROWS * width) * sizeof *queries);
+    int8_t *codes = room((size_t)(blocks * 2 * size * d));
+    float *scales = room((size_t)(blocks * 2) * sizeof *scales);
+    for (int i = 0; i < blocks; i++)
+        table[i] = 1 + (i * 5 + 2) % blocks;
+    for (int i = 0; i < blocks * 2 * size * d; i++)
+        codes[i] = (int8_t)((int)(draw() % 255) - 127);
+    for (int i = 0; i < blocks * 2; i++)
+        scales[i] = 0.001f + (float)(draw() % 1000) * 1e-5f;
+    for (int i = 0; i < CODED_ROWS * width; i++)
+        queries[i] = to_bf16_of(4 * draw_float());
+    const rz_attention_shape shape = { 1, 2, d, d, size, window, 0.125f, 0, NULL };
+    const rz_cache cache = { hot, codes, scales, 1, RZ_CODEC_INT8 };
+    float together[CODED_ROWS * CODED_HEADS][MAX_VALUE_DIM + 2], alone[CODED_HEADS][MAX_VALUE_DIM + 2];
+    void *scratch = aligned_alloc(64, rz_attention_scratch());
+    rz_attention_part part = { table, slots, queries, NULL, together[0], width, width, CODED_ROWS, 0, 0, CODED_HEADS,
+                               CODED_KEYS, 0, CODED_KEYS, 1, 0, 1 };
+    rz_attend(&shape, &cache, &part, NULL, scratch);
+    const long result = CODED_HEADS * (d + 2);
+    for (int row = 0; row < CODED_ROWS; row++) {
+        part.rows = 1, part.position = CODED_KEYS + row, part.queries = queries + row * width, part.partial = alone[0];
+        rz_attend(&shape, &cache, &part, &part, scratch);
+        must(!memcmp(alone, together[0] + row * result, (size_t)result * sizeof(float)), "a row of attention, of its neighbours");
+        for (int head = 0; head < CODED_HEADS; head++) {
+            double expected[MAX_VALUE_DIM];
+            const float *found = alone[0] + head * (d + 2);
+            attend_slowly(&shape, &cache, table, queries + row * width + head * d,
+                          window ? CODED_KEYS + row - window + 1 : 0, CODED_KEYS, expected);
+            for (int i = 0; i < d; i++)
+                must(fabs(found[i] / found[d + 1] - expected[i]) < 2e-4, "attention over codes, of what it is by definition");
+        }
+    }
+    show_floats("attention", together[0], result);
+}
+
 int main(void)
 {
     check_vectors();
@@ -546,5 +614,8 @@ int main(void)
     check_quantized(4, 32, RZ_NO_MINIMUMS, 1);
     check_float_codes(8);
     check_float_codes(4);
+    check_coded_attention(64, 16, 0);
+    check_coded_attention(96, 8, 100);
+    check_coded_attention(32, 24, 0);
     return 0;
 }

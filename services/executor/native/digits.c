@@ -1,0 +1,150 @@
+/* See digits.h. */
+#include "digits.h"
+
+#include <float.h>
+
+enum {
+    QUARTERS = COLUMNS / LANES,
+    QUAD = 4 * COLUMNS, /* bytes of four k */
+    ROWS_TOGETHER_MOST = VECTORS == 32 ? 3 : 1,
+};
+
+float rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count)
+{
+    f32 peak = f32_zero(), nothing = f32_zero();
+    for (long i = 0; i < count; i += LANES) {
+        const f32 value = f32_load_bf16(values + i);
+        peak = f32_max(peak, f32_abs(value));
+        nothing = f32_fma(value, f32_zero(), nothing); /* NaN, of what is no finite number */
+    }
+    const float largest = f32_largest(peak) / (ZERO_NUMBER - 1), unit = largest > FLT_MIN ? largest : FLT_MIN;
+    for (long i = 0; i < count; i += LANES) {
+        const f32 in_units = f32_div(f32_load_bf16(values + i), f32_set1(unit));
+        store_digits(digits + i, digits + stride + i, f32_add(f32_round(in_units), f32_set1(ZERO_NUMBER)));
+    }
+    return unit + f32_sum(nothing);
+}
+
+/* --- packing ----------------------------------------------------------------------------------------- */
+
+/* The last codes of `count` rows, COLUMNS / 2 of each, filled up with zeros: behind them lies what is not theirs. */
+static void copy_ends(int8_t *ends, const int8_t *rows, int count, int width)
+{
+    for (int i = 0; i < count; i++) {
+        memcpy(ends + i * COLUMNS, rows + (i + 1) * width - COLUMNS / 2, COLUMNS / 2);
+        memset(ends + i * COLUMNS + COLUMNS / 2, 0, COLUMNS / 2);
+    }
+}
+
+void rz_pack_as_columns(int8_t *packed, const int8_t *rows, int width)
+{
+    int32_t *to = (int32_t *)packed;
+    int8_t ends[LANES * COLUMNS];
+    const bf16 *pairs[LANES]; /* four codes are moved as two pairs */
+    for (int column = 0; column < width; column += COLUMNS) {
+        const int whole = column + COLUMNS <= width;
+        if (!whole)
+            copy_ends(ends, rows, LANES, width);
+        for (int i = 0; i < LANES; i++)
+            pairs[i] = (const bf16 *)(whole ? rows + i * width + column : ends + i * COLUMNS);
+        transpose_pairs(pairs, 0, to + column / 4 * COLUMNS, COLUMNS);
+    }
+}
+
+/* Four rows of COLUMNS codes, `stride` apart. */
+RZ_INLINE void pack_quad(int8_t *packed, const int8_t *rows, long stride)
+{
+    const bytes first = bytes_load(rows), second = bytes_load(rows + stride);
+    const bytes third = bytes_load(rows + 2 * stride), fourth = bytes_load(rows + 3 * stride);
+    const bytes even_low = bytes_zip_low(first, third), even_high = bytes_zip_high(first, third);
+    const bytes odd_low = bytes_zip_low(second, fourth), odd_high = bytes_zip_high(second, fourth);
+    bytes_store(packed, bytes_zip_low(even_low, odd_low));
+    bytes_store(packed + COLUMNS, bytes_zip_high(even_low, odd_low));
+    bytes_store(packed + 2 * COLUMNS, bytes_zip_low(even_high, odd_high));
+    bytes_store(packed + 3 * COLUMNS, bytes_zip_high(even_high, odd_high));
+}
+
+void rz_pack_as_lines(int8_t *packed, const int8_t *rows, int column, int width)
+{
+    int8_t ends[4 * COLUMNS];
+    for (int k = 0; k < LANES; k += 4) {
+        if (column + COLUMNS <= width) {
+            pack_quad(packed + k * COLUMNS, rows + k * width + column, width);
+        } else {
+            copy_ends(ends, rows + k * width, 4, width);
+            pack_quad(packed + k * COLUMNS, ends, COLUMNS);
+        }
+    }
+}
+
+/* --- products ---------------------------------------------------------------------------------------- */
+
+void rz_zero_products(int32_t *zero, const int8_t *packed, int quads)
+{
+    i32 sums[QUARTERS];
+    for (int v = 0; v < QUARTERS; v++)
+        sums[v] = i32_set1(0);
+    for (int quad = 0; quad < quads; quad++)
+        for (int v = 0; v < QUARTERS; v++)
+            sums[v] = i32_dot_u7(sums[v], bytes_set1(ZERO_NUMBER / UPPER), bytes_load(packed + quad * QUAD + v * 64));
+    for (int v = 0; v < QUARTERS; v++)
+        i32_store(zero + v * LANES, i32_sub(i32_set1(0), sums[v]));
+}
+
+/* `rows` rows by `vectors` vectors of columns, whose sums stay in registers. */
+RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
+                            int quads, const int32_t *zero, float *c, long ldc)
+{
+    i32 upper[ROWS_TOGETHER_MOST][QUARTERS], lower[ROWS_TOGETHER_MOST][QUARTERS];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            upper[row][v] = i32_load(zero + v * LANES);
+            lower[row][v] = i32_set1(0);
+        }
+    for (int quad = 0; quad < quads; quad++, packed += QUAD, digits += 4) {
+        bytes codes[QUARTERS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            codes[v] = bytes_load_once(packed + v * 64);
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; row++) {
+            const bytes high = bytes_repeat4(digits + 2 * row * stride);
+            const bytes low = bytes_repeat4(digits + (2 * row + 1) * stride);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                i32_add_dot_u7(&upper[row][v], high, codes[v]);
+                i32_add_dot_u7(&lower[row][v], low, codes[v]);
+            }
+        }
+    }
+    /* Both sums are below 2^24, exact as float32: only the last addition rounds. */
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            f32_store(c + row * ldc + v * LANES,
+                      f32_fma(f32_from_i32(upper[row][v]), f32_set1(UPPER), f32_from_i32(lower[row][v])));
+}
+
+void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                        const int32_t *zero, float *c, long ldc)
+{
+    enum { AT_ONCE = VECTORS == 32 ? QUARTERS : QUARTERS / 2 };
+    for (int v = 0; v < QUARTERS; v += AT_ONCE) {
+        const int8_t *from = packed + v * 64;
+        const int32_t *start = zero + v * LANES;
+        const uint8_t *at = digits;
+        float *to = c + v * LANES;
+        int left = rows;
+#if VECTORS == 32
+        for (; left >= 3 && left != 4; left -= 3, at += 6 * stride, to += 3 * ldc)
+            digits_block(3, AT_ONCE, at, stride, from, quads, start, to, ldc);
+        for (; left >= 2; left -= 2, at += 4 * stride, to += 2 * ldc)
+            digits_block(2, AT_ONCE, at, stride, from, quads, start, to, ldc);
+#endif
+        for (; left; left--, at += 2 * stride, to += ldc)
+            digits_block(1, AT_ONCE, at, stride, from, quads, start, to, ldc);
+    }
+}
