@@ -38,15 +38,23 @@ class Ring:
         right: float = 0.7,
         lookahead: bool = False,
         stretch: float = 0.0,
+        gap: float = 0.0,
         **spec: int,
     ) -> None:
         """`drafts` of a sequence at most, `right` with this probability. `lookahead`: plans ahead where it may.
-        `stretch`: steps may take so many times as long beside a long prompt; then each takes 10 ms and 1 ms a token.
+        `stretch`: steps may take so many times as long beside a long prompt, `gap` seconds in any case; then each
+        takes 10 ms and 1 ms a token.
         `spec`: further fields of `EngineSpec`."""
         self.lookahead = lookahead
         self.spec = EngineSpec(BLOCK, blocks, context, VOCAB, **spec)
         settings = BatchSettings(
-            tokens, sequences, waiting, session_ttl=ttl, max_drafts=drafts, prefill_stretch=stretch
+            tokens,
+            sequences,
+            waiting,
+            session_ttl=ttl,
+            max_drafts=drafts,
+            prefill_stretch=stretch,
+            prefill_gap=gap,
         )
         drafter = FakeDrafter(self.spec, settings, random.Random(7), right) if drafts else None
         self.batcher = ContinuousBatcher(self.spec, settings, "m", drafter)
