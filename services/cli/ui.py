@@ -28,7 +28,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from shared.messages import Heartbeat, StreamedWeights
+from shared.messages import GroupTraits, Heartbeat, StreamedWeights
 
 if TYPE_CHECKING:
     from rich.markdown import Markdown
@@ -50,6 +50,23 @@ def say(screen: Console, text: str, style: str | None = None) -> None:
 def megabytes(count: int) -> str:
     """Such as "270 MB"; from ten thousand on in GB."""
     return f"{count / 1e6:,.0f} MB" if count < 1e10 else f"{count / 1e9:,.1f} GB"
+
+
+def described_traits(traits: GroupTraits | None) -> list[str]:
+    """What a group does that others of its model may not do, in parts; nothing while it is not known."""
+    if traits is None:
+        return []
+    told = [f"computes sparse attention by {' and '.join(traits.sparse)}"] if traits.sparse else []
+    if left_out := draft_left_out(traits):
+        return [*told, left_out]
+    return [*told, f"draft model: {traits.draft_model}"] if traits.draft_model else told
+
+
+def draft_left_out(traits: GroupTraits | None) -> str:
+    """That the group is served without its draft model, and why; empty: it is not."""
+    if traits is None or not traits.draft_left_out:
+        return ""
+    return f"served without the draft model {traits.draft_model}: {traits.draft_left_out}"
 
 
 def described_weights(weights: StreamedWeights) -> str:

@@ -396,6 +396,7 @@ class Detector:
             memory=said.memory,
             adapters=said.adapters,
             streamed=said.streamed,
+            traits=said.traits,
         )
 
     def _judge(

@@ -23,8 +23,8 @@ as many rounds as it costs quanta.
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 
 from services.scheduler.request import WaitingRequest
 from shared.messages import LANES, Lane
@@ -33,6 +33,10 @@ QUANTUM = 4096
 """Tokens."""
 Urgency = tuple[int, float]
 """Priority, and unix seconds; the least first."""
+
+
+def _urgency(item: WaitingRequest) -> tuple[int, float, int]:
+    return item.priority, item.due, item.order
 
 
 class RequestHeap:
@@ -66,10 +70,15 @@ class RequestHeap:
 @dataclass(slots=True, eq=False)
 class _Tenant:
     name: str
-    waiting: RequestHeap
+    waiting: dict[str, RequestHeap] = field(default_factory=dict)
+    """By the kind of sparse attention that the requests need; empty: none."""
     balance: int = 0
     had_turn: bool = False
     """Whether this turn's quantum has been added."""
+
+    def first(self, without: Container[str]) -> WaitingRequest | None:
+        found = (heap.first() for kind, heap in self.waiting.items() if kind not in without)
+        return min((item for item in found if item is not None), key=_urgency, default=None)
 
 
 class FairQueue:
@@ -84,19 +93,29 @@ class FairQueue:
     def push(self, item: WaitingRequest) -> None:
         tenant = self._tenants.get(item.tenant)
         if tenant is None:
-            tenant = self._tenants[item.tenant] = _Tenant(item.tenant, RequestHeap(self._alive))
+            tenant = self._tenants[item.tenant] = _Tenant(item.tenant)
             self._turns.append(tenant)
-        tenant.waiting.push((item.priority, item.due), item.order, item)
+        if item.sparse not in tenant.waiting:
+            tenant.waiting[item.sparse] = RequestHeap(self._alive)
+        tenant.waiting[item.sparse].push((item.priority, item.due), item.order, item)
 
-    def peek(self) -> WaitingRequest | None:
-        """The request whose turn it is. Asking again gives the same one while nothing changes."""
-        while self._turns:
+    def peek(self, without: Container[str] = ()) -> WaitingRequest | None:
+        """The request whose turn it is, of those that need none of the kinds `without` of sparse attention. Asking
+        again gives the same one while nothing changes."""
+        passed = 0
+        """Tenants in a row all of whose requests need such a kind."""
+        while passed < len(self._turns):
             tenant = self._turns[0]
-            item = tenant.waiting.first()
-            if item is None:
+            item = tenant.first(without)
+            if item is None and tenant.first(()) is None:
                 self._turns.popleft()
                 del self._tenants[tenant.name]
                 continue
+            if item is None:
+                passed += 1
+                self._turns.rotate(-1)
+                continue
+            passed = 0
             if not tenant.had_turn:
                 tenant.balance += self._quantum
                 tenant.had_turn = True
@@ -170,12 +189,17 @@ class RequestQueue:
             self._deadlines.push((0, item.deadline), item.order, item)
         return other
 
-    def peek(self, model: str) -> WaitingRequest | None:
+    def peek(self, model: str, without: Container[str] = ()) -> WaitingRequest | None:
+        """As `FairQueue.peek`, of the most urgent lane that has one."""
         lanes = self._lanes.get(model, {})
+        waits = False
         for lane in LANES:
-            if self._depth_of.get((model, lane)) and (item := lanes[lane].peek()) is not None:
-                return item
-        self._lanes.pop(model, None)
+            if self._depth_of.get((model, lane)):
+                if (item := lanes[lane].peek(without)) is not None:
+                    return item
+                waits = True
+        if not waits:
+            self._lanes.pop(model, None)
         return None
 
     def take(self, item: WaitingRequest) -> None:

@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Literal
 
 from services.scheduler.ttft_estimator import SCARCE_SHARE, TtftEstimator, Usual
-from shared.messages import GroupEvent, GroupLoad, GroupRecord, GroupStatus, Lane
+from shared.messages import GroupEvent, GroupLoad, GroupRecord, GroupStatus, GroupTraits, Lane
 
 State = Literal["closed", "half_open", "open"]
 STATES: tuple[State, ...] = ("closed", "half_open", "open")
@@ -208,6 +208,8 @@ class Group:
     """When it was last chosen, in decisions: equals take turns."""
     adapters: frozenset[str] = frozenset()
     """Digests of the LoRA adapters that it had in memory when it was heard last."""
+    traits: GroupTraits | None = None
+    """None: not known yet."""
     place: int = -1
     """Its place in the list of open groups; -1: it is not open."""
     cordoned: bool = False
@@ -249,6 +251,15 @@ class Group:
 
     def may_take(self, lane: Lane) -> bool:
         return self.takes and (lane != "batch" or self.has_idle_capacity)
+
+    def computes(self, kind: str) -> bool:
+        """Whether it is known to compute this kind of sparse attention; empty: none."""
+        return not kind or (self.traits is not None and kind in self.traits.sparse)
+
+    def may_compute(self, kind: str) -> bool:
+        """Whether it does, or has yet to say what it computes. One at work that says nothing is of an earlier version,
+        which computes none."""
+        return self.computes(kind) or (self.traits is None and not self.up)
 
     def update(self, usual: Usual) -> None:
         self.ttft.update(self.load, self.sent_requests, self.sent_tokens, self.weight, usual)
@@ -297,6 +308,15 @@ class GroupTable:
         """Groups of `model` that have the adapter of that digest in memory, whatever their state."""
         return self._of(model).holders.get(adapter, {}).values()
 
+    def computing(self, model: str, kind: str) -> list[Group]:
+        """Open groups of `model` that compute this kind of sparse attention. While those that do are full, away or
+        still starting there are none; where it is certain that no group does, they are all open ones: a group refuses
+        it with a sentence."""
+        found = [group for group in self.open(model) if group.computes(kind)]
+        if found or any(group.may_compute(kind) for group in self.of(model)):
+            return found
+        return self.open(model)
+
     def breakers(self) -> Iterator[tuple[str, State]]:
         """Every group's name and the state of its breaker."""
         return ((group.name, group.breaker.state) for group in self._groups.values())
@@ -341,6 +361,7 @@ class GroupTable:
         if record.load.version >= group.load.version:
             group.load = record.load
         group.weight = record.weight
+        group.traits = record.traits
         self._set_adapters(group, frozenset(record.adapters))
         if not group.sent_requests:
             group.ttft.rested()

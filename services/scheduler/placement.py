@@ -7,6 +7,7 @@
     a later attempt      whose ring is lost: the ring that was sent a prompt with the longest common beginning, within
                          the same bound, since that need not be computed again
     otherwise            the soonest of a sample of the open groups; equals take turns
+    with sparse attention   of all this only the groups that compute its kind count; it waits for them
 
     expected seconds:     home, all cached     best, nothing cached          slack
                           |────────────────|   |────────────────────────────|──────|
@@ -120,6 +121,8 @@ class Placement:
         best = self._soonest(item)
         if best is None:
             return None
+        if not best.computes(item.sparse):
+            return Decision(best, "spilled")  # no group of its model does, which this one is going to say
         if pin is not None and self.alive(item.model, pin):
             return self._by_pin(item, pin, best, now)
         kept = self._that_has(item, best) if item.attempt else None
@@ -138,16 +141,14 @@ class Placement:
     def _holder(self, item: WaitingRequest, best: Group) -> Group | None:
         """The soonest group with the request's adapter in memory, else the first of those that the adapter's name
         belongs to: so it is in memory of few groups, and the same ones whoever decides."""
-        holders = [
-            group for group in self._table.holders(item.model, item.adapter) if group.may_take(item.lane)
-        ]
+        holders = [group for group in self._table.holders(item.model, item.adapter) if _may_take(group, item)]
         if holders:
             soonest = min(holders, key=lambda group: group.ttft.first_token(item.tokens))
             return soonest if self._is_worth(soonest, best, item, item.tokens, ADAPTER_TOKENS) else None
         for name in self._table.ranking(item.model).ranked(int(item.adapter[:15] or "0", 16)):
             home = self._table.get(name)
             worth = home is not None and self._is_worth(home, best, item, item.tokens, ADAPTER_TOKENS)
-            if home is not None and worth and home.may_take(item.lane):
+            if home is not None and worth and _may_take(home, item):
                 return home
         return None
 
@@ -155,7 +156,7 @@ class Placement:
         """Of a pin to a ring that stands."""
         home = self._table.get(pin.group)
         assert home is not None, "a living ring is in the table"
-        if home.may_take(item.lane) and self._is_worth(home, best, item, 0, self._sticky_tokens):
+        if _may_take(home, item) and self._is_worth(home, best, item, 0, self._sticky_tokens):
             return Decision(home, "pinned")
         suspected = home.breaker.state != "closed"  # whether it is lost, others will say
         if suspected or item.lane == "batch" or now < pin.moved_at + HOLD:
@@ -170,7 +171,7 @@ class Placement:
                 if not self.alive(item.model, SessionPin(name, epoch)):
                     continue
                 ring = self._table.get(name)
-                if ring is not None and ring.may_take(item.lane) and self._saves(ring, best, item, prefix):
+                if ring is not None and _may_take(ring, item) and self._saves(ring, best, item, prefix):
                     return ring
         return None
 
@@ -188,7 +189,7 @@ class Placement:
         for prefix in item.prefixes:
             for name in ranking.ranked(prefix.key):
                 home = self._table.get(name)
-                if home is not None and home.may_take(item.lane) and self._keeps(home, best, item, prefix):
+                if home is not None and _may_take(home, item) and self._keeps(home, best, item, prefix):
                     return home
         return None
 
@@ -211,12 +212,17 @@ class Placement:
         return min((group for seconds, group in timed if seconds <= limit), key=_CHOSEN)
 
     def _sample(self, item: WaitingRequest) -> Iterable[Group]:
-        candidates = self._table.open(item.model)
+        table, model = self._table, item.model
+        candidates = table.computing(model, item.sparse) if item.sparse else table.open(model)
         if len(candidates) > SAMPLE:
             candidates = self._random.choices(candidates, k=SAMPLE)
         if item.lane == "batch":
             return [group for group in candidates if group.has_idle_capacity]
         return candidates
+
+
+def _may_take(group: Group, item: WaitingRequest) -> bool:
+    return group.may_take(item.lane) and group.computes(item.sparse)
 
 
 REFRESH_SHARE = 4

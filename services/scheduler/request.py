@@ -16,12 +16,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from shared import tracing
-from shared.messages import GenerationRequest, Lane, SparseAttention
+from shared.messages import GenerationRequest, Lane, SparseAttention, SparseKind
 from shared.nats.bus import encode
 from shared.sparse_attention import told
 from shared.tracing import NONE, Span, Value
@@ -246,6 +246,8 @@ class WaitingRequest:
     """Of a tenant's requests the one with the least goes first."""
     adapter: str = ""
     """Digest of its LoRA adapter."""
+    sparse: SparseKind | Literal[""] = ""
+    """Kind of sparse attention that its group must compute; empty: none."""
     asked: str = ""
     """Group that was sent the request and has not answered: it may have it all the same."""
 
@@ -292,5 +294,6 @@ class WaitingRequest:
                 request.model, request.prompt, request.cache_salt, request.adapter, request.sparse
             ),
             adapter=request.adapter,
+            sparse=request.sparse.kind if request.sparse is not None else "",
             arrived=arrived,
         )

@@ -296,11 +296,21 @@ class Router:
         self._expire()
         for model in self._queue.models():
             try:
-                while (item := self._queue.peek(model)) is not None and self._place(item):
-                    pass
+                self._place_all(model)
             except Exception:  # the other models' requests must go on
                 log.exception("placement_failed", model=model)
         self._dispatcher.flush(more_coming=self._more_coming() or self._claiming > 0)
+
+    def _place_all(self, model: str) -> None:
+        """As far as groups have room. Requests that none of those is for that compute their kind of sparse attention
+        wait without being in the others' way."""
+        full: set[str] = set()
+        while (item := self._queue.peek(model, full)) is not None:
+            if self._place(item):
+                continue
+            if not item.sparse:
+                return
+            full.add(item.sparse)
 
     def _place(self, item: WaitingRequest) -> bool:
         """Takes `item` out of the queue to a group; False when no group has room for it."""

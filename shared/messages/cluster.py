@@ -80,6 +80,17 @@ class StreamedWeights(msgspec.Struct, frozen=True):
         return StreamedWeights(self.memory * count, self.per_step * count, self.disk_rate * count)
 
 
+class GroupTraits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """In what a group may differ from others of its model."""
+
+    sparse: list[SparseKind] = []
+    """Kinds of sparse attention that it computes."""
+    draft_model: str = ""
+    """As a model card's."""
+    draft_left_out: str = ""
+    """As a model card's."""
+
+
 class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an executor says of its group."""
 
@@ -106,6 +117,8 @@ class GroupBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Digests of the LoRA adapters that its ranks hold in memory."""
     streamed: StreamedWeights | None = None
     """None: all of its weights are in memory."""
+    traits: GroupTraits | None = None
+    """None: not known yet, or to an earlier version of the executor."""
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -193,6 +206,8 @@ class GroupRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     adapters: list[str] = []
     """As a heartbeat's."""
     streamed: StreamedWeights | None = None
+    """As a heartbeat's."""
+    traits: GroupTraits | None = None
     """As a heartbeat's."""
 
 

@@ -79,12 +79,17 @@ def test_status_has_its_promised_shape(two_groups: Stack) -> None:
             "message",
             "kernels",
             "streamed",
+            "traits",
         }
+        assert group["traits"]["sparse"] == ["window"]
         assert group["model"] == DEFAULT_MODEL
         assert [set(rank) for rank in group["ranks"]] == [{"rank", "pid", "step"}]
     table = run_cli("status", *where, COLUMNS="160").stdout
     assert "group-0" in table
     assert "health-monitor-0" in table
+    assert "group-0: computes sparse attention by window" in table
+    told = run_cli("models", "show", DEFAULT_MODEL, *where).stdout
+    assert "computes sparse attention by window" in told
 
 
 def test_chat_answers(two_groups: Stack) -> None:

@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.target import AsJson, DataDir, NatsUrl, Started, find_stack, nats_of_stack
-from services.cli.ui import console, described_weights, megabytes, say
+from services.cli.ui import console, described_traits, described_weights, megabytes, say
 from shared.config import CommonSettings
-from shared.messages import GroupRecord, HostModel, HostRecord, ServiceRecord, StreamedWeights
+from shared.messages import GroupRecord, GroupTraits, HostModel, HostRecord, ServiceRecord, StreamedWeights
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
@@ -68,6 +68,8 @@ class GroupStatus(msgspec.Struct, frozen=True):
     """What its ranks compute with, such as `native avx2`."""
     streamed: StreamedWeights | None = None
     """Null: all weights are in memory."""
+    traits: GroupTraits | None = None
+    """Its kinds of sparse attention, and its draft model; null: not known yet."""
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -170,6 +172,7 @@ def _group(record: GroupRecord) -> GroupStatus:
         message="" if record.state in ("ready", "busy") else record.message or _phase(record),
         kernels=record.kernels,
         streamed=record.streamed,
+        traits=record.traits,
     )
 
 
@@ -213,6 +216,8 @@ def print_status(snapshot: Snapshot, console: Console) -> None:
             say(console, f"{group.group}: {group.message}")
         if group.streamed is not None:
             say(console, f"{group.group}: {described_weights(group.streamed)}")
+        for line in described_traits(group.traits):
+            say(console, f"{group.group}: {line}")
 
 
 def _hosts_table(hosts: Iterable[HostStatus]) -> list[Table]:

@@ -33,6 +33,7 @@ from services.cli.ui import (
     AnswerPrinter,
     LoadBars,
     described_weights,
+    draft_left_out,
     megabytes,
     model_bars,
     print_columns,
@@ -332,6 +333,8 @@ class Up:
         for beat in stack.beats.values():
             if beat.group is not None and beat.group.streamed is not None:
                 self._say(f"Weights  {described_weights(beat.group.streamed)} (RYZANSTEIN_WEIGHTS_MEMORY)")
+            if beat.group is not None and (left_out := draft_left_out(beat.group.traits)):
+                self._say(f"Draft    {left_out}")
 
     def _print_request(self, stack: LocalStack, model: str, *, path: str) -> None:
         """A request that can be pasted into another terminal."""

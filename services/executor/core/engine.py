@@ -15,7 +15,7 @@ from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan
 from shared.errors import InternalError, InvalidGrammar
-from shared.messages import ModelCard, StreamedWeights, TokenLogprobs
+from shared.messages import GroupTraits, ModelCard, SparseKind, StreamedWeights, TokenLogprobs
 
 ProgressCallback = Callable[[int, int], None]
 """Called while loading with (bytes done, bytes in all)."""
@@ -89,7 +89,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     draft_left_out: str = ""
     """Why it serves without one that is asked for: one sentence."""
 
-    sparse: list[str] = []
+    sparse: list[SparseKind] = []
     """Kinds of sparse attention that it computes (`SparseAttention.kind`); empty: none."""
     streamed: StreamedWeights | None = None
     """Of this rank; None: all of its weights are in memory."""
@@ -136,6 +136,11 @@ def with_tasks(card: ModelCard, spec: EngineSpec) -> ModelCard:
         sparse=spec.sparse,
         page_tokens=spec.block_size,
     )
+
+
+def traits_of(spec: EngineSpec) -> GroupTraits:
+    """What a group with the model of `spec` tells of itself."""
+    return GroupTraits(spec.sparse, spec.draft_model, spec.draft_left_out)
 
 
 class SampledToken(msgspec.Struct, frozen=True):

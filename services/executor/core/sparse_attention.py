@@ -7,6 +7,7 @@ Arithmetic over whole numbers, the same here and in the native kernels: what a t
 not depend on who computes it. A request's choice travels in `StepPlan.sparse` as `FIELDS` numbers a sequence.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Choice(NamedTuple):
         return blake2b(to_bytes(list(self)), digest_size=16).digest()
 
 
-def problem_with(wanted: SparseAttention, block_size: int, kinds: list[str]) -> InvalidRequest | None:
+def problem_with(wanted: SparseAttention, block_size: int, kinds: Sequence[str]) -> InvalidRequest | None:
     """Why a ring that computes these `kinds`, in blocks of `block_size` tokens, cannot compute `wanted`."""
     if not kinds:
         return InvalidRequest("This group computes no sparse attention; leave out sparse_attention.")

@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from services.executor.core.gpu_errors import EXTERNAL
-from shared.messages import StreamedWeights
+from shared.messages import GroupTraits, StreamedWeights
 from shared.messages.debugging import LeaderDump, StackDump
 
 
@@ -64,6 +64,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What computes (`EngineSpec`)."""
     streamed: StreamedWeights | None = None
     """Of rank 0."""
+    traits: GroupTraits | None = None
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from services.executor.core.engine import Engine, EngineSpec
+from services.executor.core.engine import Engine, EngineSpec, traits_of
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.board import RingBoard, RingState
@@ -272,7 +272,7 @@ class Leader:
         freeze_gc_after_startup()
         self._board.set_state(RingState.READY)
         told = (engine_spec.kv_bytes, engine_spec.imports, engine_spec.kernels, engine_spec.streamed)
-        self._supervisor.send(Ready(self._model, *told))
+        self._supervisor.send(Ready(self._model, *told, traits_of(engine_spec)))
         log.info(
             "leader_ready",
             group=group,

@@ -372,6 +372,7 @@ class GroupSupervisor:
             memory=self.memory,
             adapters=ring.adapters,
             streamed=ring.streamed,
+            traits=ring.traits,
         )
 
     def _death_of(self, ring: Ring, ranks: list[RankBeat]) -> RingDeath | None:

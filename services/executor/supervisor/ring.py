@@ -38,7 +38,7 @@ from services.executor.kv_transfer.board import HandoverBoard
 from services.executor.supervisor.failure_detection import cause_of_exit, death_of, oom_kills
 from services.executor.supervisor.multinode.head import HeadNode, RemoteRank
 from services.executor.supervisor.rank_process import ForkClient, LocalRank, StartRank
-from shared.messages import RingDeath, StreamedWeights
+from shared.messages import GroupTraits, RingDeath, StreamedWeights
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +95,8 @@ class Ring:
         """What `Ready` tells of them."""
         self.streamed: StreamedWeights | None = None
         """Of all ranks; None: all weights are in memory."""
+        self.traits: GroupTraits | None = None
+        """None: not known yet."""
         self.adapters: list[str] = []
         """Digests of the LoRA adapters in memory."""
         self.given_up = ""
@@ -245,10 +247,11 @@ class Ring:
                 self._rendezvous = msgspec.json.encode(event) + b"\n"
                 for follower in self._processes[1:]:
                     follower.tell(self._rendezvous)
-            case Ready(model, kv_bytes, imports, kernels, streamed):
+            case Ready(model, kv_bytes, imports, kernels, streamed, traits):
                 self.model, self.imports, self.kernels = model, imports, kernels
                 self.kv_bytes = kv_bytes * self._settings.tp
                 self.streamed = streamed and streamed.of_ranks(self._settings.tp)
+                self.traits = traits
                 self.ready.set()
             case AdaptersHeld(digests):
                 self.adapters = digests

@@ -69,7 +69,7 @@ from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, context_of, load_share
 from shared.errors import ConfigurationError, InternalError
-from shared.messages import ModelCard
+from shared.messages import ModelCard, SparseKind
 from shared.model_store.locks import hold_model
 from shared.models import linked_gguf
 from shared.service.logs import adopt_loggers
@@ -411,7 +411,7 @@ class RingMember:
         return cls(runner, collectives, engine_spec, share, head, draft)
 
 
-def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape) -> list[str]:
+def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape) -> list[SparseKind]:
     """`EngineSpec.sparse`"""
     if not shape.choosing:
         return []

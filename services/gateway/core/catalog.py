@@ -4,14 +4,14 @@ import asyncio
 import difflib
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from services.gateway.core.adapters import AdapterRegistry, not_read
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import Unavailable, UnknownModel
-from shared.messages import GroupRecord, ModelCard, SparseAttention
+from shared.messages import GroupRecord, ModelCard, SparseAttention, SparseKind
 from shared.model_status import ModelStatus, status_of, statuses
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -52,6 +52,15 @@ class Resolved(msgspec.Struct, frozen=True):
     """Sampling defaults of that name, which go before the model's own."""
     sparse: SparseAttention | None = None
     """How its requests attend that do not say it; None: to everything."""
+
+
+class SparseKinds(NamedTuple):
+    """Kinds of sparse attention that groups of a model compute."""
+
+    some: list[SparseKind]
+    """Some group does, be it that it starts again: requests that ask for these wait for it."""
+    everywhere: list[SparseKind]
+    """All groups at work do: the entry's choice holds for requests that say nothing."""
 
 
 class ModelNotLoaded(Unavailable):
@@ -97,6 +106,8 @@ class Catalog:
         self._told: set[str] = set()
         """Models whose card was given to `on_card`: cards stay, and most of them may be of models of the past."""
         self._groups: dict[str, GroupRecord] = {}
+        self._sparse_kinds: dict[str, SparseKinds] = {}
+        """By model, of those that were asked for since their groups changed."""
         self._stale: set[str] = set()
         """Groups of which nothing was heard since long before this gateway started."""
         self.changed = asyncio.Event()
@@ -135,6 +146,27 @@ class Catalog:
     def _sparse(self, model: str) -> SparseAttention | None:
         spec = self.registry.specs.get(model)
         return chosen(spec.sparse_attention) if spec is not None else None
+
+    def sparse_kinds(self, model: str) -> SparseKinds:
+        """Of a model, by its own name; as its card says where its groups say nothing."""
+        known = self._sparse_kinds.get(model)
+        if known is None:
+            known = self._sparse_kinds[model] = self._sparse_kinds_now(model)
+        return known
+
+    def _sparse_kinds_now(self, model: str) -> SparseKinds:
+        records = [record for record in self._live() if record.model == model]
+        told = [record.traits.sparse for record in records if record.traits is not None]
+        if not told:
+            of_card = self.cards[model].sparse if model in self.cards else []
+            return SparseKinds(of_card, of_card)
+        some = sorted({kind for kinds in told for kind in kinds})
+        at_work = [
+            record.traits.sparse if record.traits is not None else []
+            for record in records
+            if record.state in _AT_WORK
+        ]
+        return SparseKinds(some, [kind for kind in some if all(kind in kinds for kinds in at_work)])
 
     def is_model(self, name: str) -> bool:
         """Whether it names a model, or is an alias of one."""
@@ -307,6 +339,7 @@ class Catalog:
     def _card_changed(self, model: str, card: ModelCard | None) -> None:
         self._told.discard(model)
         self._news()
+        self._sparse_kinds.pop(model, None)
         if card is None:
             self.cards.pop(model, None)
             return
@@ -322,6 +355,17 @@ class Catalog:
             self._removed.add(model)
             self._forget_removed(model)
         self.changed.set()
+
+    def _as_it_was(self, record: GroupRecord, before: GroupRecord | None) -> GroupRecord:
+        """`record`, of a group that starts again, with what is known of it."""
+        if before is not None and before.model != record.model:
+            self._sparse_kinds.pop(before.model, None)
+            before = None
+        if before is not None and record.traits is None and record.state not in _AT_WORK:
+            record = msgspec.structs.replace(record, traits=before.traits)
+        if before is None or (before.state, before.traits) != (record.state, record.traits):
+            self._sparse_kinds.pop(record.model, None)
+        return record
 
     def _forget_removed(self, model: str) -> None:
         if model in self._removed and not self._is_present(model):
@@ -346,12 +390,13 @@ class Catalog:
             gone = self._groups.pop(group, None)
             self._stale.discard(group)
             if gone is not None:
+                self._sparse_kinds.pop(gone.model, None)
                 self._news()
                 self._forget_removed(gone.model)
                 listener.on_group_lost(group, gone.epoch, gone.model, 0.0)
             return
         before = self._groups.get(group)
-        self._groups[group] = record
+        record = self._groups[group] = self._as_it_was(record, before)
         self._stale.discard(group)
         from_before = before is None and not self._caught_up[1].is_set()
         if from_before and 0 < record.heard_at < self._clock() - STALE:

@@ -198,12 +198,12 @@ def applied(
 
 
 def sparse_of(
-    given: SparseAttentionField | None, usual: SparseAttention | None, card: ModelCard
+    given: SparseAttentionField | None, usual: SparseAttention | None, card: ModelCard, *, unasked: bool
 ) -> SparseAttention | None:
-    """Which earlier tokens the request's tokens read; None: all. `usual`: as the model's entry says, of requests that
-    say nothing; while its groups cannot do that, these read all. Raises `InvalidParameter`."""
+    """Which earlier tokens the request's tokens read; None: all. `usual`: as the model's entry says; `unasked`: whether
+    that holds for requests that say nothing. Raises `InvalidParameter`."""
     if given is None:
-        return usual if usual is not None and usual.kind in card.sparse else None
+        return usual if unasked else None
     if given is False:
         return None
     choice = usual or SparseAttention()
@@ -223,8 +223,8 @@ def sparse_of(
 def _why_not(choice: SparseAttention, card: ModelCard) -> str:
     if "window" not in card.sparse:
         return (
-            f"{card.model} cannot: none of its layers attends to all earlier tokens, or its groups compute on GPUs or "
-            "are of an earlier version; leave it out"
+            f"{card.model} cannot: none of its layers attends to all earlier tokens, or its groups are of an earlier "
+            "version; leave it out"
         )
     return (
         f"the groups of {card.model} keep no summaries of pages; leave it out, ask for kind 'window', or have the "

@@ -383,8 +383,12 @@ class Intake:
         named: dict[str, Any] = (
             {"adapter": resolved.adapter, "adapter_name": resolved.name} if resolved.adapter else {}
         )
+        kinds = self._catalog.sparse_kinds(card.model)
+        if kinds.some != card.sparse:
+            card = msgspec.structs.replace(card, sparse=kinds.some)
         if resolved.sparse is not None:
             named["sparse"] = resolved.sparse
+            named["sparse_unasked"] = resolved.sparse.kind in kinds.everywhere
         return card, msgspec.structs.replace(context, **named) if named else context
 
     def context_length(self, model: str, tenant: str) -> int:

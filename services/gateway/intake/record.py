@@ -70,7 +70,9 @@ class Context(msgspec.Struct, frozen=True):
     """Digest of the LoRA adapter that the request names; set by the intake."""
     adapter_name: str = ""
     sparse: SparseAttention | None = None
-    """How requests attend that do not say it, as the model's entry has it; set by the intake."""
+    """What requests leave out of their choice, as the model's entry has it; set by the intake."""
+    sparse_unasked: bool = False
+    """Whether requests that say nothing attend so; set by the intake."""
     return_progress: bool = False
     """The X-Ryzanstein-Progress header: whether its stream tells how much of the prompts is computed."""
     endpoint: RecordedEndpoint | Literal[""] = ""
@@ -134,7 +136,9 @@ def record_of(
         cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
         priority=request.priority or 0,
         adapter=context.adapter,
-        sparse=extra_fields.sparse_of(request.sparse_attention, context.sparse, card),
+        sparse=extra_fields.sparse_of(
+            request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked
+        ),
     )
     stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)

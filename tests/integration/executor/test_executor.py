@@ -27,6 +27,7 @@ from shared.messages import (
     GenerationRequest,
     GroupLoad,
     GroupRecord,
+    GroupTraits,
     Heartbeat,
     ModelCard,
     SamplingParams,
@@ -108,6 +109,7 @@ async def test_a_ring_is_newer_than_the_groups_last_one_whatever_its_clock_says(
         beat = await process.wait_ready()
         assert beat.group is not None
         assert beat.group.epoch == ahead + 1
+        assert beat.group.traits == GroupTraits(["pages", "window"])
 
 
 async def test_a_ring_that_was_replaced_takes_nothing_more_and_leaves(

@@ -7,7 +7,7 @@ import pytest
 from services.executor.native.library import why_not
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
-from shared.messages import SamplingParams
+from shared.messages import GroupTraits, SamplingParams
 from shared.nats.bus import Bus
 from tests.integration.executor.rings import CONTEXT, VOCABULARY, request_of, rings
 from tests.unit.executor.model.tiny import make_model
@@ -38,6 +38,7 @@ async def test_a_group_streams_weights_and_says_so(
             await house.begin(group, model, *own)
             beat = (await house.processes[group].wait_ready()).group
             assert beat is not None
+            assert beat.traits == GroupTraits(["window"])
             assert (beat.streamed is not None) is (group == "part")
             if beat.streamed is not None:
                 assert 0 < beat.streamed.memory <= least

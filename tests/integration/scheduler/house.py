@@ -21,6 +21,7 @@ from shared.messages import (
     GroupLoad,
     GroupRecord,
     GroupStatus,
+    GroupTraits,
     Lane,
     Refusal,
     TokenEntry,
@@ -68,6 +69,7 @@ class Leader:
         self.name = name
         self.epoch = epoch
         self.load = FREE
+        self.traits: GroupTraits | None = None
         self.batches: list[int] = []
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
@@ -99,7 +101,7 @@ class Leader:
         await self._bus.flush()
 
     async def record(self, state: GroupStatus, model: str = MODEL) -> None:
-        record = GroupRecord(self.name, model, state, self.epoch, [], self.load)
+        record = GroupRecord(self.name, model, state, self.epoch, [], self.load, traits=self.traits)
         await self._house.records.put(self.name, record)
 
     @property

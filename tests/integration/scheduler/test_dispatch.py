@@ -4,10 +4,17 @@ import asyncio
 import time
 
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest, GroupLoad, Refusal, TokenEntry
+from shared.messages import (
+    GenerationRequest,
+    GroupLoad,
+    GroupTraits,
+    Refusal,
+    SparseAttention,
+    TokenEntry,
+)
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from tests.integration.scheduler.house import MODEL, House, scheduler
+from tests.integration.scheduler.house import MODEL, House, Scheduler, scheduler
 
 
 async def test_a_request_arrives_unchanged_and_leaves_the_stream(
@@ -50,6 +57,55 @@ async def test_requests_wait_durably_while_no_group_is_up_most_urgent_first(
         await house.until(lambda: len(leader.requests) == 5)
         await house.until_settled()
     assert leader.ids == ["r1", "i1", "i2", "b1", "b2"]
+
+
+async def test_sparse_attention_waits_for_a_group_that_computes_it(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    """Through that group's death, and in nobody's way."""
+    pages, plain = await house.leader("pages"), await house.leader("plain")
+    pages.traits, plain.traits = GroupTraits(["pages", "window"]), GroupTraits(["window"])
+    plain.refuse = lambda request: (
+        Refusal(request.generation_id, "invalid_request", "No pages here.", False) if request.sparse else None
+    )
+    await pages.record("ready")
+    await plain.record("ready")
+    asked = {"sparse": SparseAttention()}
+    async with scheduler(nats_settings) as service:
+        for number in range(6):
+            await house.ask(f"first-{number}", **asked)
+        await house.until(lambda: len(pages.requests) == 6)
+        assert plain.requests == []
+        await pages.record("gone")
+        await until_state(house, service, "pages", "gone")
+        for number in range(3):
+            await house.ask(f"late-{number}", **asked)
+        await house.ask("dense")
+        await house.until(lambda: plain.ids == ["dense"])
+        pages.epoch, known = 2, pages.traits
+        pages.traits = None
+        await pages.record("starting")
+        await until_state(house, service, "pages", "starting")
+        async with asyncio.timeout(15):
+            while await house.left() > 3:  # the dense one is being settled
+                await house.bus.flush()
+        assert len(pages.requests) == 6
+        pages.traits = known
+        await pages.record("ready")
+        await house.until(lambda: len(pages.requests) == 9)
+        await house.until_settled()
+        assert house.entries == []
+        await house.records.delete("pages")
+        await house.ask("never", **asked)
+        await house.until(lambda: bool(house.entries))
+    assert [(entry.generation_id, entry.error) for entry in house.entries] == [("never", "No pages here.")]
+
+
+async def until_state(house: House, service: Scheduler, name: str, state: str) -> None:
+    """A scheduler has read so of a group."""
+    async with asyncio.timeout(15):
+        while (group := service._table.get(name)) is None or group.status != state:
+            await house.bus.flush()
 
 
 async def test_held_requests_stay_with_their_scheduler_beyond_ack_wait(

@@ -1,9 +1,10 @@
 """Requests and groups for scheduler tests."""
 
 import math
+from typing import Literal
 
 from services.scheduler.request import Prefix, WaitingRequest
-from shared.messages import GroupLoad, GroupRecord, GroupStatus, Lane
+from shared.messages import GroupLoad, GroupRecord, GroupStatus, GroupTraits, Lane, SparseKind
 
 
 class Settled:
@@ -39,10 +40,12 @@ def waiting(
     priority: int = 0,
     adapter: str = "",
     session: str = "",
+    sparse: SparseKind | Literal[""] = "",
 ) -> WaitingRequest:
     return WaitingRequest(
         priority=priority,
         adapter=adapter,
+        sparse=sparse,
         generation_id=name,
         request_id=f"r-{name}",
         model=model,
@@ -71,8 +74,15 @@ def group(
     state: GroupStatus = "ready",
     load: GroupLoad | None = None,
     updated_at: float = 0.0,
+    traits: GroupTraits | None = None,
 ) -> GroupRecord:
-    load = load or GroupLoad(free_blocks=100, total_blocks=100)
     return GroupRecord(
-        group=name, model=model, state=state, epoch=epoch, ranks=[], load=load, updated_at=updated_at
+        group=name,
+        model=model,
+        state=state,
+        epoch=epoch,
+        ranks=[],
+        load=load or GroupLoad(free_blocks=100, total_blocks=100),
+        updated_at=updated_at,
+        traits=traits,
     )

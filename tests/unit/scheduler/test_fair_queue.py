@@ -76,6 +76,32 @@ def test_a_request_of_many_quanta_is_served_after_as_many_rounds(large: int, sma
     assert item is not None
 
 
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 5 * QUANTUM), st.booleans()), max_size=30))
+def test_tenants_with_nothing_else_are_passed_by(requests: list[tuple[str, int, bool]]) -> None:
+    """And go on in their order once what they need has room."""
+    served = Served()
+    items = [served.push(tenant, cost) for tenant, cost, _ in requests]
+    for item, (_, _, sparse) in zip(items, requests, strict=True):
+        item.sparse = "pages" if sparse else ""
+    fresh = Served()
+    for item in items:
+        fresh.push_again(item)
+    dense = [item.generation_id for item in items if not item.sparse]
+    taken = []
+    while (item_now := fresh.queue.peek({"pages"})) is not None:
+        fresh.queue.charge(item_now)
+        fresh.waiting.discard(item_now.generation_id)
+        taken.append(item_now.generation_id)
+    assert sorted(taken) == sorted(dense)
+    left = []
+    while (item_now := fresh.serve()) is not None:
+        left.append(item_now.generation_id)
+    assert sorted(taken + left, key=int) == [item.generation_id for item in items]
+    for tenant in "ab":
+        own = [item.generation_id for item in items if item.tenant == tenant and item.sparse]
+        assert [name for name in left if name in own] == own
+
+
 def test_a_flood_of_one_tenant_does_not_keep_another_waiting() -> None:
     served = Served()
     for _ in range(1000):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.placement import HOLD, SAMPLE, TOLERANCE, Beginnings, Decision, Placement
 from services.scheduler.request import Prefix, prefixes
-from shared.messages import GroupLoad, GroupStatus, SessionPin
+from shared.messages import GroupLoad, GroupStatus, GroupTraits, SessionPin
 from tests.unit.scheduler.requests import group, waiting
 from tests.unit.scheduler.tables import FREE, STATES, SUSPECT, known, loads, table_of
 
@@ -65,6 +65,39 @@ def test_an_adapter_is_computed_where_it_is_in_memory() -> None:
     assert len(homes) == 1, "the adapter's home, until somebody has it"
     spread = {chosen(table, adapter=adapter)[0] for adapter in ADAPTERS}
     assert spread == {"a", "c"}, "adapters are spread over the groups"
+
+
+TRAITS = st.none() | st.builds(GroupTraits, st.sampled_from([[], ["window"], ["pages", "window"]]))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(STATES), loads, TRAITS), max_size=8),
+    st.sampled_from(["pages", "window"]),
+    st.booleans(),
+    st.integers(0, 1),
+)
+def test_sparse_attention_is_placed_with_those_who_compute_it(
+    groups: list[tuple[GroupStatus, GroupLoad, GroupTraits | None]], kind: Any, pinned: bool, attempt: int
+) -> None:
+    """It waits for them while they are full, away, or have not said yet; where none ever will, one refuses it."""
+    records = [
+        group(str(n), state=state, load=load, traits=traits) for n, (state, load, traits) in enumerate(groups)
+    ]
+    table = table_of(*records)
+    all_ = [known(table, record.group) for record in records]
+    pin = SessionPin("0", 1) if pinned else None
+    decision = decide(table, pin, sparse=kind, session="s" if pinned else "", attempt=attempt, adapter="aa")
+    able = [one for one in all_ if one.traits is not None and kind in one.traits.sparse]
+    silent = [one for one in all_ if one.traits is None and not one.up]
+    open_ = [one for one in all_ if one.takes]
+    if any(one.takes for one in able):
+        assert decision is not None
+        assert decision.group in able
+    elif able or silent or not open_:
+        assert decision is None
+    else:
+        assert decision is not None
+        assert decision.reason == "spilled"
 
 
 def test_a_busy_holder_is_passed_by() -> None:

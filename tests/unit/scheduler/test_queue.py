@@ -1,5 +1,7 @@
 """The queue gives out the right request: most urgent lane first, first come first served, none twice."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -40,6 +42,25 @@ def test_a_returned_request_has_its_old_place() -> None:
     assert drain(queue) == ["a", "b"]
 
 
+def test_who_waits_for_a_few_groups_is_in_nobodys_way() -> None:
+    """Of a kind of sparse attention that no group has room for now; asking with it again finds all in their order."""
+    queue = RequestQueue()
+    kinds: list[tuple[str, Any, Any]] = [
+        ("a", "pages", "interactive"),
+        ("b", "", "interactive"),
+        ("c", "pages", "recovery"),
+        ("d", "window", "batch"),
+    ]
+    for order, (name, kind, lane) in enumerate(kinds):
+        queue.push(waiting(name, order=order, sparse=kind, lane=lane))
+    found = [
+        item.generation_id if (item := queue.peek("m", without)) is not None else None
+        for without in ({"pages"}, {"pages", ""}, {"pages", "window", ""}, set[str]())
+    ]
+    assert found == ["b", "d", None, "c"]
+    assert drain(queue) == ["c", "a", "b", "d"]
+
+
 def test_models_do_not_wait_for_each_other() -> None:
     queue = RequestQueue()
     queue.push(waiting("a", model="one", order=1))
@@ -78,7 +99,7 @@ def test_removed_requests_are_swept_out_of_memory(orders: list[int]) -> None:
         queue.push(waiting(str(order), order=order, deadline=1e9 + order))
         assert queue.remove(str(order)) is not None
     assert len(queue._deadlines._entries) <= 66
-    assert len(queue._lanes["m"]["interactive"]._tenants[""].waiting._entries) <= 66
+    assert len(queue._lanes["m"]["interactive"]._tenants[""].waiting[""]._entries) <= 66
 
 
 class QueueMachine(RuleBasedStateMachine):

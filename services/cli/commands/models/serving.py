@@ -22,7 +22,7 @@ from services.cli.commands.models.tables import (
 )
 from services.cli.declarations import Applied, apply, plan_apply, watch_adapters
 from services.cli.target import DataDir, LocalSettings, NatsUrl, nats_of_stack
-from services.cli.ui import ModelBars, console, megabytes, say
+from services.cli.ui import ModelBars, console, described_traits, megabytes, say
 from shared import sparse_attention
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError, UnknownModel, error_from_code
@@ -257,6 +257,7 @@ def show(name: Name, json: AsJson = False, data_dir: DataDir = None, nats_url: N
         rows.append(
             (f"group {group.group}", f"{group.state}, {load.running} running, {load.waiting} waiting")
         )
+        rows += [("", line) for line in described_traits(group.traits)]
     for field, value in (declared_fields(spec) if spec else {"source": "an executor's own --model"}).items():
         rows.append((field, ", ".join(value) if isinstance(value, list) else str(value)))
     if adapters := sorted(one.name for one in found.adapters.values() if one.model == model and one.digest):

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.core.catalog import Catalog
-from shared.messages import ModelCard, ModelSpec
+from shared.messages import ModelCard, ModelSpec, SparseKind
 from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelState, ModelStatus
 from shared.registry import of_hub
@@ -87,6 +87,8 @@ class Model(msgspec.Struct, frozen=True):
     """The smaller model that proposes its tokens; null: none does."""
     draft_model_left_out: str | None = None
     """Why it is served without that draft model; null: it is not."""
+    sparse_attention: list[SparseKind] = []
+    """Kinds of sparse attention that a group of it computes, which requests may ask for."""
 
 
 class Models:
@@ -140,6 +142,7 @@ class Models:
             status=Status.of(status, spec, self._now),
             draft_model=(card.draft_model or None) if card is not None else None,
             draft_model_left_out=(card.draft_left_out or None) if card is not None else None,
+            sparse_attention=self._catalog.sparse_kinds(model).some,
         )
 
 

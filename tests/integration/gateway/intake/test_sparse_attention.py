@@ -12,7 +12,9 @@ import websockets.asyncio.client
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
-from shared.messages import GenerationRequest, SparseAttention
+from shared.messages import GenerationRequest, GroupLoad, GroupRecord, GroupTraits, SparseAttention
+from shared.nats import subjects
+from shared.nats.kv import Bucket
 from tests.integration.gateway.api.grpc.conftest import Client
 from tests.integration.gateway.api.test_rest import until_listed
 from tests.integration.gateway.api.test_websocket import Socket
@@ -164,6 +166,33 @@ async def test_a_models_entry_is_how_its_requests_attend(
     await posted(http, COMPLETIONS, prompt="x", model=PLAIN)
     other = SparseAttention("window", 64, 16, 48)
     assert [request.sparse for request in ring.requests] == [choice, choice, other, None, None]
+
+
+async def test_groups_of_one_model_may_differ(
+    hosts: FakeHosts, http: httpx.AsyncClient, ring: FakeRing
+) -> None:
+    """Who asks for pages gets them of the group that keeps summaries; who says nothing may go to any."""
+    await hosts.register(WINDOWED, sparse_attention=SPARSE)
+    records = await Bucket.open(ring.bus, subjects.GROUPS_BUCKET, GroupRecord)
+    for name, kinds in (("with", ["pages", "window"]), ("without", ["window"])):
+        record = GroupRecord(name, WINDOWED, "ready", 1, [], GroupLoad(), traits=GroupTraits(kinds))  # type: ignore[arg-type]
+        await records.put(name, record)
+
+    async def offered() -> bool:
+        models = (await http.get("/v1/models")).json()["data"]
+        return ["pages", "window"] in [model["sparse_attention"] for model in models]
+
+    await until(offered)
+    for way in ({}, {"sparse_attention": True}, {"sparse_attention": {"kind": "window"}}):
+        await posted(http, COMPLETIONS, prompt="x", model=WINDOWED, **way)
+    assert [request.sparse and request.sparse.kind for request in ring.requests] == [None, "pages", "window"]
+    await records.delete("without")
+
+    async def unasked() -> bool:
+        await posted(http, COMPLETIONS, prompt="x", model=WINDOWED)
+        return ring.requests[-1].sparse == SPARSE
+
+    await until(unasked)
 
 
 async def test_a_lost_ring_or_a_repeat_changes_nothing(

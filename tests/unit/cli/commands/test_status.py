@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from services.cli.commands.status import ServiceStatus, print_status, snapshot
@@ -10,6 +11,7 @@ from services.cli.target import Started
 from shared.messages import (
     GroupLoad,
     GroupRecord,
+    GroupTraits,
     HostBeat,
     HostModel,
     HostRecord,
@@ -77,6 +79,25 @@ def test_weights_that_are_read_in_each_step_are_shown() -> None:
     assert "are read for each step\n" in shown(
         GroupRecord("g", "m", "ready", 1, [], GroupLoad(), streamed=unmeasured)
     )
+
+
+@pytest.mark.parametrize(
+    ("traits", "line"),
+    [
+        (GroupTraits(["pages", "window"]), "g: computes sparse attention by pages and window"),
+        (GroupTraits(draft_model="small"), "g: draft model: small"),
+        (
+            GroupTraits(["window"], "small", "There is no room."),
+            "g: served without the draft model small: There is no room.",
+        ),
+        (GroupTraits(), ""),
+        (None, ""),
+    ],
+)
+def test_what_groups_differ_in_is_shown(traits: GroupTraits | None, line: str) -> None:
+    found = shown(GroupRecord("g", "m", "ready", 1, [], GroupLoad(), traits=traits))
+    assert line in found
+    assert bool(line) is ("g: " in found)
 
 
 def test_how_far_a_start_has_come_is_shown() -> None:

@@ -9,7 +9,15 @@ from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
 from services.gateway.core.registry import ModelRegistry
 from shared.errors import UnknownModel
-from shared.messages import GroupLoad, GroupRecord, GroupStatus, ModelCard, ModelPlacement, ModelSpec
+from shared.messages import (
+    GroupLoad,
+    GroupRecord,
+    GroupStatus,
+    GroupTraits,
+    ModelCard,
+    ModelPlacement,
+    ModelSpec,
+)
 
 NOW = 1_800_000_000.0
 
@@ -53,6 +61,36 @@ def test_a_card_is_told_once_it_has_a_group_and_again_when_it_changes() -> None:
     assert told == ["new 1"]
     known._card_changed("new", card("new", 2))
     assert told == ["new 1", "new 2"]
+
+
+def test_kinds_of_sparse_attention_are_those_of_its_groups() -> None:
+    known = catalog([])
+    known._card_changed("m", msgspec.structs.replace(card("m"), sparse=["window"]))
+    assert known.sparse_kinds("m") == (["window"], ["window"]), "as the card has it"
+    assert known.sparse_kinds("other") == ([], [])
+
+    def tell(name: str, state: GroupStatus, kinds: list[Any] | None, model: str = "m") -> None:
+        traits = None if kinds is None else GroupTraits(kinds)
+        record = msgspec.structs.replace(group(model, state), group=name, traits=traits)
+        known._group_changed(name, record, Nobody())
+
+    tell("a", "ready", ["pages", "window"])
+    assert known.sparse_kinds("m") == (["pages", "window"], ["pages", "window"])
+    tell("b", "ready", ["window"])
+    assert known.sparse_kinds("m") == (["pages", "window"], ["window"])
+    tell("c", "busy", None)
+    assert known.sparse_kinds("m") == (["pages", "window"], []), "an earlier version computes none"
+    known._group_changed("c", None, Nobody())
+    tell("a", "starting", None)
+    assert known.sparse_kinds("m") == (["pages", "window"], ["window"]), (
+        "it is what it was until it has said more"
+    )
+    tell("a", "ready", None)
+    assert known.sparse_kinds("m") == (["window"], [])
+    tell("a", "ready", ["pages"], model="other")
+    assert (known.sparse_kinds("m").some, known.sparse_kinds("other").some) == (["window"], ["pages"])
+    known._group_changed("b", None, Nobody())
+    assert known.sparse_kinds("m") == (["window"], ["window"]), "as the card has it"
 
 
 def test_the_group_may_be_known_first() -> None:
