@@ -90,6 +90,8 @@ def test_a_draft_model_computes_what_it_knows() -> None:
     assert as_int32(found.positions).tolist() == [6, 7, 7, 7]
     assert found.compressions == plan.compressions
     assert (found.saves, found.adapters, found.sample_rows, found.followed) == (b"", b"", b"", False)
+    renamed = plan_for_draft(plan, 64, 8, np.array([9, 1, 2, 60, 4, 6], np.int32))
+    assert as_int32(renamed.token_ids).tolist() == [60, 0, 0, 6]
     same = plan_for_draft(plan, 128, 32)
     assert as_int32(same.token_ids).tolist() == [3, 90, 0, 5]
     assert same.positions == plan.positions
