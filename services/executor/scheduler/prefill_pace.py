@@ -29,7 +29,7 @@ PATIENCE = 8
 QUIET_EVERY = 16
 """Steps of which one goes without long prompts, to see what the decodes take by themselves."""
 QUIET_SOON = 4
-"""The same, behind one that took another time than was known by more than a share of `_SURPRISE`."""
+"""The same, behind one that took another time than expected, by a larger share than `_SURPRISE`."""
 _SURPRISE = 0.1
 _FEW = 5
 """Steps without prompts that tell how fast the machine is now."""
@@ -51,7 +51,7 @@ _SHORT, _LONG, _PAST = 0.93, 0.998, 0.002
 
 
 _Terms = NDArray[np.float64]
-"""[4] of `_work`."""
+"""[4], as `_work` has them, or [4, 4]."""
 
 
 class PrefillPace:
@@ -92,6 +92,7 @@ class PrefillPace:
         self._since_quiet += 1
         if self.knows_decodes:
             work = np.sum([_work(start, length) for start, length in chunks], axis=0)
+            work[0] = 1.0  # one step, however many prompts
             self._cost.observe(work, max(0.0, seconds - self._quiet(decodes)), seconds)
 
     def _quiet(self, decodes: int) -> float:
@@ -131,7 +132,7 @@ class _ChunkCost:
         """Of tokens and keys, of the largest chunk that was timed lately."""
 
     def observe(self, work: _Terms, added: float, seconds: float) -> None:
-        """`work` added so many of the `seconds` that a step took."""
+        """`work`, the sum over a step's prompts, added so many of the `seconds` that it took."""
         if self.most_pairs:
             suspicious = seconds > _HICCUP * (seconds - added + float(self.terms @ work))
             if suspicious and not self._suspicious:
