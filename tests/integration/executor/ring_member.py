@@ -7,6 +7,7 @@ input and output take the supervisor's part: where the ring meets, and the token
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -44,8 +45,8 @@ stores: list[KvStore] = []
 
 
 class ShownStore(KvStore):
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         stores.append(self)
 
 

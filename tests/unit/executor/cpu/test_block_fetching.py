@@ -25,10 +25,12 @@ from services.executor.model.loading.loader import load_config, load_model
 from services.executor.native.library import why_not
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import ModelRunner
-from shared.messages import SparseAttention
+from shared.errors import ConfigurationError
+from shared.messages import SamplingParams, SparseAttention
 from tests.unit.executor.cpu.exact_ring import needs_disk
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import make_model
+from tests.unit.executor.worker.drafting_ring import Generated, ring_of
 
 LENGTH, BLOCKS = 900, 300
 PAGES = SparseAttention(threshold=100, sinks=8, recent=32, budget=64, share=0.0, dense_layers=1)
@@ -135,3 +137,30 @@ def test_blocks_that_left_memory_give_the_same_bits(
     for layer in (1, 2):
         chosen = asking.asked(layer, steps).sum(0)
         assert chosen.tolist() == [0, 0] if wanted is None else [READ, READ]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
+def test_a_rank_maps_its_blocks_and_tells_what_they_take(directory: Path, tmp_path: Path) -> None:
+    own = {
+        "kv_dtype": "int8",
+        "kv_disk_directory": str(tmp_path / "disk"),
+        "dtype": "bf16",
+        "max_batch_tokens": 64,
+    }
+    with ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, **own) as ring:
+        block = 3 * 2 * 2 * 32 * ring.spec.block_size
+        assert ring.spec.num_cold == (1 << 20) // block
+        assert ring.spec.kv_bytes < 1 << 20, "what is in memory"
+        assert [*(tmp_path / "disk").iterdir()] == []
+        asked = Generated(ring, [*range(3, 60)], SamplingParams(temperature=0.0)).run(4).text
+    (tmp_path / "other").mkdir()
+    with ring_of(tmp_path / "other", directory, **own) as ring:
+        assert Generated(ring, [*range(3, 60)], SamplingParams(temperature=0.0)).run(4).text == asked
+
+
+def test_what_pytorch_computes_maps_no_blocks(directory: Path, tmp_path: Path) -> None:
+    refused = pytest.raises(
+        ConfigurationError, match="--kv-mapped-memory is for models that the native CPU kernels"
+    )
+    with refused, ring_of(tmp_path, directory, kv_mapped_memory=1 << 20, dtype="fp32"):
+        pass

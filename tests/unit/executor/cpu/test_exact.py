@@ -127,6 +127,7 @@ class Ring:
 TAKE_LONG = (
     *("three ranks", "two ranks", "recurrent on two ranks", "latent on two ranks"),
     *("keys of other layers on two ranks", "long", "sparse on three ranks", "sparse over parts"),
+    *("mapped", "sparse and mapped as written on two ranks"),
 )
 """Seven seconds and more. `make test` has the codecs, windows and families on one rank."""
 
