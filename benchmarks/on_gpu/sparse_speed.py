@@ -116,7 +116,7 @@ class _Held:
         summary = self._store.shape.summary_of(layer)
         assert summary is not None, "its layers choose"
         own, summaries = (self._kernels.layer(page) for page in (layer, summary))
-        pages.summarise(own, summaries, pairs, places, places)
+        pages.summarise(own, summaries, pairs)
 
     def _plan(self, choice: SparseAttention | None) -> StepPlan:
         """A decode of the last token."""

@@ -197,7 +197,7 @@ class GpuKernels:
         for layers, cold in self._compressed:
             attention_launch.compress(hot, layers, cold.codes, cold.scales, cold.codec, on_device)
         for layer, summaries in self._summaries.items():
-            pages.summarise(self._layers[layer], summaries, on_device, on_device, on_device)
+            pages.summarise(self._layers[layer], summaries, on_device)
 
     def _sent(self, pairs: NDArray[np.int32]) -> Tensor:
         return sent(pairs.astype(np.int64) - (0, self._store.num_hot), self._device)

@@ -227,34 +227,32 @@ class ChosenRows(NamedTuple):
     """Blocks that a row reads, at most."""
 
 
-def summarise(layer: Layer, summaries: Layer, pairs: Tensor | None, positions: Tensor, slots: Tensor) -> None:
+def summarise(
+    layer: Layer,
+    summaries: Layer,
+    pairs: Tensor | None,
+    positions: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> None:
     """Writes the summaries of the blocks that a step has filled in `layer`: of `pairs` int64 [C, 2] (hot block, place
     among the cold ones) where blocks are kept in another form; else of the blocks whose last token is among the T whose
     `positions` and `slots`, integers [T], are given."""
-    call = summarise_call(layer, summaries, pairs, positions, slots)
-    if call is not None:
-        call.run()
-
-
-def summarise_call(
-    layer: Layer, summaries: Layer, pairs: Tensor | None, positions: Tensor, slots: Tensor
-) -> Call | None:
     code = code_of(layer)
-    if code and pairs is None:
-        return None
+    rows = pairs if code else slots
+    if rows is None:
+        return
     _, _, kv_heads, size, width = layer.hot.shape
     arguments = {
         "keys": readable(layer.codes) if code else layer.hot,
         "scales": layer.hot if layer.scales is None else layer.scales,
         "summaries": summaries.codes if code else summaries.hot,
-        "pairs": slots if pairs is None else pairs, "positions": positions, "slots": slots,
+        "pairs": rows, "positions": rows if code else positions, "slots": rows,
     }  # fmt: skip
     sizes = {
         "KV_HEADS": kv_heads, "SIZE": size, "WIDTH": width, "BLOCK_S": triton.next_power_of_2(size),
         "BLOCK_D": triton.next_power_of_2(width), "CODE": code,
     }  # fmt: skip
-    count = len(pairs) if code and pairs is not None else len(slots)
-    return Call(summarise_kernel, (count, kv_heads), arguments, sizes)
+    Call(summarise_kernel, (len(rows), kv_heads), arguments, sizes).run()
 
 
 def choose(query: Tensor, summaries: Layer | None, rows: ChosenRows, deviations: float) -> Tensor:
@@ -262,7 +260,7 @@ def choose(query: Tensor, summaries: Layer | None, rows: ChosenRows, deviations:
     `summaries` of their layer, which windows do without."""
     kv_heads = query.shape[1]
     size = (len(rows.choices), kv_heads)
-    scores = torch.empty((*size, rows.most), dtype=torch.float32, device=query.device)
+    scores = torch.empty((*size, max(1, rows.most)), dtype=torch.float32, device=query.device)
     chosen = torch.empty((*size, rows.length), dtype=torch.int32, device=query.device)
     for call in choose_calls(query, summaries, rows, deviations, scores, chosen):
         call.run()
@@ -293,7 +291,7 @@ def choose_calls(
         }  # fmt: skip
         calls.append(Call(score_kernel, (count, kv_heads, triton.cdiv(rows.most, SCORED)), arguments, sizes))
     given = {
-        "scores": scores if rows.most else chosen, "tables": rows.tables, "choices": rows.choices, "chosen": chosen,
+        "scores": scores, "tables": rows.tables, "choices": rows.choices, "chosen": chosen,
         "most": rows.most, "length": rows.length,
     }  # fmt: skip
     calls.append(Call(choose_kernel, (count, kv_heads), given, {"KV_HEADS": kv_heads, "BLOCK": CHOSEN}))
