@@ -91,6 +91,16 @@ void rz_zero_products(int32_t *zero, const int8_t *packed, int quads)
         i32_store(zero + v * LANES, i32_sub(i32_set1(0), sums[v]));
 }
 
+/* Sums of upper and lower digits are below 2^24, exact as float32: only their addition rounds. */
+RZ_INLINE f32 joined(i32 upper, i32 lower)
+{
+    return f32_fma(f32_from_i32(upper), f32_set1(UPPER), f32_from_i32(lower));
+}
+
+#if defined(__AMX_INT8__)
+#include "levels/digits_amx.h"
+#else
+
 /* `rows` rows by `vectors` vectors of columns, whose sums stay in registers. */
 RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
                             int quads, const int32_t *zero, float *c, long ldc)
@@ -119,13 +129,11 @@ RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *di
             }
         }
     }
-    /* Both sums are below 2^24, exact as float32: only the last addition rounds. */
 #pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)
-            f32_store(c + row * ldc + v * LANES,
-                      f32_fma(f32_from_i32(upper[row][v]), f32_set1(UPPER), f32_from_i32(lower[row][v])));
+            f32_store(c + row * ldc + v * LANES, joined(upper[row][v], lower[row][v]));
 }
 
 void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
@@ -148,3 +156,4 @@ void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8
             digits_block(1, AT_ONCE, at, stride, from, quads, start, to, ldc);
     }
 }
+#endif

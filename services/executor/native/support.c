@@ -22,7 +22,7 @@ static void add_levels(char *names)
     const int avx2 = HAS("avx2") && HAS("fma") && HAS("f16c");
     const int avx512 = avx2 && HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512dq") && HAS("avx512vnni");
     const int bf16 = avx512 && HAS("avx512bf16");
-    if (bf16 && HAS("amx-tile") && HAS("amx-bf16") && lends_amx())
+    if (bf16 && HAS("amx-tile") && HAS("amx-bf16") && HAS("amx-int8") && lends_amx())
         strcat(names, "amx ");
     if (bf16)
         strcat(names, "avx512bf16 ");

@@ -1,7 +1,8 @@
 /* The level amx over a model of its instructions, for processors that have AVX-512 with bf16 and no AMX. Source: Intel
- * 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBF16PS. */
+ * 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TILELOADD, TDPBF16PS, TDPBUSD. */
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -77,16 +78,29 @@ static void model_dpbf16ps(int c, int a, int b)
         }
 }
 
+static void model_dpbusd(int c, int a, int b)
+{
+    model_fault(modelled.rows[c] != modelled.rows[a] || modelled.rows[b] * 4 != modelled.row_bytes[a]);
+    for (int m = 0; m < modelled.rows[c]; m++)
+        for (int n = 0; n < modelled.row_bytes[c] / 4; n++)
+            for (int k = 0; k < modelled.rows[b]; k++)
+                for (int byte = 0; byte < 32; byte += 8)
+                    modelled_tiles[c][m][n] += (uint32_t)((int)(modelled_tiles[a][m][k] >> byte & 255)
+                                                          * (int8_t)(modelled_tiles[b][k][n] >> byte & 255));
+}
+
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 #define _tile_loadconfig model_loadconfig
 #define _tile_release model_release
 #define _tile_loadd model_loadd
 #define _tile_stored model_stored
 #define _tile_dpbf16ps model_dpbf16ps
+#define _tile_dpbusd model_dpbusd
 
 #define RZ_LEVEL amx
 #include "../../../../../services/executor/native/levels/kernels.h"

@@ -1,0 +1,59 @@
+/* The products of digits.h on AMX: tiles of 16 rows of digits, which are eight numbers' upper and lower ones, by 16 quads
+ * of codes. What a number's row has behind its digits meets codes that are zeros. */
+#ifndef RZ_DIGITS_AMX_H
+#define RZ_DIGITS_AMX_H
+
+#include "../gemm.h"
+#include "tile_amx.h"
+
+enum { NUMBERS_OF_TILE = ROWS_OF_TILE / 2, QUADS_OF_TILE = 16 };
+
+/* Tiles 0 to 3: sums, of 16 columns each; 4: digits; 5: codes. */
+static void shape_digit_tiles(int digits)
+{
+    tile_shapes shapes = { .palette = 1 };
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = 64;
+        shapes.rows[i] = (uint8_t)(i < 5 ? digits : QUADS_OF_TILE);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+static void multiply_tile(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                          int32_t sums[QUARTERS][ROWS_OF_TILE][LANES])
+{
+    shape_digit_tiles(2 * rows); /* which also sets all of them to zero */
+    for (int quad = 0; quad < quads; quad += QUADS_OF_TILE, packed += QUADS_OF_TILE * QUAD) {
+        _tile_loadd(4, digits + 4 * quad, stride);
+        _tile_loadd(5, packed, QUAD);
+        _tile_dpbusd(0, 4, 5);
+        _tile_loadd(5, packed + 64, QUAD);
+        _tile_dpbusd(1, 4, 5);
+        _tile_loadd(5, packed + 2 * 64, QUAD);
+        _tile_dpbusd(2, 4, 5);
+        _tile_loadd(5, packed + 3 * 64, QUAD);
+        _tile_dpbusd(3, 4, 5);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    _tile_release();
+}
+
+void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
+                        const int32_t *zero, float *c, long ldc)
+{
+    int32_t sums[QUARTERS][ROWS_OF_TILE][LANES];
+    for (int done = 0; done < rows; done += NUMBERS_OF_TILE) {
+        const int here = rows - done < NUMBERS_OF_TILE ? rows - done : NUMBERS_OF_TILE;
+        multiply_tile(here, digits + done * 2 * stride, stride, packed, quads, sums);
+        for (int row = 0; row < here; row++)
+            for (int v = 0; v < QUARTERS; v++)
+                f32_store(c + (done + row) * ldc + v * LANES,
+                          joined(i32_add(i32_load(sums[v][2 * row]), i32_load(zero + v * LANES)),
+                                 i32_load(sums[v][2 * row + 1])));
+    }
+}
+
+#endif
