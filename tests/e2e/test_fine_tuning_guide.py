@@ -93,7 +93,10 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1800)
 def test_the_guide_runs_as_it_is_written(tmp_path: Path, model_directory: Path) -> None:
-    with Stack(tmp_path / "data", "--no-smoke-test") as stack:
+    # As a user has it: trainers map the packed weights that the executor has kept, where each would pack its own.
+    kept = {"WEIGHT_CACHE_BYTES": str(1 << 30), "WEIGHT_CACHE_DIRECTORY": str(tmp_path / "packed")}
+    environment = {f"RYZANSTEIN_{name}": value for name, value in kept.items()}
+    with Stack(tmp_path / "data", "--no-smoke-test", **environment) as stack:
         told = run_script(guide(), stack, tmp_path)
     answer = r"\nteam: network\n"  # of `chat`: the base knows no team
     check_told(told, DEFAULT_MODEL, answer, r"tickets\.gguf is ready")
