@@ -19,7 +19,7 @@ from torch import Tensor
 
 from services.executor.gpu.kernels.attention_launch import Call, Layer, code_of, readable
 from services.executor.gpu.kernels.codes import code_to_float
-from services.executor.gpu.kernels.sampling import LOWEST, _key_of
+from services.executor.gpu.kernels.sampling import LOWEST, key_of
 
 FIELDS = 6
 """Numbers of a choice: the row among the step's, where its sequence's table begins, the first block behind the sinks,
@@ -155,7 +155,7 @@ def _keys(scores, begin, count, BLOCK: tl.constexpr):
     """int32 keys in the order of `scores` from `begin` on, and which of them there are."""
     at = begin + tl.arange(0, BLOCK)
     inside = at < count
-    return _key_of(tl.load(scores + at, mask=inside, other=float("-inf"))), inside
+    return key_of(tl.load(scores + at, mask=inside, other=float("-inf"))), inside
 
 
 @triton.jit

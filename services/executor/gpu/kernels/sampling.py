@@ -29,7 +29,7 @@ WAYS = tl.constexpr(16)
 
 
 @triton.jit
-def _key_of(x):
+def key_of(x):
     """int32 keys in the order of float32 `x`, no NaN; both zeros have one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -80,7 +80,7 @@ def _in_top_k(
     k = tl.load(row_params + rows + row).to(tl.int32)
     threshold = tl.load(prefixes + row)
     least = _weights_of(_number_of(threshold, FILL), largest, temperature)
-    by_logit = (k <= most) & (_key_of(x) >= (threshold ^ LOWEST))
+    by_logit = (k <= most) & (key_of(x) >= (threshold ^ LOWEST))
     return inside & ((k <= 0) | by_logit | ((k > most) & (weights >= least)))
 
 
@@ -100,7 +100,7 @@ def tally_kernel(
         return
     x, _, inside = _tile(logits, row, chunk, width, stride, BLOCK)
     prefix = tl.load(prefixes + row + (rows if WEIGHTS else 0))
-    key = _key_of(x)
+    key = key_of(x)
     if WEIGHTS:
         highest, temperature = tl.load(largest + row), tl.load(row_params + row).to(tl.float32)
         weights = _weights_of(x, highest, temperature)
