@@ -48,7 +48,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     kv_block_bytes: int = 0
     """Of one full block on this rank."""
     kv_bytes: int = 0
-    """Most bytes that this rank's KV cache takes once all of it was written to."""
+    """Most bytes of memory that this rank's KV cache takes once all of it was written to; of blocks in a file, what
+    must be there of them at once."""
     overlaps: bool = False
     """Whether it computes what was launched while its thread goes on, so that it pays to launch a step before the
     one before it is over."""
