@@ -51,10 +51,12 @@ Tensors = dict[str, torch.Tensor]
 
 def make(small: Path, directory: Path, times: float, right: float, threads: int) -> float:
     """Makes the model; returns how often its head says what it does. Raises BenchError where the small one is not of
-    the kind."""
+    the kind, and where the directory is not empty."""
     config = json.loads((small / "config.json").read_bytes())
     if config.get("model_type") != "llama":
         raise BenchError(f"{small} is no Llama; give the directory of one.")
+    if directory.exists() and any(directory.iterdir()):
+        raise BenchError(f"{directory} holds something already; give a directory that is new.")
     like = _layer(first_layer(tensors_of(small, tied=True)), config)
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     random = torch.Generator().manual_seed(3)

@@ -15,10 +15,12 @@ from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 natively = pytest.mark.skipif(bool(library.why_not()), reason=f"native kernels: {library.why_not()}")
 
 
-def test_only_of_llamas(tmp_path: Path) -> None:
+def test_only_of_llamas_and_in_a_new_directory(tmp_path: Path) -> None:
     other = model_in(tmp_path / "other", None, "qwen3")
     with pytest.raises(BenchError, match="is no Llama"):
         head_target.make(other, tmp_path / "made", 2.0, 0.7, 1)
+    with pytest.raises(BenchError, match="holds something already"):
+        head_target.make(model_in(tmp_path / "small"), other, 2.0, 0.7, 1)
 
 
 @pytest.mark.slow
