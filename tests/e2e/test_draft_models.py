@@ -11,11 +11,16 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from services.executor.native.library import why_not
 from tests.e2e.stack import Stack
 from tests.unit.executor.model.tiny import make_model
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}"),
+]
 
 FILE = """\
 models:
@@ -68,9 +73,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (directory / "models.yaml").write_text(FILE.replace("HERE", str(directory)))
     options = ("--model", str(directory / "target"), "--draft-model", str(directory / "draft"))
     more = ("--dtype", "bf16", "--kv-dtype", "bf16", "--models-file", str(directory / "models.yaml"))
-    settings = {"RYZANSTEIN_KV_MEMORY": str(32 << 20), "RYZANSTEIN_KV_HOST_MEMORY": str(32 << 20)}
-    settings["RYZANSTEIN_THREADS"] = "1"
-    with Stack(directory / "data", *options, *more, **settings) as running:
+    settings = {"KV_MEMORY": 32 << 20, "KV_HOST_MEMORY": 32 << 20, "THREADS": 1, "HUNG_AFTER": 60}
+    environment = {f"RYZANSTEIN_{name}": str(value) for name, value in settings.items()}
+    with Stack(directory / "data", *options, *more, **environment) as running:
         yield running
 
 
@@ -79,7 +84,7 @@ def text_of(
 ) -> tuple[str, str]:
     """The request's id, and its text; once `after` characters of it have come, `then` is called."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": length, "seed": 5, "stream": True}
-    found, told = "", False
+    found, told, ended = "", False, False
     with (
         httpx.Client(base_url=stack.url, trust_env=False, timeout=120) as http,
         http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as answer,
@@ -93,7 +98,8 @@ def text_of(
             if not told and len(found) > after:
                 told = True
                 then()
-        assert line == "" or line == "data: [DONE]"
+            ended = line == "data: [DONE]" or (ended and not line)
+        assert ended
     return answer.headers["x-request-id"], found
 
 
@@ -133,7 +139,7 @@ def test_a_text_is_the_same_with_a_draft_model_and_after_its_rings_death(stack: 
     request, text = text_of(stack, "target", LENGTH, after=20, then=kill_ring)
     assert text == alone
     accepted = [line for line in lines_of(stack, "accepted") if line["request_id"] == request]
-    assert len(accepted) == 2, "the ring died in the middle, and its next life went on"
+    assert len(accepted) >= 2, "the ring died in the middle, and its next life went on"
 
 
 def test_a_draft_model_that_does_not_fit_is_left_out_and_said(stack: Stack) -> None:
@@ -161,10 +167,10 @@ def test_a_spilled_session_is_brought_back_when_its_next_request_is_announced(st
             found: dict[str, Any] = answer.json()
             return found
 
-        first = post("/v1/sessions/talk/prefill", "talk", talk)
+        first = post("/v1/sessions/talk/prefill?wait=60", "talk", talk)
         for other in "abc":
             post("/v1/chat/completions", other, [{"role": "user", "content": other * 700}])
-        again = post("/v1/sessions/talk/prefill", "talk", talk)
+        again = post("/v1/sessions/talk/prefill?wait=60", "talk", talk)
         question = [*talk, {"role": "user", "content": "And then?"}]
         usage = post("/v1/chat/completions", "talk", question)["usage"]
     assert first["computed_tokens"] == first["prompt_tokens"] > 600
