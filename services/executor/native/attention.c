@@ -116,8 +116,10 @@ static void find_rows(const rz_attention_shape *shape, const rz_cache *cache, co
     }
 }
 
-/* The next round's keys and values (at the end: those of the next part) are asked for while this round's are worked on, a few lines at a time:
- * blocks lie anywhere in memory, and what is asked for all at once comes late. */
+enum { ROUNDS_AHEAD = 2 /* one is over before its memory comes */ };
+
+/* The keys and values of the round after the next (at the end: of the next part) are asked for while this round's are
+ * worked on, a few lines at a time: blocks lie anywhere in memory, and what is asked for all at once comes late. */
 typedef struct {
     const char *planes[2 * KEYS]; /* one head of one block: keys or values */
     long bytes;                   /* of a plane, at most */
@@ -373,15 +375,14 @@ static int find_codes(const rz_attention_shape *shape, const rz_cache *cache, co
     return 1;
 }
 
-/* Scores of one query become weights of its largest one in the round, as digits: times `shares` [KEYS]. The first `unseen`
- * keys have none. */
-static void soften_codes(const rz_attention_shape *shape, scratch_memory *scratch, int query, int unseen,
-                         const float *scales, const float *shares)
+/* Products of one query become scores, of which the first `unseen` keys have none, and the largest is found. */
+static void scale_codes(const rz_attention_shape *shape, scratch_memory *scratch, int query, int unseen,
+                        const float *scales)
 {
     static const int32_t numbers[LANES] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-    const float *scores = scratch->scores[query];
+    float *scores = scratch->scores[query];
     const f32 factor = f32_set1(scratch->units[query] * shape->scale * LOG2_E), nothing = f32_set1(-INFINITY);
-    f32 found[KEYS / LANES], peak = nothing, total = f32_zero();
+    f32 peak = nothing;
     for (int i = 0; i < KEYS / LANES; i++) {
         f32 value = f32_mul(f32_mul(f32_load(scores + i * LANES), f32_load(scales + i * LANES)), factor);
         if (shape->soft_cap > 0) {
@@ -390,13 +391,20 @@ static void soften_codes(const rz_attention_shape *shape, scratch_memory *scratc
         }
         if (unseen > i * LANES)
             value = f32_select(i32_greater(i32_set1(unseen - i * LANES), i32_load(numbers)), nothing, value);
-        found[i] = value;
+        f32_store(scores + i * LANES, value);
         peak = f32_max(peak, value);
     }
     scratch->peaks[query] = f32_largest(peak);
+}
+
+/* Its scores become weights of the largest one in the round, as digits: times `shares` [KEYS]. */
+static void weigh_codes(scratch_memory *scratch, int query, const float *shares)
+{
+    const float *scores = scratch->scores[query];
     const f32 base = f32_set1(scratch->peaks[query]);
+    f32 total = f32_zero();
     for (int i = 0; i < KEYS / LANES; i++) {
-        const f32 weight = exp2_f32(f32_sub(found[i], base));
+        const f32 weight = exp2_f32(f32_sub(f32_load(scores + i * LANES), base));
         total = f32_add(total, weight);
         store_digits(&scratch->digits[query][0][i * LANES], &scratch->digits[query][1][i * LANES],
                      f32_mul(weight, f32_load(shares + i * LANES)));
@@ -461,8 +469,10 @@ static int attend_codes(const rz_attention_shape *shape, const rz_cache *cache, 
                        scratch->scores[begin], KEYS);
     for (int query = begin; query < end; query++) {
         const int position = part->position + query / part->heads;
-        soften_codes(shape, scratch, query, shape->window ? position - shape->window + 1 - first : 0, keys->scales, shares);
+        scale_codes(shape, scratch, query, shape->window ? position - shape->window + 1 - first : 0, keys->scales);
     }
+    for (int query = begin; query < end; query++)
+        weigh_codes(scratch, query, shares);
     join_rounds(scratch, begin, end, values->largest / LARGEST_NUMBER + keys->nothing + values->nothing);
     for (int column = 0; column < shape->value_dim; column += COLUMNS) {
         for (int key = 0; key < KEYS; key += LANES) {
@@ -499,10 +509,11 @@ void rz_attend(const rz_attention_shape *shape, const rz_cache *cache, const rz_
     while (ahead.next < ahead.count)
         pull(&ahead, 16);
     for (; first < last; first += KEYS) {
-        if (first + KEYS < last)
-            look_ahead(shape, cache, part, first + KEYS, last, &ahead);
+        const int coming = first + ROUNDS_AHEAD * KEYS;
+        if (coming < last)
+            look_ahead(shape, cache, part, coming, last, &ahead);
         else if (next)
-            look_ahead(shape, cache, next, first_of(shape, next), last_of(next), &ahead);
+            look_ahead(shape, cache, next, first_of(shape, next) + (coming - last) / KEYS * KEYS, last_of(next), &ahead);
         row_run run = { 0, 0, -1, 0 };
         while (run.end < part->rows) {
             run = run_of(shape, cache, part, run.end, first);
