@@ -363,7 +363,8 @@ class Catalog:
             before = None
         if before is not None and record.traits is None and record.state not in _AT_WORK:
             record = msgspec.structs.replace(record, traits=before.traits)
-        if before is None or (before.state, before.traits) != (record.state, record.traits):
+        is_news = before is None or (before.state, before.traits) != (record.state, record.traits)
+        if is_news or record.group in self._stale:
             self._sparse_kinds.pop(record.model, None)
         return record
 

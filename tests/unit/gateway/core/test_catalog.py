@@ -93,6 +93,15 @@ def test_kinds_of_sparse_attention_are_those_of_its_groups() -> None:
     assert known.sparse_kinds("m") == (["window"], ["window"]), "as the card has it"
 
 
+def test_kinds_of_a_group_that_is_heard_again() -> None:
+    known = catalog([])
+    record = msgspec.structs.replace(group("m", "ready"), traits=GroupTraits(["window"]), heard_at=NOW - 60)
+    known._group_changed("g", record, Nobody())
+    assert known.sparse_kinds("m") == ([], []), "it is of an earlier start"
+    known._group_changed("g", msgspec.structs.replace(record, heard_at=NOW), Nobody())
+    assert known.sparse_kinds("m") == (["window"], ["window"])
+
+
 def test_the_group_may_be_known_first() -> None:
     told: list[str] = []
     known = catalog(told)
