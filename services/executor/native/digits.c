@@ -6,7 +6,7 @@
 enum {
     QUARTERS = COLUMNS / LANES,
     QUAD = 4 * COLUMNS, /* bytes of four k */
-    ROWS_TOGETHER_MOST = VECTORS == 32 ? 3 : 1,
+    MOST_NUMBERS = VECTORS == 32 ? 3 : 1, /* whose sums are in registers */
 };
 
 float rz_store_numbers(uint8_t *digits, long stride, const bf16 *values, long count)
@@ -105,7 +105,7 @@ RZ_INLINE f32 joined(i32 upper, i32 lower)
 RZ_INLINE void digits_block(const int rows, const int vectors, const uint8_t *digits, long stride, const int8_t *packed,
                             int quads, const int32_t *zero, float *c, long ldc)
 {
-    i32 upper[ROWS_TOGETHER_MOST][QUARTERS], lower[ROWS_TOGETHER_MOST][QUARTERS];
+    i32 upper[MOST_NUMBERS][QUARTERS], lower[MOST_NUMBERS][QUARTERS];
 #pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 4
