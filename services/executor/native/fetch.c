@@ -2,12 +2,13 @@
 #include "fetch.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "sparse.h"
 
 enum {
     TABLE_PIECE = 512,       /* blocks of a table that one task looks at */
-    FETCH_PAGE = 4096,       /* bytes that the system reads at least, or a part of them */
+    FETCH_PAGE = 4096,       /* bytes: what is that near is asked for together */
     FETCH_MOST = 128 << 10,  /* bytes: of more than a device's read-ahead only the first are read */
 };
 
@@ -25,7 +26,8 @@ typedef struct {
 
 static void ask_for_span(const fetched_span *span)
 {
-    for (uintptr_t at = span->begin; at < span->end; at += FETCH_MOST)
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    for (uintptr_t at = span->begin / page * page; at < span->end; at += FETCH_MOST)
         (void)madvise((void *)at, least((long)(span->end - at), FETCH_MOST), MADV_WILLNEED);
 }
 
