@@ -29,7 +29,10 @@ MODULES = 4
 """That are joined in a linear, at most."""
 DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
 """Environment variable; `0` turns the kernels off."""
-
+ARITHMETIC = 2
+"""Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
+have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
+multiplies int8 codes as integers."""
 
 PARTS = (
     "embed",

@@ -57,6 +57,7 @@ from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card, read_json
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
+from services.executor.native.library import ARITHMETIC
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
@@ -394,7 +395,7 @@ class RingMember:
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=[*dict.fromkeys(share.imports + drafting.imports)],
-            numerics=_numerics(settings, runner.kernels, storage.own_store.shape.format, facts.made_for),
+            numerics=_numerics(settings, runner, storage.own_store.shape.format, facts.made_for),
             kernels=runner.kernels,
             exact=runner.is_exact,
             sparse=_sparse_kinds(settings, storage.own_store.shape),
@@ -531,10 +532,11 @@ class _Storage(NamedTuple):
         }
 
 
-def _numerics(settings: ExecutorSettings, kernels: str, kv_format: str, rotary: str) -> str:
+def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, rotary: str) -> str:
     """What the bits of results depend on, beside the model's files. `rotary`: `ModelFacts.made_for`."""
     adapters = "" if settings.adapter_dtype == "auto" else f"adapters-{settings.adapter_dtype}"
-    return " ".join(part for part in (kernels, kv_format, adapters, rotary) if part)
+    arithmetic = f"arithmetic-{ARITHMETIC}" if runner.is_native else ""
+    return " ".join(part for part in (runner.kernels, arithmetic, kv_format, adapters, rotary) if part)
 
 
 def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> "StepLimits | None":

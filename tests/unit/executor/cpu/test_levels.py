@@ -27,7 +27,7 @@ OPTIONS = [
     "-pthread",
 ]
 RECORDED = "be91994fe36c5135ccba3a13d6ac704c71047e06fc4f2215c02199c318051a74"
-"""Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit."""
+"""Of what AVX512-BF16 computes, by its SHA-256: it stays what it is, to the bit, or `ARITHMETIC` is raised."""
 TOLERANCE = 1e-6
 """Of a sum, as a share of the largest of its line: sums of products of bf16, in another order."""
 ROUNDED = 4e-3
