@@ -171,7 +171,8 @@ def _attend_to_blocks(
             mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
             own = slice(head, head + 1)
             queries = query[rows, own].permute(1, 2, 0, 3)
-            attended = attend_prefill(queries, keys[own], values[own], mask, rule.of_heads(own))
+            of_head = rule.of_heads(own)
+            attended = attend_prefill(queries, keys[own], values[own], mask, of_head, chunk.positions)
             out[rows, own] = attended.permute(2, 0, 1, 3)
     return out
 
@@ -240,7 +241,7 @@ def _attend_prefill(
     queries = query[rows].permute(1, 2, 0, 3)
     lines = lines_of(step, page, chunk, fresh)
     keys, values = _keys_and_values(lines, query.shape[-1], out.shape[-1])
-    attended = attend_prefill(queries, keys, values, chunk.mask, rule)
+    attended = attend_prefill(queries, keys, values, chunk.mask, rule, chunk.positions)
     out[rows] = attended.permute(2, 0, 1, 3)
 
 

@@ -92,12 +92,17 @@ def attend_decodes(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
 
 
 def attend_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rule: ScoreRule
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    rule: ScoreRule,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """A chunk of one sequence. Returns [kv heads, group, rows, d].
 
     `queries` [kv heads, group, rows, d], `keys` and `values` [kv heads, K, d], `mask` [rows, K] or None for
-    a chunk that starts its sequence (then K = rows and attention is causal).
+    a chunk that starts its sequence (then K = rows and attention is causal). `positions` as of `PrefillChunk`.
     """
     group = queries.shape[1]
     keys = keys.unsqueeze(1).expand(-1, group, -1, -1)
@@ -105,7 +110,7 @@ def attend_prefill(
     if mask is None and not (rule.is_plain and rule.key_bias is None):
         mask = _causal(queries)
     if rule.key_bias is not None and mask is not None:
-        mask = mask + _bias(rule.key_bias, mask).unsqueeze(-2)
+        mask = mask + _bias(rule.key_bias, mask, positions).unsqueeze(-2)
     if rule.is_plain:
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=rule.scale
@@ -129,9 +134,11 @@ def _attend(
     return weights.to(values.dtype) @ values
 
 
-def _bias(key_bias: KeyBias, mask: Tensor) -> Tensor:
+def _bias(key_bias: KeyBias, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    """`positions`: of the keys; None: they follow each other."""
     # Models with linear biases have no sliding window, so the first key is the sequence's first token.
-    return key_bias(torch.arange(mask.shape[-1], device=mask.device)).to(mask.dtype)
+    keys = torch.arange(mask.shape[-1], device=mask.device) if positions is None else positions
+    return key_bias(keys).to(mask.dtype)
 
 
 def _causal(queries: Tensor) -> Tensor:

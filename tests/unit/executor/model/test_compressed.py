@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.collectives.base import Collectives
+from services.executor.collectives.base import Collectives, SingleRank
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
@@ -18,8 +18,9 @@ from services.executor.model.attention import paged_attention
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.step_context import StepContext
 from services.executor.worker.runner import ModelRunner, widths_of
-from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, on_ring
-from tests.unit.executor.model.tiny import make_model, reference_logits
+from tests.unit.executor.model.architectures import settings_of
+from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, Script, make_runner, on_ring
+from tests.unit.executor.model.tiny import build, logits_of, make_model, reference_logits
 
 HEADS, GROUP, WIDTH = 4, 2, 8
 """KV heads, query heads of each, and their width."""
@@ -187,3 +188,21 @@ def test_models_over_compressed_blocks(tmp_path: Path, world_size: int) -> None:
     assert 1e-4 < int8 < fp8
     assert int8 < 0.1
     assert fp8 < 0.5
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "falcon/alibi"])
+def test_chunks_read_what_they_fill(tmp_path: Path, name: str) -> None:
+    """Blocks that a chunk fills stand among its keys twice, compressed and as written, each at its own positions."""
+    model = build(name, settings_of(name))
+    model.save_pretrained(str(tmp_path))
+    script = Script([40, 23], compresses=True)
+    whole = logits_of(model, script.sequences)
+    runner = make_runner(tmp_path, SingleRank(), kv_dtype="int8", num_cold=NUM_BLOCKS)
+    worst = 0.0
+    for step in ({0: 14}, {0: 15, 1: 10}, {0: 1, 1: 13}, {0: 10}):
+        plan, sampled = script.step(step, every_token=True)
+        logits = runner.forward(plan)
+        assert isinstance(logits, Tensor)
+        expected = torch.stack([whole[sequence][position] for sequence, position in sampled])
+        worst = max(worst, float((logits - expected).abs().max()))
+    assert worst < 0.1 * float(whole[0].std())
