@@ -24,7 +24,7 @@ from services.gateway.api.backend import Backend
 from services.gateway.api.backend import Parts as BackendParts
 from services.gateway.api.grpc.api import make_server
 from services.gateway.auth.authenticator import Authenticator
-from services.gateway.core.catalog import Resolved
+from services.gateway.core.catalog import Resolved, SparseKinds
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.intake import Intake
@@ -110,9 +110,9 @@ def edge_parts() -> EdgeParts:
     async def loaded(*_: object, **__: object) -> ModelCard:
         return card
 
-    named = Resolved(card.model)
+    named, kinds = Resolved(card.model), SparseKinds([], [])
     known = {"card": lambda _: card, "listed": lambda: [card], "is_model": lambda _: True}
-    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named))
+    catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named, sparse_kinds=lambda _: kinds))
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     parts = Parts(settings, cast(Any, answers), metrics)
     nobody, tokenizers = cast(Any, None), cast(Any, SimpleNamespace(get=get))

@@ -167,7 +167,9 @@ class Guesser:
         """Whether it does not look for guesses in this step, having found none for long. `skipped`: steps before
         this one in which nobody was asked."""
         self._steps += 1 + skipped
-        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped or self.is_forced:
+        if self._in_vain < _PATIENCE or self._steps % _PAUSE <= skipped:
+            return False
+        if self._grammar is not None and self.is_forced:
             return False
         self.forget()
         return True

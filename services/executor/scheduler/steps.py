@@ -199,7 +199,9 @@ def rows_of(sampled: list[Chunk]) -> list[Row]:
     rows = []
     for sequence, _, drafts in sampled:
         rows.append(Row(sequence, sequence.sampling))
-        rows += [Row(sequence, state, n) for n, state in enumerate(sequence.sampling.after_each(drafts), 1)]
+        if drafts:
+            states = sequence.sampling.after_each(drafts)
+            rows += [Row(sequence, state, n) for n, state in enumerate(states, 1)]
     return rows
 
 
