@@ -101,12 +101,13 @@ class StreamSocket:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         socket = WebSocket(scope, receive, send)
+        progress = header(scope, b"x-ryzanstein-progress")
         context = Context(
             scope["state"]["request_id"],
             check_session_id(header(scope, b"x-session-id")),
             tenant=scope["state"]["principal"].tenant,
             principal=scope["state"]["principal"],
-            return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
+            return_progress=progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
         )
         await socket.accept()
         connection = self._kind(socket, self._backend, context, self._settings, self._metrics)

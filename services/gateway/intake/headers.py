@@ -23,9 +23,9 @@ def check_session_id(value: str | None) -> str:
     return _checked_header(value, SESSION_ID, "X-Session-ID", "1 to 256 printable ASCII characters")
 
 
-def check_flag(value: str | None, name: str) -> bool:
-    """A header that is true or false; False when it is missing. Raises `InvalidParameter`."""
-    given = (value or "false").lower()
+def check_flag(value: str, name: str) -> bool:
+    """A header that is true or false. Raises `InvalidParameter`."""
+    given = value.lower() or "false"
     if given not in ("true", "false"):
         raise InvalidParameter(
             f"Invalid header '{name}': expected true or false.", param=name, reason="invalid_header"

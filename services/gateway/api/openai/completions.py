@@ -89,6 +89,7 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
             param="Last-Event-ID",
             reason="invalid_header",
         )
+    progress = header(scope, b"x-ryzanstein-progress")
     return Context(
         scope["state"]["request_id"],
         check_session_id(header(scope, b"x-session-id")),
@@ -98,7 +99,7 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
         after=after,
         principal=scope["state"]["principal"],
         answer_headers=scope["state"]["answer_headers"],
-        return_progress=check_flag(header(scope, b"x-ryzanstein-progress"), "X-Ryzanstein-Progress"),
+        return_progress=progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
     )
 
 
@@ -110,7 +111,8 @@ def positions_of(scope: Scope) -> list[int] | None:
 
 def wants_positions(scope: Scope) -> bool:
     """Whether lines are to say where in the log they stand, as the ids of events do. Raises `InvalidParameter`."""
-    return check_flag(header(scope, b"x-ryzanstein-positions"), "X-Ryzanstein-Positions")
+    given = header(scope, b"x-ryzanstein-positions")
+    return given is not None and check_flag(given, "X-Ryzanstein-Positions")
 
 
 async def stream(run: Run, send: Send, request_id: str, *, positions: bool = False) -> None:
