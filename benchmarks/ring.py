@@ -176,10 +176,11 @@ def _rank(
 def _member(settings: ExecutorSettings, spec: RankSpec, collectives: "Collectives") -> Any:
     import torch
 
-    from services.executor.worker.engine import ModelDirectories, RingMember
+    from services.executor.worker.drafting.loading import Directories
+    from services.executor.worker.engine import RingMember
 
     board = RingBoard(Path(spec.board), spec.world_size).rank(spec.rank)
-    device, where = torch.device("cpu"), ModelDirectories(Path(settings.model), None)
+    device, where = torch.device("cpu"), Directories(Path(settings.model), None)
     return RingMember.load(settings, spec, board, where, device, collectives, lambda done, total: None)
 
 

@@ -250,6 +250,7 @@ async def test_errors_are_one_sentence(command: Command, cluster: Cluster) -> No
         await command.run("unload", "own")
     assert "an executor's own --model" in await command.run("show", "own")
     cluster.busy = {"large"}
+    await cluster.group("large", "ready")
     with pytest.raises(DeadlineExceeded, match=r"within 0\.5 s; it goes on"):
         await command.run("unload", "large", "--timeout", "0.5")
 
