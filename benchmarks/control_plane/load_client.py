@@ -38,6 +38,9 @@ _FAULTS = (
     "not answered in time",
     "not connected",
 )
+MARK_RATE, MARK_CLOSED = 1000.0, 2000.0
+"""Requests/s: at the first, in an open loop, the 99th percentile must keep the limit wherever a closed loop reaches the
+second."""
 MARK = "############"
 """What the client replaces with the number of the request, so that no two prompts are alike."""
 
@@ -181,10 +184,10 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     streams: float
     """Open at once, in the mean."""
-    first_token_ms: float
-    """Median time to the first token, less one step and the half step that is under way at an arrival."""
-    token_ms: float
-    """Median time per later token, less one step."""
+    first_token_ms: Spread
+    """Time to the first token, less one step and the half step that is under way at an arrival."""
+    token_ms: Spread
+    """Time per later token, less one step; a request counts once, with its mean."""
     cpu_us_per_token: dict[str, float]
     """By process; the client's too."""
 
@@ -204,6 +207,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Every rate that was tried in the open loop."""
     highest: Measured | None
     """The run of the highest rate that kept the limit."""
+    at_mark: Measured | None
+    """The open loop at `MARK_RATE`."""
     added: Added | None
     left_out: dict[str, str]
     """Why a system was not measured."""
@@ -219,6 +224,27 @@ def highest(tried: Sequence[Measured], limit_ms: float) -> Measured | None:
     """The run with the most requests per second that held."""
     held = [each for each in tried if holds(each, limit_ms)]
     return max(held, key=lambda each: each.figures.requests_per_second, default=None)
+
+
+def mark_line(at_mark: Measured, closed: float, limit_ms: float) -> str:
+    """Whether the open loop at `MARK_RATE` keeps the limit; `closed`: requests/s that the closed loop reaches here."""
+    whole = at_mark.figures.whole_ms
+    found = "no response was right" if whole is None else f"p50 {whole.p50:.1f}, p99 {whole.p99:.1f} ms"
+    faults = _faults(at_mark.figures)
+    if holds(at_mark, limit_ms):
+        verdict = "kept"
+    elif closed >= MARK_CLOSED:
+        verdict = "missed"
+    else:
+        verdict = f"does not apply: the closed loop reaches {closed:,.0f} requests/s of {MARK_CLOSED:,.0f}"
+    return (
+        f"Mark, open loop at {MARK_RATE:,.0f} requests/s, p99 below {limit_ms:g} ms: "
+        f"{found}, faults {faults}: {verdict}."
+    )
+
+
+def _faults(figures: Figures) -> str:
+    return ", ".join(f"{count} {fault}" for fault, count in figures.faults.items()) or "none"
 
 
 def median_run(runs: Sequence[Measured]) -> Measured:
@@ -239,7 +265,7 @@ def _row(name: str, run: Measured) -> list[str]:
         f"{figures.events_per_second:,.0f}",
         _text_of(figures.whole_ms),
         _text_of(figures.first_ms),
-        ", ".join(f"{count} {fault}" for fault, count in figures.faults.items()) or "none",
+        _faults(figures),
         f"{run.cpu_total:.2f}",
         ", ".join(f"{part} {cpu:.2f}" for part, cpu in run.cpu_ms.items()),
     ]
@@ -264,11 +290,14 @@ def show(outcome: Outcome, limit_ms: float, console: Console) -> None:
     console.print(table)
     if outcome.searched and outcome.highest is None:
         console.print(f"No rate kept the 99th percentile below {limit_ms:g} ms.")
-    console.print(*_remarks(outcome), sep="\n", soft_wrap=True)
+    console.print(*_remarks(outcome, limit_ms), sep="\n", soft_wrap=True)
 
 
-def _remarks(outcome: Outcome) -> list[str]:
+def _remarks(outcome: Outcome, limit_ms: float) -> list[str]:
     lines = []
+    if outcome.at_mark is not None:
+        closed = median_run(outcome.closed[outcome.at_mark.system]).figures.requests_per_second
+        lines.append(mark_line(outcome.at_mark, closed, limit_ms))
     if (ours := outcome.closed.get("ryzanstein")) and (theirs := outcome.closed.get("dynamo")):
         ratio = statistics.median(
             a.figures.requests_per_second / b.figures.requests_per_second
@@ -278,8 +307,8 @@ def _remarks(outcome: Outcome) -> list[str]:
     if (added := outcome.added) is not None:
         cpu = ", ".join(f"{part} {each:.0f}" for part, each in added.cpu_us_per_token.items())
         lines.append(
-            f"Added at {added.step_ms:g} ms a step with {added.streams:.0f} streams: first token "
-            f"{added.first_token_ms:.2f} ms, each next token {added.token_ms:.2f} ms; "
+            f"Added at {added.step_ms:g} ms a step with {added.streams:.0f} streams, p50/p99: first token "
+            f"{_text_of(added.first_token_ms)} ms, each next token {_text_of(added.token_ms)} ms; "
             f"CPU us per token: {sum(added.cpu_us_per_token.values()):.0f} ({cpu})."
         )
     lines += [f"{name} was left out: {reason}" for name, reason in outcome.left_out.items()]

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.control_plane.__main__ import Bench
 from benchmarks.control_plane.load_client import (
+    Added,
     Figures,
     Load,
     Measured,
@@ -24,6 +25,7 @@ from benchmarks.control_plane.load_client import (
     highest,
     holds,
     http_request,
+    mark_line,
     median_run,
     show,
 )
@@ -206,14 +208,39 @@ def test_the_report_shows_the_ratio() -> None:
         closed={"ryzanstein": [measured(1500, 50)], "dynamo": [measured(3000, 40)]},
         searched=[],
         highest=None,
-        added=None,
+        at_mark=measured(1000, 60),
+        added=Added(
+            step_ms=20,
+            streams=64,
+            first_token_ms=Spread(3.0, 9.0),
+            token_ms=Spread(1.0, 2.0),
+            cpu_us_per_token={"gateway": 50.0},
+        ),
         left_out={},
     )
     console = Console(width=200, record=True, file=None, quiet=True)
     with console.capture() as captured:
         console.quiet = False
         show(outcome, 50, console)
-    assert "in the same run: 0.50" in captured.get()
+    shown = captured.get()
+    assert "in the same run: 0.50" in shown
+    assert "p99 60.0 ms, faults none: does not apply: the closed loop reaches 1,500" in shown
+    assert "first token 3.0 / 9.0 ms, each next token 1.0 / 2.0 ms; CPU us per token: 50" in shown
+
+
+@pytest.mark.parametrize(
+    ("p99", "closed", "verdict"),
+    [(49, 900, "kept"), (49, 2500, "kept"), (51, 2500, "missed"), (51, 1999, "does not apply")],
+)
+def test_the_mark_binds_where_the_closed_loop_reaches_its_rate(
+    p99: float, closed: float, verdict: str
+) -> None:
+    assert verdict in mark_line(measured(1000, p99), closed, 50)
+
+
+def test_a_fault_misses_the_mark() -> None:
+    line = mark_line(measured(1000, 10, {"cut off": 1}), 2500, 50)
+    assert "faults 1 cut off: missed" in line
 
 
 async def test_our_stack_answers_the_client_rightly(program: Path, tmp_path: Path) -> None:
