@@ -6,7 +6,9 @@ Our whole stack on the stub engine, and a load client in C on the same cores tha
     open loop     Poisson arrivals: the 99th percentile at 1,000 requests/s, and the highest rate that keeps the limit
     set speed     steps of known length: what the control plane adds to the first token and to each next one
 
-With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop.
+With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop. With --against DIR
+another checkout of this repository takes turns with this one, in the closed loop and at the set speed, and the ratios
+are shown.
 """
 
 import asyncio
@@ -25,6 +27,8 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.control_plane.comparison import Checkout, Comparison
+from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.load_client import (
     MARK_RATE,
     Added,
@@ -95,10 +99,10 @@ class Bench:
         await self.measure(system, seconds=WARM_UP)
 
     async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
-        """Systems take turns, so that what disturbs the machine disturbs all."""
+        """Systems take turns, every other round backwards, so that what disturbs the machine disturbs all."""
         found: dict[str, list[Measured]] = {system.name: [] for system in systems}
         for at in range(rounds):
-            for system in systems:
+            for system in systems[:: -1 if at % 2 else 1]:
                 self._report(f"{system.name}: {self._connections} at once, round {at + 1} of {rounds}")
                 found[system.name].append(await self.measure(system))
         return found
@@ -205,7 +209,7 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
             added = await bench.added(slow, plan.step_ms, plan.connections)
     return Outcome(
         date=datetime.now(UTC).date().isoformat(),
-        command=shlex.join(["python", "-m", "benchmarks.control_plane", *sys.argv[1:]]),
+        command=_command(),
         machine=machine(),
         versions=versions(),
         tokens=plan.tokens,
@@ -217,6 +221,50 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
         added=added,
         left_out=left_out,
     )
+
+
+async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> Comparison:
+    """Rounds of both workloads, this checkout and the one in `there` in turns."""
+    here = Path(__file__).parents[2]
+    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    roots = {"here": here, "there": there}
+
+    def both(step_ms: float) -> list[Checkout]:
+        return [
+            Checkout(name, root, folder / f"{name}-{step_ms:g}", model=plan.model, step_ms=step_ms)
+            for name, root in roots.items()
+        ]
+
+    systems = both(0.0)
+    async with running(systems, report):
+        for system in systems:
+            await bench.warm_up(system)
+        closed = await bench.closed(systems, plan.rounds)
+    added: list[tuple[Added, Added]] = []
+    if plan.step_ms:
+        systems = both(plan.step_ms)
+        async with running(systems, report):
+            for at in range(plan.rounds):
+                found = {
+                    system.name: await bench.added(system, plan.step_ms, plan.connections)
+                    for system in systems[:: -1 if at % 2 else 1]
+                }
+                added.append((found["here"], found["there"]))
+    return Comparison(
+        here=str(here),
+        there=str(there),
+        date=datetime.now(UTC).date().isoformat(),
+        command=_command(),
+        machine=machine(),
+        tokens=plan.tokens,
+        connections=plan.connections,
+        closed=list(zip(closed["here"], closed["there"], strict=True)),
+        added=added,
+    )
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "benchmarks.control_plane", *sys.argv[1:]])
 
 
 def _dynamo(plan: Plan, folder: Path, report: Report) -> Dynamo:
@@ -251,6 +299,9 @@ def main(
         Path | None,
         typer.Option(help="Where Dynamo's environment is kept. Default: in the user's cache directory."),
     ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything, each run too, to this file.")] = None,
 ) -> None:
     """Requests per second, latencies and CPU time of the control plane.
@@ -273,14 +324,22 @@ def main(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with told_in_a_sentence():
         with (
-            tempfile.TemporaryDirectory(prefix="control-plane-") as folder,
+            tempfile.TemporaryDirectory(prefix="control-plane-") as made,
             Progress(*columns, console=Console(stderr=True)) as progress,
         ):
-            task = progress.add_task("starting")
-            outcome = asyncio.run(
-                run(plan, Path(folder), lambda text: progress.update(task, description=text))
-            )
-        write_json(json, outcome)
+            folder, task = Path(made), progress.add_task("starting")
+
+            def report(text: str) -> None:
+                progress.update(task, description=text)
+
+            if against is not None:
+                comparison = asyncio.run(run_against(plan, against.resolve(), folder, report))
+            else:
+                outcome = asyncio.run(run(plan, folder, report))
+        write_json(json, outcome if against is None else comparison)
+    if against is not None:
+        show_comparison(comparison, console)
+        raise typer.Exit(int(not comparison.clean))
     show(outcome, limit_ms, console)
     raise typer.Exit(int(faulty(outcome)))
 

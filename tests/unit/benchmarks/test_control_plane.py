@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.control_plane.__main__ import Bench
+from benchmarks.control_plane.__main__ import Bench, Plan, run_against
+from benchmarks.control_plane.comparison import Checkout, Comparison, compared
+from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.load_client import (
     Added,
     Figures,
@@ -30,6 +32,7 @@ from benchmarks.control_plane.load_client import (
     show,
 )
 from benchmarks.control_plane.systems import HOST, Ours, body
+from benchmarks.errors import BenchError
 from benchmarks.serve.stats import Spread
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="the load client needs a C compiler")
@@ -241,6 +244,75 @@ def test_the_mark_binds_where_the_closed_loop_reaches_its_rate(
 def test_a_fault_misses_the_mark() -> None:
     line = mark_line(measured(1000, 10, {"cut off": 1}), 2500, 50)
     assert "faults 1 cut off: missed" in line
+
+
+def added(first: float, us: float) -> Added:
+    return Added(
+        step_ms=20,
+        streams=64,
+        first_token_ms=Spread(first, 2 * first),
+        token_ms=Spread(1.0, 2.0),
+        cpu_us_per_token={"gateway": us, "client": 1.0},
+    )
+
+
+def test_a_comparison_shows_the_median_of_the_rounds_ratios() -> None:
+    comparison = Comparison(
+        here="a",
+        there="b",
+        date="2026-01-01",
+        command="c",
+        machine="m",
+        tokens=16,
+        connections=64,
+        closed=[(measured(rate, 50), measured(1000, 50)) for rate in (500, 1500, 1200)],
+        added=[(added(3, 30), added(0, 40)), (added(3, 10), added(4, 40))],
+    )
+    found = {figure.name: figure for figure in compared(comparison)}
+    assert found["64 at once x 16: requests/s"].ratio == pytest.approx(1.2)
+    assert found["64 at once x 16: CPU us per request"].here == pytest.approx(500)  # the client's is left out
+    assert found["set speed, 20 ms a step: CPU us per token"].ratio == pytest.approx(0.5)
+    assert found["set speed, 20 ms a step: first token, added ms, p99"].ratio is None  # nothing to divide by
+    console = Console(width=200)
+    with console.capture() as captured:
+        show_comparison(comparison, console)
+    assert "3 rounds, in turns" in captured.get()
+    assert "1.200" in captured.get()
+
+
+def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="is no checkout"):
+        Checkout("there", tmp_path, tmp_path, model=None, step_ms=0)
+
+
+async def test_a_stack_that_does_not_start_is_told(tmp_path: Path) -> None:
+    benchmark = tmp_path / "benchmarks" / "control_plane"
+    benchmark.mkdir(parents=True)
+    (benchmark / "systems.py").write_text("raise SystemExit(1)\n")
+    checkout = Checkout("there", tmp_path, tmp_path / "stack", model=None, step_ms=0)
+    with pytest.raises(BenchError, match="did not start"):
+        await checkout.start()
+    await checkout.stop()
+
+
+async def test_a_checkout_is_compared_with_another(tmp_path: Path) -> None:
+    plan = Plan(
+        model=None,
+        tokens=16,
+        connections=8,
+        seconds=0.5,
+        rounds=2,
+        limit_ms=0,
+        step_ms=0,
+        dynamo=False,
+        dynamo_base="",
+        work=tmp_path,
+    )
+    found = await run_against(plan, Path(__file__).parents[3], tmp_path, lambda text: None)
+    assert found.clean
+    assert [(one.system, other.system) for one, other in found.closed] == [("here", "there")] * 2
+    assert {"gateway", "scheduler", "executor", "nats"} <= set(found.closed[0][1].cpu_ms)
+    assert all(part.cpu_total > 0 for pair in found.closed for part in pair)
 
 
 async def test_our_stack_answers_the_client_rightly(program: Path, tmp_path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Two checkouts of this repository in one run: rounds alternate, and what counts is the ratio within a round.
+
+Each stack is started by the checkout's own `systems.Ours`, in a process of its own: neither is started by code of the
+other. Absolute figures of a shared machine change from minute to minute; ratios of neighbouring runs do not.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.control_plane.load_client import Added, Measured
+from benchmarks.control_plane.systems import READY_SECONDS, Ours
+from benchmarks.errors import BenchError
+from benchmarks.serve.stats import Spread
+from shared.process import die_with_parent
+
+_SERVE = """
+import asyncio, json, sys
+from pathlib import Path
+from benchmarks.control_plane.systems import Ours
+
+async def serve(folder, model, step_ms):
+    system = Ours(Path(folder), model=Path(model) if model else None, step_ms=step_ms)
+    try:
+        await system.start()
+        print(json.dumps([system.port, system.processes()]), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await system.stop()
+
+asyncio.run(serve(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+"""
+
+
+Run = TypeVar("Run")
+
+
+class Checkout(Ours):
+    """The stack of the checkout in `root`; its requests and what they must answer are those of this one."""
+
+    def __init__(self, name: str, root: Path, folder: Path, *, model: Path | None, step_ms: float) -> None:
+        """Raises `BenchError` where `root` has no such benchmark."""
+        super().__init__(folder, model=model, step_ms=step_ms)
+        if not (root / "benchmarks" / "control_plane" / "systems.py").is_file():
+            raise BenchError(f"{root} is no checkout of this repository; name the directory of one.")
+        self.name = name
+        self._root = root
+        self._arguments = [str(folder), str(model or ""), str(step_ms)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._served: Mapping[str, list[int]] = {}
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=self._root,
+            env={**os.environ, "PYTHONPATH": str(self._root)},
+            preexec_fn=die_with_parent(),
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"The stack of {self._root} did not start; its error stands above.")
+        self.port, self._served = json.loads(line)
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.communicate, None, READY_SECONDS)
+            self._process.kill()
+
+    def processes(self) -> Mapping[str, list[int]]:
+        return self._served
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Rounds of both: this checkout's run first, then the other's. Written as it is by `--json`."""
+
+    here: str
+    there: str
+    """Directories of the checkouts."""
+    date: str
+    command: str
+    machine: str
+    tokens: int
+    connections: int
+    closed: list[tuple[Measured, Measured]]
+    added: list[tuple[Added, Added]]
+
+    @property
+    def clean(self) -> bool:
+        return all(run.figures.clean for pair in self.closed for run in pair)
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One line of the report."""
+
+    name: str
+    here: float
+    there: float
+    """Medians over the rounds."""
+    ratio: float | None
+    """Median of the rounds' ratios, here to there; None where a round has nothing to divide by."""
+
+
+def compared(comparison: Comparison) -> list[Figure]:
+    """Every figure of both workloads, the client's CPU time left out."""
+    found: list[Figure] = []
+    if pairs := comparison.closed:
+        load = f"{comparison.connections} at once x {comparison.tokens}"
+        found.append(_figure(f"{load}: requests/s", pairs, lambda run: run.figures.requests_per_second))
+        found += _spreads(f"{load}: whole ms", pairs, lambda run: run.figures.whole_ms)
+        found += _cpu(
+            f"{load}: CPU us per request", [tuple(_us(run.cpu_ms) for run in pair) for pair in pairs]
+        )
+    if steps := comparison.added:
+        load = f"set speed, {steps[0][0].step_ms:g} ms a step"
+        found += _spreads(f"{load}: first token, added ms", steps, lambda run: run.first_token_ms)
+        found += _spreads(f"{load}: next token, added ms", steps, lambda run: run.token_ms)
+        found += _cpu(
+            f"{load}: CPU us per token", [tuple(run.cpu_us_per_token for run in pair) for pair in steps]
+        )
+    return found
+
+
+def _figure(name: str, pairs: Sequence[tuple[Run, ...]], value: Callable[[Run], float]) -> Figure:
+    here = [value(pair[0]) for pair in pairs]
+    there = [value(pair[1]) for pair in pairs]
+    ratio = (
+        statistics.median(one / other for one, other in zip(here, there, strict=True))
+        if min(there) > 0
+        else None
+    )
+    return Figure(name, statistics.median(here), statistics.median(there), ratio)
+
+
+def _spreads(
+    name: str, pairs: Sequence[tuple[Run, ...]], value: Callable[[Run], Spread | None]
+) -> list[Figure]:
+    def of(share: str) -> Callable[[Run], float]:
+        return lambda run: 0.0 if (spread := value(run)) is None else getattr(spread, share)
+
+    return [_figure(f"{name}, {share}", pairs, of(share)) for share in ("p50", "p99")]
+
+
+def _cpu(name: str, pairs: Sequence[tuple[Mapping[str, float], ...]]) -> list[Figure]:
+    parts = [part for part in pairs[0][0] if part != "client"]
+    whole = _figure(name, pairs, lambda run: sum(us for part, us in run.items() if part != "client"))
+    return [
+        whole,
+        *(_figure(f"    {part}", pairs, lambda run, part=part: run.get(part, 0.0)) for part in parts),
+    ]
+
+
+def _us(cpu_ms: Mapping[str, float]) -> dict[str, float]:
+    return {part: ms * 1e3 for part, ms in cpu_ms.items()}
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """A row for each figure, the ratio last."""
+    table = Table("figure", "here", "there", "ratio", title=comparison.machine)
+    for each in compared(comparison):
+        ratio = "-" if each.ratio is None else f"{each.ratio:.3f}"
+        table.add_row(each.name, f"{each.here:,.2f}", f"{each.there:,.2f}", ratio)
+    console.print(table)
+    console.print(
+        f"here: {comparison.here}; there: {comparison.there}; "
+        f"{max(len(comparison.closed), len(comparison.added))} rounds, in turns.",
+        soft_wrap=True,
+    )
