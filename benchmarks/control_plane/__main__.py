@@ -8,15 +8,13 @@ Our whole stack on the stub engine, and a load client in C on the same cores tha
 
 With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop. With --against DIR
 another checkout of this repository takes turns with this one, in the closed loop and at the set speed, and the ratios
-are shown.
+are shown. With --profile each process's CPU time is split by function.
 """
 
 import asyncio
-import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -27,141 +25,24 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.control_plane.bench import Bench, Report, running
 from benchmarks.control_plane.comparison import Checkout, Comparison
 from benchmarks.control_plane.comparison import show as show_comparison
+from benchmarks.control_plane.cpu_profile import Profile, profile
+from benchmarks.control_plane.cpu_profile import show as show_profile
 from benchmarks.control_plane.load_client import (
-    MARK_RATE,
     Added,
-    Load,
     Measured,
     Outcome,
-    compiled,
-    drive,
     faulty,
     highest,
-    holds,
     median_run,
     show,
 )
-from benchmarks.control_plane.systems import HOST, Dynamo, Ours, System
+from benchmarks.control_plane.systems import Dynamo, Ours, System
 from benchmarks.control_plane.systems import dynamo_python as install_dynamo
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
-from benchmarks.process_cpu import cpu_seconds
 from benchmarks.report import machine, versions
-from benchmarks.serve.stats import Spread
-
-WARM_UP = 1.5
-OPEN_CONNECTIONS = 1024
-PRECISION = 1.06
-"""The search for the highest rate ends when the bounds are this close."""
-SEARCH_SECONDS = 3.0
-Report = Callable[[str], None]
-
-
-class Bench:
-    """The measurements, one after the other. `report` is told what is going on."""
-
-    def __init__(self, folder: Path, tokens: int, connections: int, seconds: float, report: Report) -> None:
-        self._program = compiled(folder)
-        self._tokens = tokens
-        self._connections = connections
-        self._seconds = seconds
-        self._report = report
-        self._runs = 0
-
-    async def measure(
-        self, system: System, *, rate: float = 0.0, seconds: float = 0.0, tokens: int = 0
-    ) -> Measured:
-        """One run: a closed loop, or an open one at `rate`."""
-        self._runs += 1
-        tokens = tokens or self._tokens
-        load = Load(
-            host=HOST,
-            port=system.port,
-            request=system.request(tokens),
-            tokens=tokens,
-            text=system.text(tokens),
-            connections=OPEN_CONNECTIONS if rate else self._connections,
-            rate=rate,
-            seconds=seconds or self._seconds,
-            seed=self._runs,
-        )
-        before = cpu_seconds(system.processes())
-        figures = await asyncio.to_thread(drive, self._program, load)
-        after = cpu_seconds(system.processes())
-        right = max(1, figures.requests - sum(figures.faults.values()))
-        cpu = {name: (after[name] - before[name]) * 1e3 / right for name in after}
-        cpu["client"] = figures.client_cpu_seconds * 1e3 / right
-        return Measured(system=system.name, figures=figures, cpu_ms=cpu)
-
-    async def warm_up(self, system: System) -> None:
-        self._report(f"{system.name}: warming up")
-        await self.measure(system, seconds=WARM_UP)
-
-    async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
-        """Systems take turns, every other round backwards, so that what disturbs the machine disturbs all."""
-        found: dict[str, list[Measured]] = {system.name: [] for system in systems}
-        for at in range(rounds):
-            for system in systems[:: -1 if at % 2 else 1]:
-                self._report(f"{system.name}: {self._connections} at once, round {at + 1} of {rounds}")
-                found[system.name].append(await self.measure(system))
-        return found
-
-    async def search(self, system: System, start: float, limit_ms: float) -> list[Measured]:
-        """Open loops at rates that close in on the highest one within the limit. A rate has failed when it has
-        failed twice: machines have hiccups."""
-        low, high, rate = 0.0, 0.0, start
-        tried: list[Measured] = []
-        while not (low and high and high / low < PRECISION) and rate >= 1:
-            self._report(f"{system.name}: open loop at {rate:.0f} requests/s")
-            tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
-            if not holds(tried[-1], limit_ms):
-                tried.append(await self.measure(system, rate=rate, seconds=SEARCH_SECONDS))
-            if holds(tried[-1], limit_ms):
-                low = rate
-            else:
-                high = rate
-            rate = (low * high) ** 0.5 if low and high else (rate * 1.25 if low else rate / 1.25)
-        return tried
-
-    async def at_mark(self, system: System, limit_ms: float) -> Measured:
-        """The open loop at the rate of the mark; once more where the first one has not held."""
-        self._report(f"{system.name}: open loop at {MARK_RATE:.0f} requests/s")
-        found = await self.measure(system, rate=MARK_RATE)
-        return found if holds(found, limit_ms) else await self.measure(system, rate=MARK_RATE)
-
-    async def added(self, system: System, step_ms: float, streams: int) -> Added:
-        """Poisson arrivals at the rate that keeps `streams` open, each with as many tokens as fill a second."""
-        tokens = max(2, round(1000 / step_ms))
-        rate = streams / ((tokens + 0.5) * step_ms / 1e3)
-        self._report(f"{system.name}: {streams} streams at {step_ms:g} ms a step")
-        await self.measure(system, rate=rate, seconds=WARM_UP, tokens=tokens)
-        found = await self.measure(system, rate=rate, seconds=max(self._seconds, 4.0), tokens=tokens)
-        first, token, whole = found.figures.first_ms, found.figures.token_ms, found.figures.whole_ms
-        if not found.figures.clean or first is None or token is None or whole is None:
-            raise BenchError(f"The run at a set speed failed: {found.figures.faults}.")
-        return Added(
-            step_ms=step_ms,
-            streams=rate * whole.p50 / 1e3,
-            first_token_ms=Spread(first.p50 - 1.5 * step_ms, first.p99 - 1.5 * step_ms),
-            token_ms=Spread(token.p50 - step_ms, token.p99 - step_ms),
-            cpu_us_per_token={part: cpu * 1e3 / tokens for part, cpu in found.cpu_ms.items()},
-        )
-
-
-@contextlib.asynccontextmanager
-async def running(systems: Sequence[System], report: Report) -> AsyncIterator[None]:
-    """Starts the systems, and ends them whatever happens."""
-    begun: list[System] = []
-    try:
-        for system in systems:
-            report(f"{system.name}: starting")
-            begun.append(system)
-            await system.start()
-        yield
-    finally:
-        for system in begun:
-            await system.stop()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +89,7 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
         async with running([slow], report):
             added = await bench.added(slow, plan.step_ms, plan.connections)
     return Outcome(
-        date=datetime.now(UTC).date().isoformat(),
+        date=_today(),
         command=_command(),
         machine=machine(),
         versions=versions(),
@@ -253,7 +134,7 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
     return Comparison(
         here=str(here),
         there=str(there),
-        date=datetime.now(UTC).date().isoformat(),
+        date=_today(),
         command=_command(),
         machine=machine(),
         tokens=plan.tokens,
@@ -261,6 +142,17 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
         closed=list(zip(closed["here"], closed["there"], strict=True)),
         added=added,
     )
+
+
+async def run_profile(plan: Plan, folder: Path, report: Report) -> Profile:
+    """Where the CPU time goes, under both workloads."""
+    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    found = await profile(bench, folder, plan.model, plan.step_ms, plan.connections, plan.seconds, report)
+    return Profile(date=_today(), command=_command(), machine=machine(), workloads=found)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def _command() -> str:
@@ -302,6 +194,9 @@ def main(
     against: Annotated[
         Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
     ] = None,
+    profiled: Annotated[
+        bool, typer.Option("--profile", help="Split each process's CPU time by function; needs py-spy.")
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything, each run too, to this file.")] = None,
 ) -> None:
     """Requests per second, latencies and CPU time of the control plane.
@@ -332,16 +227,27 @@ def main(
             def report(text: str) -> None:
                 progress.update(task, description=text)
 
-            if against is not None:
-                comparison = asyncio.run(run_against(plan, against.resolve(), folder, report))
+            found: Profile | Comparison | Outcome
+            if profiled:
+                found = asyncio.run(run_profile(plan, folder, report))
+            elif against is not None:
+                found = asyncio.run(run_against(plan, against.resolve(), folder, report))
             else:
-                outcome = asyncio.run(run(plan, folder, report))
-        write_json(json, outcome if against is None else comparison)
-    if against is not None:
-        show_comparison(comparison, console)
-        raise typer.Exit(int(not comparison.clean))
-    show(outcome, limit_ms, console)
-    raise typer.Exit(int(faulty(outcome)))
+                found = asyncio.run(run(plan, folder, report))
+        write_json(json, found)
+    raise typer.Exit(int(not _shown(found, limit_ms, console)))
+
+
+def _shown(found: Profile | Comparison | Outcome, limit_ms: float, console: Console) -> bool:
+    """Prints it; whether every response was right."""
+    if isinstance(found, Profile):
+        show_profile(found, console)
+        return True
+    if isinstance(found, Comparison):
+        show_comparison(found, console)
+        return found.clean
+    show(found, limit_ms, console)
+    return not faulty(found)
 
 
 if __name__ == "__main__":

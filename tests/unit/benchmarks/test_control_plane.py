@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.control_plane.__main__ import Bench, Plan, run_against
+from benchmarks.control_plane.__main__ import Plan, run_against
+from benchmarks.control_plane.bench import Bench
 from benchmarks.control_plane.comparison import Checkout, Comparison, compared
 from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.load_client import (
