@@ -8,7 +8,8 @@ Our whole stack on the stub engine, and a load client in C on the same cores tha
 
 With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop. With --against DIR
 another checkout of this repository takes turns with this one, in the closed loop and at the set speed, and the ratios
-are shown. With --profile each process's CPU time is split by function.
+are shown. With --profile each process's CPU time is split by function; with --floor the same stream and the same
+messages are measured where nothing else is done.
 """
 
 import asyncio
@@ -21,15 +22,18 @@ from typing import Annotated
 
 import msgspec
 import typer
+import uvloop
 from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.control_plane import floor
 from benchmarks.control_plane.bench import Bench, Report, running
 from benchmarks.control_plane.comparison import Checkout, Comparison
 from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.cpu_profile import Profile, profile
 from benchmarks.control_plane.cpu_profile import show as show_profile
+from benchmarks.control_plane.floor import Floor
 from benchmarks.control_plane.load_client import (
     Added,
     Measured,
@@ -151,6 +155,20 @@ async def run_profile(plan: Plan, folder: Path, report: Report) -> Profile:
     return Profile(date=_today(), command=_command(), machine=machine(), workloads=found)
 
 
+async def run_floor(plan: Plan, folder: Path, report: Report) -> Floor:
+    """What a stream and a message cost at least."""
+    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    return Floor(
+        date=_today(),
+        command=_command(),
+        machine=machine(),
+        tokens=plan.tokens,
+        connections=plan.connections,
+        streams=await floor.streams(bench, folder, plan.tokens, plan.rounds, report),
+        messages=await floor.messages(folder, plan.rounds, report),
+    )
+
+
 def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
@@ -194,6 +212,10 @@ def main(
     against: Annotated[
         Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
     ] = None,
+    floored: Annotated[
+        bool,
+        typer.Option("--floor", help="Measure bare servers and bare messages instead, the floor under it."),
+    ] = False,
     profiled: Annotated[
         bool, typer.Option("--profile", help="Split each process's CPU time by function; needs py-spy.")
     ] = False,
@@ -227,8 +249,10 @@ def main(
             def report(text: str) -> None:
                 progress.update(task, description=text)
 
-            found: Profile | Comparison | Outcome
-            if profiled:
+            found: Floor | Profile | Comparison | Outcome
+            if floored:
+                found = uvloop.run(run_floor(plan, folder, report))
+            elif profiled:
                 found = asyncio.run(run_profile(plan, folder, report))
             elif against is not None:
                 found = asyncio.run(run_against(plan, against.resolve(), folder, report))
@@ -238,8 +262,11 @@ def main(
     raise typer.Exit(int(not _shown(found, limit_ms, console)))
 
 
-def _shown(found: Profile | Comparison | Outcome, limit_ms: float, console: Console) -> bool:
+def _shown(found: Floor | Profile | Comparison | Outcome, limit_ms: float, console: Console) -> bool:
     """Prints it; whether every response was right."""
+    if isinstance(found, Floor):
+        floor.show(found, console)
+        return found.clean
     if isinstance(found, Profile):
         show_profile(found, console)
         return True

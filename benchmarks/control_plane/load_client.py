@@ -106,14 +106,19 @@ def http_request(host: str, port: int, body: bytes) -> bytes:
 
 def compiled(folder: Path) -> Path:
     """The client's program in `folder`. Raises BenchError where there is no C compiler."""
+    return built(_SOURCE, folder)
+
+
+def built(source: Path, folder: Path) -> Path:
+    """The program of a C file, in `folder`. Raises BenchError where there is no C compiler."""
     compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("cc")
     if compiler is None:
-        raise BenchError("The load client needs a C compiler; install gcc, or name one with CC.")
-    program = folder / "load_client"
-    command = [compiler, "-O2", "-std=gnu11", str(_SOURCE), "-o", str(program), "-lm"]
+        raise BenchError(f"{source.stem} needs a C compiler; install gcc, or name one with CC.")
+    program = folder / source.stem
+    command = [compiler, "-O2", "-std=gnu11", str(source), "-o", str(program), "-lm"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise BenchError(f"The load client cannot be compiled: {result.stderr.strip()[:300]}")
+        raise BenchError(f"{source.name} cannot be compiled: {result.stderr.strip()[:300]}")
     return program
 
 
