@@ -86,9 +86,11 @@ def host_of(environment: Mapping[str, str]) -> str:
 
 
 def port_of(service: str, environment: Mapping[str, str]) -> int:
-    """Where the service answers /ready. Raises `ConfigurationError`."""
-    name = "RYZANSTEIN_PORT" if service == "gateway" else "RYZANSTEIN_OPS_PORT"
-    text = environment.get(name, str(API_PORT) if service == "gateway" else "")
+    """Where the service alone answers /ready. Raises `ConfigurationError`."""
+    shared = environment.get("RYZANSTEIN_SHARE_PORT", "").lower() in ("1", "true", "t", "yes", "y", "on")
+    own = service == "gateway" and not shared
+    name = "RYZANSTEIN_PORT" if own else "RYZANSTEIN_OPS_PORT"
+    text = environment.get(name, str(API_PORT) if own else "")
     if not text.isdecimal() or not 0 < int(text) < 65536:
         given = f"is {text!r}" if text else "is not set"
         raise ConfigurationError(f"{name} {given}; a service that is probed needs a port of its own there.")

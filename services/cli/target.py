@@ -45,6 +45,8 @@ class StackSettings(LocalSettings):
     """CPU threads of each rank; 0: the cores divided among all ranks of the stack."""
     replicas_on_host: int = Field(default=0, ge=0)
     """Executor groups that share this host's memory; 0: those of the stack."""
+    gateways: int = Field(default=1, ge=1, le=64)
+    """Gateway processes on one port, among which the system divides connections (Linux)."""
     tls_certificate: str = ""
     """File of the API's certificate chain (PEM); the API is at https:// then."""
     tls_key: str = ""

@@ -20,8 +20,10 @@ from services.gateway.server.websocket import GuardedWebSocket
 from services.gateway.wiring import Work
 from shared.errors import ConfigurationError
 from shared.messages import ServiceName
-from shared.service.endpoints import OpsApp
+from shared.service.endpoints import OpsApp, Receive, Scope, Send
+from shared.service.http_server import HttpServer
 from shared.service.lifecycle import Service
+from shared.service.listener import bind
 from shared.tls import Certificates, server_context
 
 if TYPE_CHECKING:
@@ -87,10 +89,42 @@ class GatewayService(Service):
         assert self._work is not None, "not started"
         return self._work
 
+    async def run(self) -> None:
+        """With the ops port, where it has one, from the first moment to the last."""
+        ops = self._make_ops_server() if self.settings.share_port else None
+        try:
+            if ops is not None:
+                await ops.start()
+                log.info("ops_listening", address=ops.address)
+            await super().run()
+        finally:
+            if ops is not None:
+                await ops.stop()
+
     def listen_port(self) -> int:
         return self.settings.port
 
+    def shares_port(self) -> bool:
+        return self.settings.share_port
+
+    def _make_ops_server(self) -> HttpServer:
+        """Who asks the shared port does not know which gateway answers. Raises `PortInUse`,
+        `ConfigurationError`."""
+        ops = OpsApp(self.health, self.registry)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            """/metrics may need a key here too."""
+            await (self._app if scope["path"] in ops.paths else ops)(scope, receive, send)
+
+        sock = bind(self.settings.host, self.settings.ops_port, option="--ops-port")
+        admission = self._door.admission("http")._replace(connections=self._door.ops)
+        return HttpServer(app, sock, **self.server_options() | {"admission": admission, "ws": "none"})
+
     def make_app(self) -> Any:
+        return self._app
+
+    @functools.cached_property
+    def _app(self) -> Any:
         ops = OpsApp(self.health, self.registry)
         app = GatewayApp(self._backend, ops, self.settings, self._metrics)
         origins = listed(self.settings.allowed_origins)
@@ -115,9 +149,10 @@ class GatewayService(Service):
             "timeout_keep_alive": 75,
             "server_header": False,
             "proxy_headers": False,  # nobody asks for the client's address
-            **self._tls_options(),
+            **self._tls_options,
         }
 
+    @functools.cached_property
     def _tls_options(self) -> dict[str, Any]:
         """Raises `ConfigurationError`."""
         settings = self.settings
@@ -133,7 +168,9 @@ class GatewayService(Service):
         return {"ssl_context_factory": lambda config, default: context}
 
     async def start(self) -> None:
-        await self._serve_grpc()
+        self._make_grpc()
+        if not self.shares_port():
+            await self._serve_grpc()
         if self._certificates is not None:
             from services.gateway.server.certificates import CertificateExpiry  # its library takes a moment
 
@@ -144,6 +181,8 @@ class GatewayService(Service):
             self.bus, self.instance, self.settings, self.registry, self._metrics, self._backend, self.spawn
         )
         await self._work.start()
+        if self.shares_port():
+            await self._serve_grpc()
         self.spawn(self._tell_models(), "models told")
         self._warn_if_open()
 
@@ -171,7 +210,14 @@ class GatewayService(Service):
             )
 
     async def _serve_grpc(self) -> None:
-        """Calls are refused until the backend is open. Raises `PortInUse`, `ConfigurationError`."""
+        """Calls are refused until the backend is open."""
+        if self._grpc is not None:
+            await self._grpc.start()
+            self.grpc_address = self._grpc.address
+            log.info("grpc_listening", address=self._grpc.address)
+
+    def _make_grpc(self) -> None:
+        """Raises `PortInUse`, `ConfigurationError`."""
         if self.settings.grpc_port is None:
             return
         from services.gateway.api.grpc.api import make_server  # its libraries take a moment, and memory
@@ -184,13 +230,9 @@ class GatewayService(Service):
             )
             pair = Certificates(tls, settings.tls_certificate, settings.tls_key)
             self.spawn(pair.run(settings.tls_check_interval), "grpc certificates")
-        server = make_server(
+        self._grpc = make_server(
             self._backend, self.settings, self.health, self._metrics, self.settings.grpc_port, tls, self._door
         )
-        self._grpc = server
-        await server.start()
-        self.grpc_address = server.address
-        log.info("grpc_listening", address=server.address)
 
     async def stop(self) -> None:
         """In this order: not ready (said before), no new connections, no new requests, streams at their end."""

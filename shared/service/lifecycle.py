@@ -5,7 +5,7 @@ starting ──start()──▶ ready ──SIGTERM, SIGINT──▶ draining �
     └── SIGTERM, SIGINT, fail(error): start() is cancelled ──▶ draining
 
 The HTTP port answers from the first moment, before NATS is connected: /health says that the process
-lives, /ready why it is not ready.
+lives, /ready why it is not ready. One that other processes share is left to them until this one is ready.
 """
 
 import abc
@@ -132,12 +132,16 @@ class Service(abc.ABC):
     def listen_port(self) -> int:
         return self.settings.ops_port
 
+    def shares_port(self) -> bool:
+        """Whether other processes listen on that port too."""
+        return False
+
     def server_options(self) -> dict[str, Any]:
         return {}
 
     def make_server(self) -> HttpServer:
         """What will serve the HTTP port. Its socket listens from now on. Raises `PortInUse`, `ConfigurationError`."""
-        sock = bind(self.settings.host, self.listen_port())
+        sock = bind(self.settings.host, self.listen_port(), shared=self.shares_port())
         return HttpServer(self.make_app(), sock, **self.server_options())
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -164,8 +168,11 @@ class Service(abc.ABC):
         """Start, wait for the end, stop. Raises what made the service fail."""
         self._http = self.make_server()
         try:
-            await self._http.start()
+            if not self.shares_port():
+                await self._http.start()
             if await self._until_ended(asyncio.create_task(self._start_up(), name="start")):
+                if self.shares_port():
+                    await self._http.start()
                 self.state = "ready"
                 if self.owns_process:
                     freeze_gc_after_startup()

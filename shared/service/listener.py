@@ -8,6 +8,7 @@ import asyncio
 import errno
 import socket
 import ssl
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from shared.errors import ConfigurationError, PortInUse
 
 log = structlog.get_logger(__name__)
 
+BACKLOG = 2048
+"""Connections that the system may hold until they are accepted."""
 AT_ONCE = 64
 """Connections accepted in one turn of the event loop."""
 PAUSE = 1.0
@@ -39,11 +42,34 @@ class Admission(NamedTuple):
     """Where an HTTP server has those that are open; None: in a set of its own."""
 
 
-def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+def bind(host: str, port: int, *, option: str = "--port", shared: bool = False) -> socket.socket:
     """A listening socket; port 0: the system chooses. `option` sets it, for the words of an error.
 
+    `shared`: the system divides new connections among all sockets of this user that listen there with `shared`
+    (SO_REUSEPORT, see socket(7)). It does not listen yet, for what is not ready would take connections from what is.
     Raises `PortInUse`, `ConfigurationError`.
     """
+    return _bound(host, port, option, shared=shared, listens=not shared)
+
+
+def reserve(host: str, port: int, *, option: str = "--port", shared: bool = False) -> socket.socket:
+    """A socket that keeps a port, 0: one that the system chooses, for others to `bind` until it is closed: several
+    with `shared`, else one. It gets no connections itself. Raises as `bind`, also where somebody shares the port
+    already."""
+    if port:
+        bind(host, port, option=option).close()
+    sock = _bound(host, port, option, shared=shared, listens=False)
+    if shared:  # whoever does not share finds it taken, also while nobody listens
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return sock
+
+
+def _bound(host: str, port: int, option: str, *, shared: bool, listens: bool) -> socket.socket:
+    if shared and (sys.platform != "linux" or not hasattr(socket, "SO_REUSEPORT")):
+        raise ConfigurationError(
+            f"Port {port} cannot be shared: this system does not divide connections among listeners (SO_REUSEPORT as "
+            "Linux has it); run one gateway, or each on a port of its own behind a load balancer."
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -57,13 +83,17 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit it: a token must not wait for the acknowledgement of the last one.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
-        sock.listen(2048)
+        if listens:
+            sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
+            who = "a program that does not share it, or another user's" if shared else "another program"
             raise PortInUse(
-                f"Port {port} on {host} is taken by another program; stop it, or choose another with {option}."
+                f"Port {port} on {host} is taken by {who}; stop it, or choose another with {option}."
             ) from None
         raise ConfigurationError(f"Cannot listen on {host}:{port}: {error.strerror}.") from None
     sock.setblocking(False)
@@ -91,7 +121,7 @@ class Listener:
 
     def start(self) -> None:
         """Accepts from now on. Raises `OSError`."""
-        self._sock.listen(2048)
+        self._sock.listen(BACKLOG)
         self._sock.setblocking(False)
         self._serving = True
         self._loop.add_reader(self._sock.fileno(), self._accept)
@@ -102,6 +132,7 @@ class Listener:
     def close(self) -> None:
         """Accepts no more; what was accepted comes to be. Twice is safe."""
         if self._serving:
+            self._accept(BACKLOG)  # the system resets what it holds for a socket that is closed
             self._serving = False
             self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
@@ -113,8 +144,8 @@ class Listener:
         if self.opening:
             await asyncio.wait(set(self.opening))
 
-    def _accept(self) -> None:
-        for _ in range(AT_ONCE):
+    def _accept(self, most: int = AT_ONCE) -> None:
+        for _ in range(most):
             try:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):

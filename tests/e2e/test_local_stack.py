@@ -78,6 +78,30 @@ def test_a_killed_gateway_comes_back_where_it_was(tmp_path: Path) -> None:
         assert stack.pid_of("services.gateway") != pid
 
 
+def test_a_killed_gateway_of_several_is_missed_by_nobody(tmp_path: Path) -> None:
+    """The others have its connections at once, and it has some again when it is ready."""
+
+    def answered() -> str:
+        assert ask(stack).status_code == 200, stack.logs("gateway*")
+        return str(httpx.get(f"{stack.url}/ready", trust_env=False).raise_for_status().json()["instance"])
+
+    with Stack(tmp_path, *STUB, "--gateways", "3") as stack:
+        assert list_models(stack) == ["stub"]
+        seen: set[str] = set()
+        while len(seen) < 3:
+            seen.add(answered())
+        note = read_run_file(tmp_path)
+        assert note is not None
+        killed = next(one for one in note.started if one.instance == "gateway-1")
+        os.kill(killed.pid, signal.SIGKILL)
+        stack.read_until("gateway-1 ended (The gateway was killed by SIGKILL")
+        deadline = time.monotonic() + 60
+        while answered() != "gateway-1":
+            assert time.monotonic() < deadline, stack.logs("gateway*")
+        states = {service["instance"]: service["state"] for service in stack.status()["services"]}
+        assert {states[f"gateway-{number}"] for number in range(3)} == {"ready"}
+
+
 @pytest.mark.slow
 async def test_two_stacks_on_one_nats_leave_each_other_alone(
     tmp_path: Path, nats_settings: CommonSettings

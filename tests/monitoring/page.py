@@ -6,7 +6,8 @@ _HEAD = """<!-- Printed by `python -m tests.monitoring > docs/metrics.md` -->
 # Metrics
 
 Every service answers `/metrics` in Prometheus' format: the gateway on its API port (`RYZANSTEIN_METRICS_NEED_KEY` asks
-for an API key), the others on `RYZANSTEIN_OPS_PORT`. Figures are those of the moment of the scrape, so with a scrape
+for an API key), the others on `RYZANSTEIN_OPS_PORT`, as do gateways that
+[share a port](operations.md#several-gateways-on-one-port). Figures are those of the moment of the scrape, so with a scrape
 and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboards.md).
 
 ```

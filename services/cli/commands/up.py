@@ -45,6 +45,15 @@ def up(
         int, typer.Option(help="Ranks of each executor group (tensor parallelism).", min=1, max=64)
     ] = 1,
     replicas: Annotated[int, typer.Option(help="Executor groups.", min=1)] = 1,
+    gateways: Annotated[
+        int | None,
+        typer.Option(
+            help="Gateway processes on the API's port; each needs a core of its own to bring more requests.",
+            min=1,
+            max=64,
+            show_default="1",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
     weight_dtype: Annotated[
         str | None,
@@ -138,7 +147,7 @@ def up(
     files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
     _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
     _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
-    settings = load_settings(StackSettings, data_dir=data_dir, **files)
+    settings = load_settings(StackSettings, data_dir=data_dir, gateways=gateways, **files)
     first, further, adapters = _models(model or [], models_file)
     plan = StackPlan(
         model=first,

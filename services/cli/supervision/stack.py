@@ -10,6 +10,7 @@ import ipaddress
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +32,7 @@ from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.streams import ensure_streams
 from shared.process import die_with_parent
+from shared.service.listener import reserve
 from shared.tasks import Backoff
 
 if TYPE_CHECKING:
@@ -212,9 +214,13 @@ class LocalStack:
         """Part of every name: on a NATS that is not ours, others may run a stack of the same shape."""
         self._port = plan.port
         self._grpc_port = plan.grpc_port
+        self._reserved: list[socket.socket] = []
+        """Ports that several gateways share, and then one for the operations of each."""
         self.children: list[Child] = []
         self.beats: dict[str, Heartbeat] = {}
         """The last heartbeat of each instance, of its present process."""
+        self.ops_addresses: dict[str, str] = {}
+        """Where each gateway answers for itself, by instance, when there are several."""
         self._news = asyncio.Event()
         """Set with every heartbeat."""
 
@@ -241,7 +247,9 @@ class LocalStack:
         return self._nats.pid if self._nats else None
 
     async def start(self) -> None:
-        """Starts every process; none of them need be ready when it returns."""
+        """Starts every process; none of them need be ready when it returns. Raises `PortInUse`, and other errors."""
+        if self._settings.gateways > 1:
+            self._reserve_ports()
         self.logs.mkdir(parents=True, exist_ok=True)
         set_aside(self.logs)
         if self.plan.nats is None:
@@ -315,6 +323,8 @@ class LocalStack:
             self._bus = None
         if self._nats is not None:
             await self._nats.stop()
+        for sock in self._reserved:
+            sock.close()
 
     async def kill(self) -> None:
         """Ends everything at once."""
@@ -326,7 +336,10 @@ class LocalStack:
         children = [
             self._child("health-monitor", 0, []),
             self._child("scheduler", 0, []),
-            self._child("gateway", 0, self._gateway_arguments()),
+            *(
+                self._child("gateway", number, self._gateway_arguments(number))
+                for number in range(self._settings.gateways)
+            ),
         ]
         for replica in range(self.plan.replicas):
             gpus = self.plan.gpus[replica : replica + 1]
@@ -335,8 +348,24 @@ class LocalStack:
             children.append(self._child("executor", replica, arguments, environment))
         return children
 
-    def _gateway_arguments(self) -> list[str]:
+    def _reserve_ports(self) -> None:
+        """They stay the same, and nobody else's, while gateways end and start again."""
+        host = self.plan.host
+        self._reserved.append(reserve(host, self._port, shared=True))
+        self._port = _port_of(self._reserved[-1])
+        if self._grpc_port is not None:
+            self._reserved.append(reserve(host, self._grpc_port, option="--grpc-port", shared=True))
+            self._grpc_port = _port_of(self._reserved[-1])
+        for number in range(self._settings.gateways):
+            self._reserved.append(reserve(host, 0))
+            self.ops_addresses[f"gateway-{self._mark}{number}"] = (
+                f"{bracketed(host)}:{_port_of(self._reserved[-1])}"
+            )
+
+    def _gateway_arguments(self, number: int) -> list[str]:
         arguments = ["--host", self.plan.host, "--port", str(self._port)]
+        if address := self.ops_addresses.get(f"gateway-{self._mark}{number}"):
+            arguments += ["--share-port", "--ops-port", address.rpartition(":")[2]]
         if self._grpc_port is not None:
             arguments += ["--grpc-port", str(self._grpc_port)]
         for name in ("tls_certificate", "tls_key", "tls_client_ca"):
@@ -438,7 +467,7 @@ class LocalStack:
                 return
             on_event(f"{child.instance} ended ({child.last_error()}); it is started again.")
             if child.service == "gateway":
-                child.arguments = self._gateway_arguments()
+                child.arguments = self._gateway_arguments(int(child.instance.rpartition("-")[2]))
             await self._again(lambda: self._start(child), child.instance, pauses, on_event)
 
     async def _keep_nats_up(self, nats: LocalNats, on_event: Tell) -> None:
@@ -462,6 +491,10 @@ class LocalStack:
             else:
                 pauses.began(time.monotonic())
                 return
+
+
+def _port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
 
 
 def bracketed(host: str) -> str:

@@ -42,7 +42,7 @@ from services.cli.ui import (
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
 from shared.model_store.preparation import prepare_model
-from shared.service.listener import bind
+from shared.service.listener import bind, reserve
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _TIMEOUT = 20.0
@@ -172,8 +172,9 @@ class Up:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal.set)
         with lock(self._plan.data_dir):
-            if self._plan.port:  # say that it is taken before minutes go into a download
-                bind(self._plan.host, self._plan.port).close()
+            shared = self._settings.gateways > 1
+            if self._plan.port or shared:  # say that it is taken before minutes go into a download
+                reserve(self._plan.host, self._plan.port, shared=shared).close()
             if self._plan.grpc_port:
                 bind(self._plan.host, self._plan.grpc_port, option="--grpc-port").close()
             plan = await self._unless_stopped(self._prepare())
@@ -316,7 +317,8 @@ class Up:
         for child in stack.children:
             beat = stack.beats[child.instance]
             secure = child.service == "gateway" and self._settings.tls_certificate
-            rows.append((child.instance, str(child.pid), f"{'https' if secure else 'http'}://{beat.address}"))
+            address = stack.ops_addresses.get(child.instance, beat.address)
+            rows.append((child.instance, str(child.pid), f"{'https' if secure else 'http'}://{address}"))
             if beat.group is not None:
                 ranks = " ".join(str(rank.pid) for rank in beat.group.ranks)
                 rows.append((f"  {beat.group.group}", "", f"{beat.group.model}, ranks {ranks}"))

@@ -13,6 +13,10 @@ class GatewaySettings(CommonSettings):
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the API and of /health, /ready and /metrics; 0: the system chooses."""
+    share_port: bool = False
+    """Whether other gateways of this user on this host listen on `port` and `grpc_port` too: the system divides
+    connections among them (SO_REUSEPORT, Linux). Each answers /health, /ready and /metrics on its own `ops_port` as
+    well, with the same TLS."""
     tls_certificate: str = ""
     """PEM file of the API's certificate chain; with `tls_key`. Both files may be replaced while the gateway runs."""
     tls_key: str = ""

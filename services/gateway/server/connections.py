@@ -37,17 +37,21 @@ class Door:
         self.limit = limit
         self.refused = refused
         self.http: set[Any] = set()
+        self.ops: set[Any] = set()
+        """Of an ops port, which is counted as http."""
         self.grpc: set[Any] = set()
         self._handshakes: set[object] = set()
         self._handshake_seconds = handshake_seconds
 
     def count(self, kind: str) -> int:
         """Of `http`, of `grpc`, or of those in a `handshake`."""
-        return len({"http": self.http, "grpc": self.grpc, "handshake": self._handshakes}[kind])
+        if kind == "http":
+            return len(self.http) + len(self.ops)
+        return len({"grpc": self.grpc, "handshake": self._handshakes}[kind])
 
     @property
     def _taken(self) -> int:
-        return len(self.http) + len(self.grpc) + len(self._handshakes)
+        return len(self.http) + len(self.ops) + len(self.grpc) + len(self._handshakes)
 
     @property
     def full(self) -> bool:

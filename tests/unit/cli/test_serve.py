@@ -50,6 +50,13 @@ def test_a_ready_service() -> None:
         assert probe(["executor"], {"RYZANSTEIN_OPS_PORT": port, "RYZANSTEIN_HOST": "0.0.0.0"}) == 0
 
 
+@pytest.mark.parametrize("text", ["true", "1", "Yes"])
+def test_a_gateway_that_shares_its_port_is_asked_on_its_own(text: str) -> None:
+    with answering(200, "{}") as port:
+        environment = {"RYZANSTEIN_SHARE_PORT": text, "RYZANSTEIN_OPS_PORT": port, "RYZANSTEIN_PORT": "1"}
+        assert probe(["gateway"], environment) == 0
+
+
 def test_a_service_that_is_not_ready_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(503, "NATS is not connected") as port:
         assert probe(["scheduler"], {"RYZANSTEIN_OPS_PORT": port}) == 1
@@ -86,6 +93,7 @@ def test_a_gateway_with_a_certificate(tmp_path: Path, asks_for_certificate: bool
         ([], {}, "takes the name of a service"),
         (["postgres"], {}, "takes the name of a service"),
         (["executor"], {}, "RYZANSTEIN_OPS_PORT is not set"),
+        (["gateway"], {"RYZANSTEIN_SHARE_PORT": "on"}, "RYZANSTEIN_OPS_PORT is not set"),
         (["gateway"], {"RYZANSTEIN_PORT": "0"}, "RYZANSTEIN_PORT is '0'"),
         (["gateway"], {"RYZANSTEIN_PORT": "http"}, "RYZANSTEIN_PORT is 'http'"),
         (

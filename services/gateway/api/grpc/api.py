@@ -46,7 +46,7 @@ def make_server(
         keepalive=settings.grpc_keepalive,
         keepalive_timeout=settings.grpc_keepalive / 3,
     )
-    sock = bind(settings.host, port, option="--grpc-port")
+    sock = bind(settings.host, port, option="--grpc-port", shared=settings.share_port)
 
     def authorize(call: Call) -> None:
         scheme, _, token = (call.metadata("authorization") or "").partition(" ")

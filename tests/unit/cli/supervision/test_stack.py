@@ -31,7 +31,7 @@ from services.cli.target import (
     write_run_file,
 )
 from shared.config import CommonSettings, load_settings
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, PortInUse
 from shared.messages import Heartbeat
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
@@ -214,6 +214,36 @@ def test_names_are_plain_on_a_nats_of_our_own_and_marked_on_another(tmp_path: Pa
     assert {child.log.name for child in one.children} == {child.log.name for child in own.children}
 
 
+def test_several_gateways_share_their_ports_and_each_has_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RYZANSTEIN_GATEWAYS", "3")
+    stack = make_stack(tmp_path, grpc_port=0)
+    stack._reserve_ports()
+    stack.children = stack._make_children()
+    asked = [child.arguments for child in stack.children if child.service == "gateway"]
+
+    def ports(option: str) -> set[int]:
+        return {int(arguments[arguments.index(option) + 1]) for arguments in asked}
+
+    assert (len(asked), len(ports("--port")), len(ports("--grpc-port")), len(ports("--ops-port"))) == (
+        3,
+        1,
+        1,
+        3,
+    )
+    assert 0 not in ports("--port") | ports("--grpc-port")
+    assert all("--share-port" in arguments for arguments in asked)
+    with pytest.raises(PortInUse):
+        bind("127.0.0.1", ports("--port").pop())
+    for sock in stack._reserved:
+        sock.close()
+
+
+def test_one_gateway_shares_nothing(tmp_path: Path) -> None:
+    assert "--share-port" not in make_stack(tmp_path)._gateway_arguments(0)
+
+
 def test_each_group_has_gpus_of_its_own(tmp_path: Path) -> None:
     stack = make_stack(tmp_path, gpus=["0,1", "2,3"])
     devices = [child._environment.get("CUDA_VISIBLE_DEVICES") for child in stack.children]
@@ -253,7 +283,7 @@ async def test_beats_count_of_our_own_processes_alone(
     await stack._on_beat(ours)
     assert stack.beats == {"gateway-0": ours}
     assert stack.gateway_url == "http://127.0.0.1:7001"
-    assert stack._gateway_arguments()[-1] == "7001", "started again, it has the port that it had"
+    assert stack._gateway_arguments(0)[-1] == "7001", "started again, it has the port that it had"
 
 
 def test_a_gateway_is_ready_once_it_lists_the_model(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, PortInUse
 from shared.service import listener as listener_module
-from shared.service.listener import Admission, Listener, bind
+from shared.service.listener import Admission, Listener, bind, reserve
 
 
 class Seen(asyncio.Protocol):
@@ -33,6 +34,11 @@ class Seen(asyncio.Protocol):
     def note_failed(self, protocol: object) -> None:
         self.failed.append(protocol)
         self.news.set()
+
+    async def until_made(self, count: int) -> None:
+        while len(self.made) < count:
+            self.news.clear()
+            await self.news.wait()
 
     def make(self) -> asyncio.BaseProtocol:
         seen = self
@@ -149,3 +155,73 @@ async def test_without_descriptors_it_accepts_later(monkeypatch: pytest.MonkeyPa
     assert [line["event"] for line in logs] == ["accept_failed"]
     listener.close()
     await closed(writer)
+
+
+# --- a port that several share -------------------------------------------------------------------
+
+
+def port_of(sock: socket.socket) -> int:
+    return int(sock.getsockname()[1])
+
+
+async def test_connections_are_divided_among_those_that_share_a_port() -> None:
+    ones = [Seen(), Seen()]
+    first = bind("127.0.0.1", 0, shared=True)
+    socks = [first, bind("127.0.0.1", port_of(first), shared=True)]
+    listeners = [Listener(sock, seen.make, None, Admission()) for sock, seen in zip(socks, ones, strict=True)]
+    listeners[0].start()
+    writers = [(await asyncio.open_connection("127.0.0.1", port_of(first)))[1] for _ in range(8)]
+    listeners[1].start()
+    async with asyncio.timeout(30):
+        while not ones[1].made:
+            writers.append((await asyncio.open_connection("127.0.0.1", port_of(first)))[1])
+            await asyncio.sleep(0)
+        await ones[1].until_made(1)
+        await ones[0].until_made(8)
+    for listener in listeners:
+        listener.close()
+    for writer in writers:
+        await closed(writer)
+
+
+async def test_what_waits_to_be_accepted_is_not_lost_when_a_listener_closes() -> None:
+    seen, sock = Seen(), bind("127.0.0.1", 0, shared=True)
+    listener = Listener(sock, seen.make, None, Admission())
+    listener.start()
+    waiting = [socket.create_connection(("127.0.0.1", port_of(sock))) for _ in range(100)]
+    listener.close()
+    async with asyncio.timeout(30):
+        await seen.until_made(len(waiting))
+    for client in waiting:
+        client.close()
+
+
+def test_a_reserved_port_is_nobody_elses() -> None:
+    with reserve("127.0.0.1", 0, shared=True) as kept:
+        port = port_of(kept)
+        with pytest.raises(PortInUse, match=r"by another program; .* --port"):
+            bind("127.0.0.1", port)
+        with pytest.raises(PortInUse):
+            reserve("127.0.0.1", port, shared=True)
+        with bind("127.0.0.1", port, shared=True), bind("127.0.0.1", port, shared=True):
+            pass
+    with reserve("127.0.0.1", port) as kept, bind("127.0.0.1", port):
+        assert port_of(kept) == port, "one may listen there"
+        with pytest.raises(PortInUse):
+            bind("127.0.0.1", port)
+
+
+def test_a_port_of_a_program_that_does_not_share_it_is_taken() -> None:
+    with (
+        bind("127.0.0.1", 0) as taken,
+        pytest.raises(
+            PortInUse, match=r"a program that does not share it, or another user's; .* --grpc-port"
+        ),
+    ):
+        bind("127.0.0.1", port_of(taken), option="--grpc-port", shared=True)
+
+
+def test_a_system_that_divides_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigurationError, match=r"Port 8000 cannot be shared: .*; run one gateway"):
+        bind("127.0.0.1", 8000, shared=True)
