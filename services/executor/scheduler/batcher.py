@@ -89,6 +89,8 @@ class ContinuousBatcher:
         if spec.num_states:  # a rejected draft would need the state from before it
             settings = msgspec.structs.replace(settings, max_drafts=0)
         self._spec = spec
+        self._longest = min(spec.context_length - 1, spec.capacity)
+        """Tokens that a sequence may have at most to go on."""
         self._settings = settings
         self._root = root_digest(namespace)
         self._tables = BlockTables(spec, settings, self._root)
@@ -367,16 +369,13 @@ class ContinuousBatcher:
             self._planner.took(step.batch, seconds)
         drawn = self.drafter.take(step, sampled, seconds)
         self._steps.close()
-        for chunk in step.batch:
-            self._tables.seal(chunk.sequence)
+        self._tables.seal([chunk.sequence for chunk in step.batch])
         for sequence, entry in (
             () if pooled is None and scores is None else steps.take_parts(step, pooled, scores)
         ):
             self._stages.drawn(sequence, self._now, finished=True)
             self._end(sequence, entry)
-        for sequence, new in drawn:
-            if sequence.state is not SequenceState.ENDED:
-                self._receive(sequence, new)
+        self._tell(drawn)
         if len(step.sampled) < len(step.batch):  # some prompt goes on
             for sequence in self._stages.progressed([c.sequence for c in step.batch], self._now):
                 self._owe(sequence.request.consumer, sequence.progress_entry())
@@ -518,8 +517,19 @@ class ContinuousBatcher:
 
     # --- results ---------------------------------------------------------------------------------
 
+    def _tell(self, drawn: Seq[tuple[Sequence, list[SampledToken]]]) -> None:
+        """Tells the consumers of new tokens, which the sequences have already."""
+        owed, longest, ended = self._owed, self._longest, SequenceState.ENDED
+        for sequence, new in drawn:
+            if sequence.state is ended:
+                continue
+            if sequence.times.first_token and sequence.goes_on(longest):  # nearly always
+                owed.setdefault(sequence.request.consumer, []).append(sequence.news(new))
+            else:
+                self._receive(sequence, new)
+
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
-        """Tells the consumer of `new` tokens, which the sequence has already."""
+        """`_tell` of one that has its first token, or may have its last."""
         finish = sequence.finish_reason(self._spec.context_length)
         if finish or not sequence.times.first_token:
             self._stages.drawn(sequence, self._now, finished=bool(finish))

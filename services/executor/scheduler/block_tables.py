@@ -208,14 +208,20 @@ class BlockTables:
         digest = sequence.chain.digest(position)
         return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
 
+    def uncovered(self, sequences: Iterable[Sequence]) -> set[Sequence]:
+        """Those of whose tokens not all can be computed with the blocks that they have: one in a block's tokens of
+        those that decode."""
+        size, compresses = self._size, self._compresses
+        return {
+            s
+            for s in sequences
+            if len(s.table) * size < len(s.tokens)
+            or (compresses and len(s.tokens) // size > s.num_sealed + len(s.cold))
+        }
+
     def cover(self, sequence: Sequence, tokens: int) -> bool:
         """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
         to, and blocks for those that they fill. False where blocks run out."""
-        size = self._size
-        if len(sequence.table) * size >= tokens and (
-            not self._compresses or tokens // size <= sequence.num_sealed + len(sequence.cold)
-        ):
-            return True  # nearly always, and asked of every sequence in every step
         while not self._extend([(sequence, tokens)]):
             if not self.exchange.make_way():
                 self._extend_in_part(sequence, tokens)
@@ -245,12 +251,13 @@ class BlockTables:
                 break
         return max(0, min(drafts, covered - len(sequence.tokens)))
 
-    def trim(self, sequence: Sequence) -> None:
-        """Gives back the blocks behind those of the sequence's tokens."""
-        tokens = len(sequence.tokens)
-        needed = -(-tokens // self._size)
-        if sequence.cold or len(sequence.table) > needed:
-            self._shorten(sequence, needed, tokens // self._size - sequence.num_sealed)
+    def trim(self, sequences: Iterable[Sequence]) -> None:
+        """Gives back the blocks behind those of the sequences' tokens."""
+        size = self._size
+        for sequence in sequences:  # after every step, of every one: nearly always there is nothing to do
+            tokens = len(sequence.tokens)
+            if sequence.cold or (len(sequence.table) - 1) * size >= tokens:
+                self._shorten(sequence, -(-tokens // size), tokens // size - sequence.num_sealed)
 
     def _extend(self, wanted: Collection[tuple[Sequence, int]]) -> bool:
         """Gives each sequence what its first so many tokens need, or none of them anything: False."""
@@ -290,15 +297,17 @@ class BlockTables:
             self._allocator.release(sequence.cold[cold:])
             del sequence.cold[cold:]
 
-    def seal(self, sequence: Sequence) -> None:
-        """Registers the blocks that a step has filled, for whoever begins with the same tokens."""
-        full = sequence.num_computed // self._size
-        if full > sequence.num_sealed:
-            sequence.chain.grow()
-            for position in range(sequence.num_sealed, full):
-                kept = sequence.cold.pop(0) if self._compresses else None
-                self._seal(sequence, position, kept)
-            sequence.num_sealed = full
+    def seal(self, sequences: Iterable[Sequence]) -> None:
+        """Registers the blocks that a step of the sequences has filled, for whoever begins with the same tokens."""
+        size = self._size
+        for sequence in sequences:
+            full = sequence.num_computed // size
+            if full > sequence.num_sealed:
+                sequence.chain.grow()
+                for position in range(sequence.num_sealed, full):
+                    kept = sequence.cold.pop(0) if self._compresses else None
+                    self._seal(sequence, position, kept)
+                sequence.num_sealed = full
 
     def _seal(self, sequence: Sequence, position: int, kept: int | None = None) -> None:
         sequence.table[position] = self._allocator.seal(

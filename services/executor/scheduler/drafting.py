@@ -29,7 +29,7 @@ from services.executor.kv_cache.block_pool import Pairs
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import LOST, Ending, Sequence
-from services.executor.scheduler.speculation import Agreement, DraftModel, Proposal, Speculation
+from services.executor.scheduler.speculation import Agreement, DraftModel, Guesser, Proposal, Speculation
 from services.executor.scheduler.steps import Chunk, Row, Step, build_draft_plan, in_draft_order
 
 _KEEP = 0.9
@@ -86,8 +86,14 @@ class Drafter:
             return
         places = [at for at, chunk in enumerate(batch) if chunk.length == 1 and chunk.samples]
         sequences = [batch[at].sequence for at in places]
-        budget = self._settings.max_batch_tokens - sum(chunk.length for chunk in batch)
+        budget = self._settings.max_batch_tokens - sum([chunk.length for chunk in batch])
         if not sequences or budget <= 0:
+            return
+        if not self._may_pay(len(sequences)):
+            for guesser in self._guessers(sequences):
+                if guesser.guesses:
+                    guesser.forget()
+            self._skipped = 0
             return
         guided = sum(1 for sequence in sequences if sequence.sampling.grammar is not None)
         limits = [self._limit(sequence, guided) for sequence in sequences]
@@ -101,6 +107,16 @@ class Drafter:
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
         """Drafts for each sequence: `limits` of each at most, `budget` in all."""
+        guessers = self._guessers(sequences)
+        proposals = [self._offer(sequence) for sequence in sequences] if self._proposals else []
+        return self._speculation.choose(guessers, limits, budget, self._skipped, proposals)
+
+    def _may_pay(self, decodes: int) -> bool:
+        """Whether any drafts could pay in a step of so many decodes."""
+        return self._speculation.worth_looking(decodes)
+
+    def _guessers(self, sequences: Seq[Sequence]) -> list[Guesser]:
+        """Of each sequence, which has one from now on."""
         guessers = []
         for sequence in sequences:
             if sequence.guesser is None:
@@ -108,8 +124,7 @@ class Drafter:
                     sequence.tokens, sequence.request.prediction, sequence.sampling.grammar
                 )
             guessers.append(sequence.guesser)
-        proposals = [self._offer(sequence) for sequence in sequences] if self._proposals else []
-        return self._speculation.choose(guessers, limits, budget, self._skipped, proposals)
+        return guessers
 
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
         """Whether the next step, one token of each of `sequences`, may be planned without asking for drafts. Then
@@ -129,21 +144,17 @@ class Drafter:
 
         `results` are aligned with the step's rows. `seconds` that it took; 0: nobody knows.
         """
-        if all(chunk.length == 1 and chunk.samples for chunk in step.batch):
-            rows = sum(chunk.width for chunk in step.batch)
+        prompts = [chunk for chunk in step.batch if chunk.length > 1 or not chunk.samples]
+        if not prompts:
+            rows = len(step.rows)
             seconds = self._model.without_following(seconds, rows) if step.followed else seconds
             self._speculation.cost.observe(rows, seconds)
         up_to_date = [c.sequence for c in step.batch if _is_up_to_date(c.sequence)] if step.followed else []
-        for chunk in step.batch:
+        for chunk in prompts:
             if not chunk.samples:
                 chunk.sequence.num_computed += chunk.length
-        drawn, rest, before = [], iter(results), self.accepted
-        for chunk in step.sampled:
-            of_chunk = list(islice(rest, 1 + len(chunk.drafts)))
-            if chunk.sequence.ending is Ending.NONE:
-                drawn.append((chunk.sequence, self._accept(chunk, of_chunk)))
-            else:
-                chunk.sequence.num_computed += chunk.length
+        before = self.accepted
+        drawn = self._take_drawn(step.sampled, results)
         for sequence in up_to_date:
             sequence.followed = sequence.num_computed
         if step.ahead:
@@ -156,18 +167,34 @@ class Drafter:
             self._model.step_over(len(step.batch))
         return drawn
 
+    def _take_drawn(
+        self, sampled: Seq[Chunk], results: Seq[SampledToken]
+    ) -> list[tuple[Sequence, list[SampledToken]]]:
+        drawn: list[tuple[Sequence, list[SampledToken]]] = []
+        rest, going_on = iter(results), Ending.NONE
+        for chunk in sampled:
+            sequence, length, _, drafts = chunk
+            new = [next(rest), *islice(rest, len(drafts))] if drafts else [next(rest)]
+            if sequence.ending is not going_on:
+                sequence.num_computed += length
+                continue
+            if drafts:
+                new = self._accept(chunk, new)
+            else:  # nearly always: nothing to compare
+                sequence.append(new[0].token)
+                sequence.num_computed += length
+                guesser = sequence.guesser
+                if self._proposals or (guesser is not None and guesser.guesses):
+                    self._learn(sequence, [new[0].token])
+                if guesser is not None:
+                    guesser.copies = False
+            drawn.append((sequence, new))
+        return drawn
+
     def _accept(self, chunk: Chunk, results: list[SampledToken]) -> list[SampledToken]:
-        """Appends what a chunk has given: `results` are drawn after its last token and after each draft.
+        """Appends what a chunk with drafts has given: `results` are drawn after its last token and after each draft.
         The last one of the new tokens may end the sequence."""
-        sequence, length, drafts = chunk
-        if not drafts:  # nearly always: nothing to compare
-            sequence.append(results[0].token)
-            sequence.num_computed += length
-            if sequence.guesser is not None or self._proposals:
-                self._learn(sequence, [results[0].token])
-            if sequence.guesser is not None:
-                sequence.guesser.copies = False
-            return results
+        sequence, length, _, drafts = chunk
         new: list[SampledToken] = []
         for result, draft in zip(results, (*drafts, None), strict=True):
             sequence.append(result.token)

@@ -44,16 +44,6 @@ from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import NO_STEP, Chunk, Row, Step, compressions_of, table_of
 
 
-class AheadChunk(Chunk):
-    """The token that a sequence does not have yet."""
-
-    __slots__ = ()
-
-    @property
-    def samples(self) -> bool:
-        return True
-
-
 class Successor(NamedTuple):
     """A sequence of the step under way that the later step goes on with."""
 
@@ -91,7 +81,7 @@ class Lookahead:
     def _successors(self, step: Step) -> list[Successor]:
         """Empty where one of them cannot be foreseen."""
         found, running = [], 0
-        for row, (sequence, length, _) in enumerate(step.sampled):
+        for row, (sequence, length, _, _) in enumerate(step.sampled):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # ended while this step was under way
             running += 1
@@ -109,7 +99,7 @@ class Lookahead:
 
 
 def step_ahead(successors: Seq[Successor]) -> Step:
-    chunks = [AheadChunk(one.sequence, 1) for one in successors]
+    chunks = [Chunk(one.sequence, 1, samples=True) for one in successors]
     return Step(
         chunks, chunks, [Row(one.sequence, one.sequence.sampling.later()) for one in successors], ahead=True
     )
@@ -183,14 +173,11 @@ class StepsUnderWay:
             chunk.sequence.in_flight = False
         for chunk in self.oldest.batch:
             chunk.sequence.in_flight = True
-        for chunk in step.batch:
-            sequence = chunk.sequence
-            if sequence.in_flight:
-                continue
+        over = [chunk.sequence for chunk in step.batch if not chunk.sequence.in_flight]
+        for sequence in over:
             if sequence.state is SequenceState.ENDED:
                 self._tables.free(sequence)
-            else:
-                self._tables.trim(sequence)
+        self._tables.trim(over)
         for sequence in self._tables.close(failed_slots, computed=computed):
             self._planner.preempt(sequence)
         return step

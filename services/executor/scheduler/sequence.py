@@ -132,6 +132,7 @@ class Sequence:
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
         self._stops = frozenset(request.stop_token_ids)
+        self._most = self.prompt_tokens + request.max_tokens
         self.awaits = {"grammar"} if request.grammar is not None else set[str]()
         """What has to be there before it can wait for a place: its grammar's automaton, its adapter's files."""
         self.state = SequenceState.HELD if self.awaits else SequenceState.WAITING
@@ -211,6 +212,17 @@ class Sequence:
         last = self.tokens[-1] if self.output_tokens else None
         return finish_reason(self.request, self._stops, self.output_tokens, last, context_length)
 
+    def goes_on(self, longest: int) -> bool:
+        """Whether neither its grammar nor its last token, its length, or that of the `longest` that may have one more
+        token ends it: `finish_reason` in short, for after every step."""
+        grammar, tokens = self.sampling.grammar, self.tokens
+        return (
+            len(tokens) <= longest
+            and len(tokens) < self._most
+            and tokens[-1] not in self._stops
+            and (grammar is None or not grammar.complete)
+        )
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.sampling.advance(token)
@@ -240,7 +252,11 @@ class Sequence:
     def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
         """`entry` of `new` tokens, already appended."""
         if len(new) == 1 and new[0].logprobs is None:  # nearly always
-            return self.entry([new[0].token], finish)
+            tokens = [new[0].token]
+            if self._announced and self.scores is None:
+                position = len(self.tokens) - self.prompt_tokens - 1
+                return TokenEntry(self.request.generation_id, self.request.attempt, position, tokens, finish)
+            return self.entry(tokens, finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
 

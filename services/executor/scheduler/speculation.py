@@ -154,7 +154,8 @@ class Guesser:
         self._before = len(self._known)
         self._index = NgramIndex(self._known if prediction else tokens)
         self._estimates = Estimates(ring)
-        self._guess: list[int] = []
+        self.guesses: list[int] = []
+        """What it expects, where it has looked; empty otherwise."""
         self._length = 0
         self._forced = 0
         """How many of the first tokens of the guess the grammar forces."""
@@ -179,7 +180,7 @@ class Guesser:
         if self._before:
             self._known.extend(self._own[len(self._known) - self._before :])
         match = self._index.find()
-        self._guess = [] if match is None else self._index.continuation(match.source, most + 1)
+        self.guesses = [] if match is None else self._index.continuation(match.source, most + 1)
         self._length = 0 if match is None else match.length
         if self._grammar is not None:
             self._follow(self._grammar, most)
@@ -188,9 +189,9 @@ class Guesser:
         """Has the guess begin with what the grammar forces, and leaves out what it forbids."""
         forced = list(grammar.forced())[: most + 1]
         self._forced = len(forced)
-        if self._guess[: len(forced)] != forced:
-            self._guess = forced
-        self._guess = self._guess[: grammar.fitting(self._guess)]
+        if self.guesses[: len(forced)] != forced:
+            self.guesses = forced
+        self.guesses = self.guesses[: grammar.fitting(self.guesses)]
 
     @property
     def is_forced(self) -> bool:
@@ -207,7 +208,7 @@ class Guesser:
         `least`."""
         chances: list[float] = []
         chance = 1.0
-        for ahead in range(min(most, len(self._guess))):
+        for ahead in range(min(most, len(self.guesses))):
             chance *= self._estimates.of(self._agreed(ahead))
             if chance <= least:
                 break
@@ -220,21 +221,21 @@ class Guesser:
         return FORCED if ahead < self._forced else self._length + ahead
 
     def drafts(self, count: int) -> list[int]:
-        return self._guess[:count]
+        return self.guesses[:count]
 
     def learn(self, drawn: Iterable[int]) -> None:
         """These tokens were drawn where `guess` had looked."""
-        for ahead, (guess, token) in enumerate(zip(self._guess, drawn, strict=False)):
+        for ahead, (guess, token) in enumerate(zip(self.guesses, drawn, strict=False)):
             self._estimates.add(self._agreed(ahead), guess == token)
             if guess != token:
                 break
-        if self._forced >= len(self._guess):
+        if self._forced >= len(self.guesses):
             self.copies = False  # how the text goes on behind that is another question
         self.forget()
 
     def forget(self) -> None:
         """Nothing is learnt of the last guess."""
-        self._guess = []
+        self.guesses = []
 
 
 class StepCost:

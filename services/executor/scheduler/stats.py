@@ -40,7 +40,8 @@ def view_of(
 def load_of(
     planner: StepPlanner, tables: BlockTables, held: Collection[Sequence], spec: EngineSpec
 ) -> GroupLoad:
-    unfinished = sum(planner.keeps_waiting(s) for s in planner.running if s.remaining > 1)
+    prompts = [s for s in planner.running if len(s.tokens) - s.num_computed > 1]
+    unfinished = sum(planner.keeps_waiting(s) for s in prompts)
     return GroupLoad(
         running=len(planner.running),
         waiting=len(planner.waiting) + len(held),

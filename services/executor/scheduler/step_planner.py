@@ -64,11 +64,12 @@ class _Step:
         """Whether sequences that had to give up their blocks for it were of the batch lane."""
 
     def add(self, sequence: Sequence, length: int) -> None:
-        self.chunks.append(Chunk(sequence, length))
+        last = length == sequence.remaining
+        self.chunks.append(Chunk(sequence, length, last and sequence.continues))
         self.budget = max(0, self.budget - length)
         if sequence.scores is not None and sequence.scoring:
             self.scorable -= length
-        if sequence.named is not None and length == sequence.remaining:
+        if sequence.named is not None and last:
             self.scorable = max(0, self.scorable - len(sequence.named.targets))
 
     def has(self, sequence: Sequence) -> bool:
@@ -158,7 +159,7 @@ class StepPlanner:
         """A step of `batch`, whose sequences have not moved on yet, took `seconds`; 0: nobody knows."""
         assert self._pace is not None, "nobody wants to know"
         prompts = [(c.sequence.num_computed, c.length) for c in batch if c.length > 1 or not c.samples]
-        rows = sum(chunk.width for chunk in batch) - sum(length for _, length in prompts)
+        rows = sum([c.length + len(c.drafts) for c in batch]) - sum([length for _, length in prompts])
         self._pace.observe(rows, prompts, seconds)
 
     def keeps_waiting(self, sequence: Sequence) -> int:
@@ -226,17 +227,25 @@ class StepPlanner:
 
     def _add_decodes(self, step: _Step, batch_lane: bool) -> None:
         """One token for every running sequence of the lanes that has only one to compute."""
-        for sequence in self._running_in(batch_lane):
+        running, only, running_state = self._running_in(batch_lane), step.only, SequenceState.RUNNING
+        uncovered = self._tables.uncovered(running)
+        for sequence in running:  # a step is mostly this: without a call for each
             if not step.budget:
                 return
-            if (
-                step.takes(sequence)
-                and sequence.state is SequenceState.RUNNING
-                and sequence.remaining == 1
-                and (sequence.named is None or self._may_name(step, sequence))
-                and (not sequence.begins_later or self._tables.restore(sequence))
-                and self._grow(step, sequence)
-            ):
+            if len(sequence.tokens) - sequence.num_computed != 1 or sequence.state is not running_state:
+                continue
+            if sequence.alone if only is None else sequence is not only:
+                continue
+            if sequence.named is not None and not self._may_name(step, sequence):
+                continue
+            if (sequence.restoring or sequence.snapshot) and not self._tables.restore(sequence):
+                continue
+            if sequence in uncovered and not self._grow(step, sequence):
+                continue
+            if sequence.scores is None and sequence.named is None:
+                step.chunks.append(Chunk(sequence, 1, sequence.continues))
+                step.budget -= 1
+            else:
                 step.add(sequence, 1)
 
     def _grow(self, step: _Step, sequence: Sequence) -> bool:
@@ -271,7 +280,8 @@ class StepPlanner:
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
         token only."""
-        prefills = [s for s in reversed(self._running_in(batch_lane)) if s.remaining > 1 and step.takes(s)]
+        running = reversed(self._running_in(batch_lane))
+        prefills = [s for s in running if len(s.tokens) - s.num_computed > 1 and step.takes(s)]
         admitting = True
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:

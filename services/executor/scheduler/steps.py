@@ -44,6 +44,8 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     length: int
+    samples: bool
+    """Whether the chunk has the sequence's last token, whose logits give the next one."""
     drafts: tuple[int, ...] = ()
     """None where the chunk does not end with the sequence's last token."""
 
@@ -56,11 +58,6 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         """Tokens in the cache once the step has run, drafts included."""
         return self.sequence.num_computed + self.width
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk has the sequence's last token, whose logits give the next one."""
-        return self.length == self.sequence.remaining and self.sequence.continues
 
 
 class PromptPart(NamedTuple):
@@ -122,12 +119,13 @@ def build_plan(
     there are copies.
     """
     ordered = in_order(batch)
-    singles = [chunk for chunk in ordered if chunk.width == 1]
+    singles = [chunk for chunk in ordered if chunk.length == 1 and not chunk.drafts]
     longer = ordered[len(singles) :]
     samples = [chunk.samples for chunk in ordered]
     tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
     positions = [_ints([c.sequence.num_computed for c in singles])]
-    slots = [_ints([_slot(c.sequence, block_size) for c in singles])]
+    blocks = _ints([c.sequence.table[c.sequence.num_computed // block_size] for c in singles])
+    slots = [_in_blocks(blocks, positions[0], block_size)]
     for chunk in longer:
         start = chunk.sequence.num_computed
         tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
@@ -135,14 +133,14 @@ def build_plan(
         slots.append(_slots(chunk.sequence, start, chunk.end, block_size))
     widths = [1] * len(singles) + [chunk.width for chunk in longer]
     ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
-    tables = b"".join(
+    tables = [
         (
             table_of(chunk.sequence, end, block_size)
             if chunk.sequence.cold
             else chunk.sequence.table[: -(-end // block_size)]
         ).tobytes()
         for chunk, end in zip(ordered, ends, strict=True)
-    )
+    ]
     filled = [
         (chunk.sequence, chunk.sequence.num_computed, end)
         for chunk, end in zip(ordered, ends, strict=True)
@@ -156,7 +154,7 @@ def build_plan(
         slots=to_bytes(np.concatenate(slots)),
         query_lens=to_bytes(widths),
         context_lens=to_bytes(ends),
-        block_tables=to_bytes(np.frombuffer(tables, np.int32)),
+        block_tables=to_bytes(np.frombuffer(b"".join(tables), np.int32)),
         sample_rows=to_bytes(_sample_rows(ordered, widths, samples)),
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size),
@@ -186,7 +184,10 @@ def compressions_of(chunks: Iterable[tuple[Sequence, int, int]], block_size: int
 
 def in_order(batch: Seq[Chunk]) -> list[Chunk]:
     """`batch` in the order of the flat batch: single tokens first."""
-    return sorted(batch, key=lambda chunk: chunk.width > 1)
+    singles = [chunk for chunk in batch if chunk.length == 1 and not chunk.drafts]
+    if len(singles) == len(batch):  # nearly always
+        return singles
+    return singles + [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
 
 
 def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int]]:
@@ -197,7 +198,7 @@ def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int]]:
 def rows_of(sampled: list[Chunk]) -> list[Row]:
     """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts."""
     rows = []
-    for sequence, _, drafts in sampled:
+    for sequence, _, _, drafts in sampled:
         rows.append(Row(sequence, sequence.sampling))
         if drafts:
             states = sequence.sampling.after_each(drafts)
@@ -224,17 +225,17 @@ def _ints(values: "list[int] | tuple[int, ...] | array[int]") -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
-def _slot(sequence: Sequence, block_size: int) -> int:
-    block, offset = divmod(sequence.num_computed, block_size)
-    return sequence.table[block] * block_size + offset
+def _in_blocks(blocks: Int32Array, positions: Int32Array, block_size: int) -> Int32Array:
+    """Slots of the tokens at these positions, each in its block: block id * block size + offset."""
+    return blocks * np.int32(block_size) + positions % block_size
 
 
 def _slots(sequence: Sequence, start: int, end: int, block_size: int) -> Int32Array:
-    """Slots of the tokens at the positions [start, end): block id * block size + offset."""
+    """Slots of the tokens at the positions [start, end)."""
     positions = np.arange(start, end, dtype=np.int32)
     first = start // block_size
     blocks = _ints(sequence.table[first : -(-end // block_size)])
-    return blocks[positions // block_size - first] * np.int32(block_size) + positions % block_size
+    return _in_blocks(blocks[positions // block_size - first], positions, block_size)
 
 
 def in_draft_order(members: Seq[Sequence]) -> list[Sequence]:

@@ -66,6 +66,9 @@ class FakeDrafter(Drafter):
     def may_rest(self, sequences: Seq[Sequence]) -> bool:
         return self._rng.random() < 0.5
 
+    def _may_pay(self, decodes: int) -> bool:
+        return True
+
     def propose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int) -> list[list[int]]:
         found = []
         for sequence, limit in zip(sequences, limits, strict=True):

@@ -233,8 +233,8 @@ def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
     tables, [sequence] = _tables(3, 6)
     assert tables.cover(sequence, 6)
     sequence.num_computed = 5
-    tables.seal(sequence)
-    chunk = Chunk(sequence, 1, (7, 8, 9))
+    tables.seal([sequence])
+    chunk = Chunk(sequence, 1, samples=True, drafts=(7, 8, 9))
     assert tables.cover_drafts(sequence, 3, [sequence]) == 3
     hot, cold = sequence.table[1], sequence.cold[0]
     plan, _ = build_plan(1, [chunk], tables.take_copies(), BLOCK)
@@ -243,14 +243,14 @@ def test_a_block_that_drafts_fill_stays_hot_until_they_are_right() -> None:
     assert [slot // BLOCK for slot in arrays(plan, "slots")[0]] == [hot] * 3 + [sequence.table[2]]
     sequence.append(1)  # the first draft is wrong
     sequence.num_computed += 1
-    tables.trim(sequence)
-    tables.seal(sequence)
+    tables.trim([sequence])
+    tables.seal([sequence])
     assert (list(sequence.table[1:]), list(sequence.cold)) == ([hot], []), "it is written again"
     sequence.append(2)
     assert tables.cover(sequence, 8)
     [cold] = sequence.cold
     sequence.num_computed += 2
-    tables.seal(sequence)
+    tables.seal([sequence])
     assert (sequence.table[1], list(sequence.cold)) == (cold, [])
     tables.check([sequence])
 
@@ -263,7 +263,7 @@ def test_a_block_that_is_known_already_is_taken_over_and_both_of_its_ids_are_fre
         assert tables.cover(sequence, 5)
     for sequence in (first, second):
         sequence.num_computed = 4
-        tables.seal(sequence)
+        tables.seal([sequence])
     assert first.table[0] == second.table[0] >= 4
     assert tables.census().cold.empty == 3
     tables.check([first, second])

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec, SampledToken
-from services.executor.scheduler.admission import BatchSettings
+from services.executor.scheduler.admission import BatchSettings, kv_exhausted
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.scheduler.sequence import Sequence
 from shared.messages import GenerationRequest, TokenLogprobs
 from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, ask
@@ -34,6 +35,19 @@ def test_max_tokens_and_context_length_end_with_length() -> None:
     assert len(ring.tokens("b")) == 12 - 9
     assert ring.last("a").finish == ring.last("b").finish == "length"
     assert [e.position for e in ring.log if e.generation_id == "b"] == [0, 1, 2]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(4, 20), st.integers(1, 5), st.integers(0, 3))
+def test_what_goes_on_is_what_nothing_ends(
+    prompt: int, most: int, context: int, blocks: int, stop: int
+) -> None:
+    spec = EngineSpec(BLOCK, blocks, context, VOCAB)
+    longest = min(spec.context_length - 1, spec.capacity)
+    sequence = Sequence(ask("a", prompt, most, stop_token_ids=[stop]), 0, BLOCK, b"")
+    for token in [1, 2, 3, 1, 2, 3, 1, 2, 3][:most]:
+        sequence.append(token)
+        ended = sequence.finish_reason(context) or kv_exhausted(len(sequence.tokens), spec)
+        assert sequence.goes_on(longest) is not bool(ended)
 
 
 def test_a_continuation_starts_after_the_tokens_it_has() -> None:
