@@ -95,9 +95,6 @@ class Batcher:
         return min(len(items), MAX_BATCH)
 
 
-IN_FLIGHT = 2
-"""Batches that one group has to answer at a time: one may be under way while the other is decided."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -146,7 +143,9 @@ class Dispatcher:
         self._outcome = outcome
         self._metrics = metrics
         self._timeout = timeout
-        self._in_flight: dict[str, int] = {}
+        self._asked: set[str] = set()
+        """Groups that a batch is under way to. What comes meanwhile gathers for the next one: the busier a group is,
+        the fewer messages a request needs."""
         self._tasks = TaskSet("dispatch_failed")
         self._timer: asyncio.TimerHandle | None = None
         self._more_coming = False
@@ -169,7 +168,7 @@ class Dispatcher:
 
     def refresh(self, group: Group) -> None:
         """Asks a group how full it is, unless an answer is due from it anyway."""
-        if not self._in_flight.get(group.name, 0):
+        if group.name not in self._asked:
             group.asked = asyncio.get_running_loop().time()
             self._begin(group, [])
 
@@ -182,21 +181,20 @@ class Dispatcher:
             self._timer.cancel()
 
     def _send_ready(self, group: Group, now: float) -> None:
-        while self._in_flight.get(group.name, 0) < IN_FLIGHT:
-            idle = group.idle and not self._in_flight.get(group.name, 0)
-            batch = self._batcher.take(group.name, now, at_once=idle or not self._more_coming)
-            if not batch:
-                return
+        if group.name in self._asked:
+            return
+        batch = self._batcher.take(group.name, now, at_once=group.idle or not self._more_coming)
+        if batch:
             self._metrics.batch_size.observe(len(batch))
             self._begin(group, batch)
 
     def _begin(self, group: Group, batch: list[WaitingRequest]) -> None:
-        self._in_flight[group.name] = self._in_flight.get(group.name, 0) + 1
+        self._asked.add(group.name)
         self._tasks.spawn(self._send(group, batch))
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Comes back when the oldest gathered request has waited long enough (a full window comes back
-        with its reply)."""
+        """Comes back when the oldest gathered request has waited long enough (a group that has a batch to
+        answer comes back with its reply)."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -239,11 +237,7 @@ class Dispatcher:
             self._table.report(group, reply.load, now, now - began)
             self._settle(group, batch, reply)
         finally:
-            left = self._in_flight[group.name] - 1
-            if left:
-                self._in_flight[group.name] = left
-            else:
-                del self._in_flight[group.name]
+            self._asked.remove(group.name)
         self._outcome.answered()
 
     async def _withdraw(self, group: Group, batch: list[WaitingRequest]) -> None:

@@ -1,6 +1,7 @@
 """Settles requests that no ring takes: tells the consumer on its token log, then acknowledges.
 
-Rejections of the same moment travel in one frame per consumer.
+Rejections of the same moment travel in one frame per consumer. Requests that a ring has taken are acknowledged a few
+milliseconds later, many with one write: until then the broker keeps them, as it does while they are dispatched.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of
 
+ACK_WAIT = 0.005
+"""Seconds for which acknowledgements gather."""
 RETRY_PAUSE = 0.5
 """Seconds before what the broker has not taken is tried again."""
 FRAME_ENTRIES = 512
@@ -32,7 +35,9 @@ class Rejections:
     def __init__(self, bus: Bus, metrics: SchedulerMetrics) -> None:
         self._bus = bus
         self._metrics = metrics
-        self._due: asyncio.Queue[Due] = asyncio.Queue()
+        self._due: asyncio.Queue[list[Due]] = asyncio.Queue()
+        self._taken: list[Due] = []
+        """Requests to be acknowledged together."""
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
@@ -49,7 +54,7 @@ class Rejections:
             error=message,
             retryable=retryable,
         )
-        self._due.put_nowait((item, entry))
+        self._due.put_nowait([(item, entry)])
 
     def cancel(self, item: WaitingRequest) -> None:
         """Ends the generation as its client wished."""
@@ -57,23 +62,31 @@ class Rejections:
         item.trace.ended("cancelled")
         self._metrics.ended.labels("cancelled").inc()
         entry = TokenEntry(item.generation_id, item.attempt, item.position, [], finish="cancelled")
-        self._due.put_nowait((item, entry))
+        self._due.put_nowait([(item, entry)])
 
     def settle(self, item: WaitingRequest) -> None:
         """Acknowledges the request without a word: a ring has it, or a newer attempt took its place."""
         item.trace.ended("settled")
-        self._due.put_nowait((item, None))
+        self._taken.append((item, None))
+        if len(self._taken) == 1:
+            asyncio.get_running_loop().call_later(ACK_WAIT, self._acknowledge_taken)
+
+    def _acknowledge_taken(self) -> None:
+        if self._taken:
+            self._due.put_nowait(self._taken)
+            self._taken = []
 
     async def run(self) -> None:
         """Publishes and acknowledges until it is cancelled."""
         while True:
-            batch = [await self._due.get()]
+            batch, lists = await self._due.get(), 1
             while not self._due.empty():
-                batch.append(self._due.get_nowait())
+                batch += self._due.get_nowait()
+                lists += 1
             left = await self._settle(batch)
-            for due in left:
-                self._due.put_nowait(due)
-            for _ in batch:
+            if left:
+                self._due.put_nowait(left)
+            for _ in range(lists):
                 self._due.task_done()
             if left:
                 log.warning("rejections_pending", requests=len(left))
@@ -81,6 +94,7 @@ class Rejections:
 
     async def drained(self) -> None:
         """Waits until everything taken so far is settled."""
+        self._acknowledge_taken()
         await self._due.join()
 
     async def _settle(self, batch: list[Due]) -> list[Due]:

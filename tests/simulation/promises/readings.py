@@ -32,7 +32,7 @@ def of_scheduler(name: str, service: Any) -> Iterator[Reading]:
     router, intake = service._router, service._intake
     yield Reading(name, "waiting requests", sum(router.waiting.values()))
     yield Reading(name, "unacknowledged requests", len(intake._held))
-    yield Reading(name, "requests on their way to rings", sum(router._dispatcher._in_flight.values()))
+    yield Reading(name, "requests on their way to rings", len(router._dispatcher._asked))
     pins = router._pins
     yield Reading(name, "pins of sessions", len(pins._cache), pins._capacity, always=True)
 

@@ -1,10 +1,19 @@
-"""The batcher waits only while it is worth it, loses nothing, and keeps the order."""
+"""The batcher waits only while it is worth it, loses nothing, and keeps the order; a group has one batch to answer."""
+
+import asyncio
+from typing import Any, cast
 
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from services.scheduler.dispatcher import MAX_BATCH, Batcher
-from tests.unit.scheduler.requests import waiting
+from services.scheduler.dispatcher import MAX_BATCH, Batcher, Dispatcher
+from services.scheduler.metrics import SchedulerMetrics
+from services.scheduler.rejections import Rejections
+from services.scheduler.request import WaitingRequest
+from shared.messages import DispatchReply, Refusal
+from tests.unit.scheduler.requests import Settled, group, waiting
+from tests.unit.scheduler.tables import FREE, known, table_of
 
 WAIT = 0.005
 
@@ -72,3 +81,83 @@ def test_batches_are_bounded_in_order_and_complete(
             sent[destination] += [item.order for item in batch]
     for name in "ab":
         assert sent[name] == [order for order, request in enumerate(requests) if request[0] == name]
+
+
+class _Leader:
+    """The bus to a group whose leader answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.replies: list[asyncio.Future[None]] = []
+
+    async def request(self, subject: str, message: Any, reply_type: type, *, timeout: float) -> DispatchReply:
+        names = [bytes(raw).decode() for raw in message.requests]
+        self.asked.append(names)
+        self.replies.append(asyncio.get_running_loop().create_future())
+        await self.replies[-1]
+        return DispatchReply("g", 1, names, [], FREE)
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.answers = asyncio.Queue[None]()
+
+    def accepted(self, item: WaitingRequest, group: str, epoch: int) -> None:
+        self.taken.append(item.generation_id)
+
+    def rejected(self, item: WaitingRequest, refusal: Refusal) -> None:
+        raise AssertionError(refusal)
+
+    def returned(self, item: WaitingRequest) -> None:
+        raise AssertionError("it was accepted")
+
+    def answered(self) -> None:
+        self.answers.put_nowait(None)
+
+
+async def _turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_comes_while_a_group_answers_goes_in_the_next_batch() -> None:
+    table, leader, outcome = table_of(group("g")), _Leader(), _Outcome()
+    metrics = SchedulerMetrics(CollectorRegistry(), table.breakers)
+    dispatcher = Dispatcher(cast(Any, leader), table, Batcher(WAIT, 1000), outcome, metrics, timeout=1.0)
+    for name in "abcd":
+        item = waiting(name, raw=name.encode())
+        table.reserve(known(table, "g"), item.tokens)
+        dispatcher.add(known(table, "g"), item)
+        dispatcher.flush(more_coming=False)
+        await _turns()
+    assert leader.asked == [["a"]]
+    leader.replies[0].set_result(None)
+    await outcome.answers.get()
+    dispatcher.flush(more_coming=False)
+    await _turns()
+    assert leader.asked == [["a"], ["b", "c", "d"]]
+    leader.replies[1].set_result(None)
+    await dispatcher.finish()
+    assert outcome.taken == ["a", "b", "c", "d"]
+    assert known(table, "g").sent_requests == 0
+
+
+async def test_what_rings_have_taken_is_acknowledged_soon_and_before_the_scheduler_goes() -> None:
+    table = table_of()
+    rejections = Rejections(cast(Any, None), SchedulerMetrics(CollectorRegistry(), table.breakers))
+    running = asyncio.create_task(rejections.run())
+    first, second, last = (waiting(name) for name in "abc")
+    rejections.settle(first)
+    rejections.settle(second)
+    assert _acknowledged(first, second) == [0, 0]
+    while _acknowledged(first, second) != [1, 1]:
+        await asyncio.sleep(0)
+    rejections.settle(last)
+    await rejections.drained()
+    assert _acknowledged(first, second, last) == [1, 1, 1]
+    running.cancel()
+
+
+def _acknowledged(*items: WaitingRequest) -> list[int]:
+    return [cast(Settled, item.delivery).count for item in items]
