@@ -143,21 +143,30 @@ async def test_what_comes_while_a_group_answers_goes_in_the_next_batch() -> None
     assert known(table, "g").sent_requests == 0
 
 
+class _Acked(Settled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = asyncio.Event()
+
+    async def ack(self) -> None:
+        await super().ack()
+        self.done.set()
+
+
 async def test_what_rings_have_taken_is_acknowledged_soon_and_before_the_scheduler_goes() -> None:
-    table = table_of()
-    rejections = Rejections(cast(Any, None), SchedulerMetrics(CollectorRegistry(), table.breakers))
+    metrics = SchedulerMetrics(CollectorRegistry(), table_of().breakers)
+    rejections = Rejections(cast(Any, None), metrics)
     running = asyncio.create_task(rejections.run())
-    first, second, last = (waiting(name) for name in "abc")
-    rejections.settle(first)
-    rejections.settle(second)
-    assert _acknowledged(first, second) == [0, 0]
-    while _acknowledged(first, second) != [1, 1]:
-        await asyncio.sleep(0)
-    rejections.settle(last)
+    items = [waiting(name) for name in "abc"]
+    deliveries = [_Acked() for _ in items]
+    for item, delivery in zip(items, deliveries, strict=True):
+        item.delivery = delivery
+    rejections.settle(items[0])
+    rejections.settle(items[1])
+    assert [delivery.count for delivery in deliveries] == [0, 0, 0]
+    await deliveries[1].done.wait()
+    assert [delivery.count for delivery in deliveries] == [1, 1, 0]
+    rejections.settle(items[2])
     await rejections.drained()
-    assert _acknowledged(first, second, last) == [1, 1, 1]
+    assert [delivery.count for delivery in deliveries] == [1, 1, 1]
     running.cancel()
-
-
-def _acknowledged(*items: WaitingRequest) -> list[int]:
-    return [cast(Settled, item.delivery).count for item in items]
