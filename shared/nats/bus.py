@@ -314,8 +314,13 @@ class Bus:
 
     async def publish(self, subject: str, message: object) -> None:
         """Publishes without waiting for anybody. Raises `PayloadTooLarge`, `BrokerUnavailable`."""
+        await self.publish_encoded(subject, encode(message))
+
+    async def publish_encoded(self, subject: str, payload: bytes) -> None:
+        """`publish` of what `encode` has given: for who keeps it, to publish it again."""
+        self._check_size(payload)
         try:
-            await self._client.publish(subject, self._checked(message))
+            await self._client.publish(subject, payload)
         except nats.errors.Error as error:
             raise BrokerUnavailable(f"NATS took no message on {subject} ({error}); try again.") from error
 
@@ -428,12 +433,15 @@ class Bus:
 
     def _checked(self, message: object) -> bytes:
         payload = encode(message)
+        self._check_size(payload)
+        return payload
+
+    def _check_size(self, payload: bytes) -> None:
         if len(payload) > self._client.max_payload:
             raise PayloadTooLarge(
                 f"The message has {len(payload):,} bytes and NATS takes at most "
                 f"{self._client.max_payload:,}; shorten the request, or raise max_payload of the NATS server."
             )
-        return payload
 
     async def close(self) -> None:
         """Sends what is buffered and closes. Safe to call twice."""

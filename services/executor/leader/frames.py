@@ -8,10 +8,10 @@ Each frame costs the broker, the journal and every reader the same, however many
 steps take longer than the interval publishes each step at once; a faster one publishes steps together.
 Time (seconds, monotonic) comes in as an argument.
 
-Frames published lately are kept, to be published again after the connection was lost. A core publish that was on its
-way when the broker died is lost without an error, and a lost last frame leaves no gap that a reader could see.
-Positions make a repeat harmless. While the broker is away the newest are kept, in bounded number and size; readers see
-the gap before those, and their gateways have what is missing computed again.
+Frames published lately are kept as they went out, to be published again after the connection was lost. A core publish
+that was on its way when the broker died is lost without an error, and a lost last frame leaves no gap that a reader
+could see. Positions make a repeat harmless. While the broker is away the newest are kept, in bounded number and size;
+readers see the gap before those, and their gateways have what is missing computed again.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ import msgspec
 
 from services.executor.scheduler.batcher import Entries
 from shared import limits
-from shared.messages import GenerationRequest, TokenEntry, TokenFrame
+from shared.messages import GenerationRequest, TokenEntry
 
 FRAME_INTERVAL = 0.002
 """Seconds between two frames, at least: the longest that a token may wait here."""
@@ -34,8 +34,8 @@ class Gathering:
 
     def __init__(self) -> None:
         self._entries: Entries = {}
-        self._last: dict[str, int] = {}
-        """Where a generation's last entry stands in its consumer's list."""
+        self._last: dict[str, dict[str, int]] = {}
+        """Of consumers with entries of more than one step: where each generation's last entry stands in the list."""
         self._taken_at = float("-inf")
 
     def __bool__(self) -> bool:
@@ -44,14 +44,21 @@ class Gathering:
     def add(self, entries: Entries) -> None:
         """Takes entries over; their lists are this object's from now on."""
         for consumer, news in entries.items():
-            known = self._entries.setdefault(consumer, [])
-            for entry in news:
-                at = self._last.get(entry.generation_id, -1)
-                if at >= 0 and (joined := _joined(known[at], entry)) is not None:
-                    known[at] = joined
-                else:
-                    self._last[entry.generation_id] = len(known)
-                    known.append(entry)
+            known = self._entries.setdefault(consumer, news)
+            if known is not news:  # a fast ring, or a first entry that only says who has the request
+                self._join(consumer, known, news)
+
+    def _join(self, consumer: str, known: list[TokenEntry], news: list[TokenEntry]) -> None:
+        last = self._last.get(consumer)
+        if last is None:
+            last = self._last[consumer] = {entry.generation_id: at for at, entry in enumerate(known)}
+        for entry in news:
+            at = last.get(entry.generation_id, -1)
+            if at >= 0 and (joined := _joined(known[at], entry)) is not None:
+                known[at] = joined
+            else:
+                last[entry.generation_id] = len(known)
+                known.append(entry)
 
     def wait(self, now: float) -> float:
         """Seconds until what is here should go; 0: now."""
@@ -62,7 +69,9 @@ class Gathering:
         first token is waited for most."""
         entries, self._entries = self._entries, {}
         for news in entries.values():
-            news.sort(key=lambda entry: entry.position > 0)
+            begin = [entry for entry in news if not entry.position]
+            if begin:
+                news[:] = begin + [entry for entry in news if entry.position]
         self._last.clear()
         self._taken_at = now
         return entries
@@ -93,10 +102,13 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
 def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:
     """`entries` in order, in as many frames as keep what they hold beside tokens within `FRAME_BYTES` each; one entry
     may hold more alone."""
+    sizes = [len(entry.vector) + len(entry.prompt_scores) for entry in entries]
+    if sum(sizes) <= FRAME_BYTES:  # nearly always
+        yield entries
+        return
     frame: list[TokenEntry] = []
     held = 0
-    for entry in entries:
-        size = size_of(entry)
+    for entry, size in zip(entries, sizes, strict=True):
         if frame and held + size > FRAME_BYTES:
             yield frame
             frame, held = [], 0
@@ -105,14 +117,9 @@ def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:
     yield frame
 
 
-def size_of(entry: TokenEntry) -> int:
-    """Bytes that it holds beside tokens."""
-    return len(entry.vector) + len(entry.prompt_scores)
-
-
 def output_tokens(entries: Entries) -> int:
     """New tokens in the entries of a step."""
-    return sum(len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer)
+    return sum([len(entry.tokens) for of_consumer in entries.values() for entry in of_consumer])
 
 
 def acknowledgements(requests: list[GenerationRequest], accepted: set[str], fingerprint: str = "") -> Entries:
@@ -137,32 +144,28 @@ def acknowledgements(requests: list[GenerationRequest], accepted: set[str], fing
 KEPT_SECONDS = 15.0
 KEPT_FRAMES = limits.RECENT_FRAMES.value
 KEPT_BYTES = limits.RECENT_FRAME_BYTES.value
-"""Of what frames hold beside tokens."""
 
 
 class RecentFrames:
-    """Pure: time (seconds, monotonic) comes in as an argument."""
+    """Encoded frames. Pure: time (seconds, monotonic) comes in as an argument."""
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[float, str, TokenFrame]] = deque()
+        self._frames: deque[tuple[float, str, bytes]] = deque()
         self._bytes = 0
 
-    def add(self, consumer: str, frame: TokenFrame, now: float, connected: bool) -> None:
+    def add(self, consumer: str, frame: bytes, now: float, connected: bool) -> None:
         """Keeps `frame`. While the connection is away nothing grows old."""
-        self._frames.append((now, consumer, frame))
-        self._bytes += _size_of(frame)
-        while self._is_full or (connected and self._frames[0][0] < now - KEPT_SECONDS):
-            _, _, oldest = self._frames.popleft()
-            self._bytes -= _size_of(oldest)
+        frames = self._frames
+        frames.append((now, consumer, frame))
+        self._bytes += len(frame)
+        while (
+            (connected and frames[0][0] < now - KEPT_SECONDS)
+            or len(frames) > KEPT_FRAMES
+            or (self._bytes > KEPT_BYTES and len(frames) > 1)
+        ):
+            _, _, oldest = frames.popleft()
+            self._bytes -= len(oldest)
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._frames) > KEPT_FRAMES or (self._bytes > KEPT_BYTES and len(self._frames) > 1)
-
-    def __iter__(self) -> Iterator[tuple[str, TokenFrame]]:
+    def __iter__(self) -> Iterator[tuple[str, bytes]]:
         """(consumer, frame), the oldest first."""
         return iter([(consumer, frame) for _, consumer, frame in self._frames])
-
-
-def _size_of(frame: TokenFrame) -> int:
-    return sum(map(size_of, frame.entries))

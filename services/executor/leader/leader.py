@@ -51,7 +51,7 @@ from shared.messages import (
     TokenFrame,
 )
 from shared.nats import subjects
-from shared.nats.bus import Bus
+from shared.nats.bus import Bus, encode
 from shared.nats.kv import Bucket
 from shared.nats.objects import Objects
 from shared.process import freeze_gc_after_startup
@@ -453,16 +453,15 @@ class Leader:
             return
         for consumer, of_consumer in self._gathering.take(asyncio.get_running_loop().time()).items():
             for part in in_frames(of_consumer):
-                frame = TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, part)
+                frame = encode(TokenFrame(self._spec.group, self._spec.epoch, self._batcher.step, part))
                 self._recent.add(consumer, frame, time.monotonic(), self._bus.connected)
                 await self._publish_frame(consumer, frame)
-            for entry in of_consumer:
-                if entry.finish:
-                    self._attempts.ended(entry)
+            for entry in [entry for entry in of_consumer if entry.finish]:
+                self._attempts.ended(entry)
 
-    async def _publish_frame(self, consumer: str, frame: TokenFrame) -> None:
+    async def _publish_frame(self, consumer: str, frame: bytes) -> None:
         try:
-            await self._bus.publish(subjects.tokens(consumer), frame)
+            await self._bus.publish_encoded(subjects.tokens(consumer), frame)
         except RyzansteinError as error:  # published again once the connection is back
             log.warning("frame_not_published", consumer=consumer, error=str(error))
 

@@ -11,7 +11,7 @@ from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.leader.frames import FRAME_BYTES, KEPT_BYTES, Gathering, RecentFrames, in_frames
 from services.executor.scheduler.step_planner import SCORED_LOGITS_BYTES
 from shared import limits
-from shared.messages import TokenEntry, TokenFrame
+from shared.messages import TokenEntry
 from tests.unit.executor.scheduler.fake_engine import undisturbed
 from tests.unit.executor.scheduler.stepped_ring import Ring, ask
 
@@ -230,6 +230,5 @@ def test_recent_frames_hold_so_much_and_no_more() -> None:
     recent = RecentFrames()
     size = KEPT_BYTES // 4
     for at in range(9):
-        entry = TokenEntry(str(at), 0, 0, [1], prompt_scores=bytes(size))
-        recent.add("gateway", TokenFrame("g", 1, at, [entry]), float(at), connected=False)
-    assert [frame.step for _, frame in recent] == [5, 6, 7, 8]
+        recent.add("gateway", bytes([at]) * size, float(at), connected=False)
+    assert [frame[0] for _, frame in recent] == [5, 6, 7, 8]

@@ -23,7 +23,7 @@ from services.executor.rank import FIRST_WORD, vocabulary_of
 from services.executor.worker.stub import StubEngine, StubRing, StubSettings
 from shared.config import load_settings
 from shared.errors import ModelLoadError, RingLost
-from shared.messages import GroupLoad, TokenFrame
+from shared.messages import GroupLoad
 
 PLAN = StepPlan(
     7, 1, b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0", b"\1\0\0\0", b"\1\0\0\0", b"\0\0\0\0", b"\0\0\0\0"
@@ -190,11 +190,11 @@ def test_a_plan_for_a_rank_that_has_gone_is_told() -> None:
 
 
 def test_recent_frames_grow_old_only_while_connected() -> None:
-    frames = [TokenFrame("g", 1, step, []) for step in range(4)]
+    frames = [bytes([step]) for step in range(3)]
     recent = RecentFrames()
     recent.add("a", frames[0], 0.0, connected=True)
     recent.add("b", frames[1], KEPT_SECONDS + 1, connected=False)
-    assert [frame.step for _, frame in recent] == [0, 1]
+    assert [frame for _, frame in recent] == frames[:2]
     recent.add("a", frames[2], KEPT_SECONDS + 2, connected=True)
     assert list(recent) == [("b", frames[1]), ("a", frames[2])]
 
