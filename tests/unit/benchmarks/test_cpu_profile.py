@@ -1,7 +1,10 @@
 """Samples of stacks made into shares of a process's CPU time, and the way there with a program in py-spy's place."""
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,15 +18,18 @@ from benchmarks.control_plane.cpu_profile import (
     KERNEL,
     UNKNOWN,
     Profile,
+    Profiler,
     function_of,
     group_of,
     part_of,
+    plausible,
     profile,
     py_spy,
     sample,
     show,
     stacks,
 )
+from benchmarks.control_plane.systems import System
 from benchmarks.errors import BenchError
 
 LOOP = "run_forever (loop.c:33397);task_step (_asynciomodule.c:2990)"
@@ -82,6 +88,31 @@ def test_lines_of_py_spy_are_read() -> None:
         (RUN.split(";"), 7),
         (["main (libc.so.6)"], 2),
     ]
+
+
+def test_more_samples_than_cpu_time_are_not_believed() -> None:
+    waiting = [(["epoll_pwait (libc.so.6)"], 10_000)]
+    assert plausible([(RUN.split(";"), 300), *waiting], 1.0)
+    assert not plausible([(RUN.split(";"), 600), *waiting], 1.0)
+
+
+async def test_implausible_samples_are_taken_again_and_then_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Loads:
+        taken = 0
+
+        async def measure(self, system: object, **load: float) -> SimpleNamespace:
+            self.taken += 1
+            return SimpleNamespace(figures=SimpleNamespace(requests=1))
+
+    program(tmp_path, f'while [ $# -gt 1 ]; do shift; done; echo "{RUN} 99999" > "$1"')
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    loads = Loads()
+    profiler = Profiler(cast(Bench, loads), 1.0, lambda text: None)
+    with pytest.raises(BenchError, match="saw gateway run for longer"):
+        await profiler._sampled("gateway", [os.getpid()], cast(System, None), tmp_path, 0.0, 4)
+    assert loads.taken == cpu_profile.ATTEMPTS
 
 
 SAMPLES = st.lists(
