@@ -168,8 +168,9 @@ def _by_kind() -> list[str]:
             _MOVES,
         ),
         "",
-        "Rings give blocks to each other whose sizes and codecs are the same. Drafts are checked (`--speculation`) for",
-        "models without slots alone.",
+        "Rings give blocks to each other whose sizes and codecs are the same. Where a model has slots, drafts",
+        "(`--speculation`) take some for the states behind them ([which and how",
+        "many](performance.md#drafts-of-models-with-recurrent-state)).",
         "",
         *_table(("computed by", "beside other texts", "after a ring was killed"), _EXACT),
         "",
@@ -314,7 +315,6 @@ def page() -> str:
         "",
         "Heads for multi-token prediction that a checkpoint carries (`mtp.*`, or layers after the last) are skipped,",
         "unless `--draft-model mtp` asks for them ([draft heads](performance.md#draft-heads) says which are computed):",
-        "the executor's log and `ryzanstein models inspect` name their tensors and bytes. Models with recurrent,",
-        "hybrid or compressed layers carry no drafts.",
+        "the executor's log and `ryzanstein models inspect` name their tensors and bytes.",
     ]
     return "\n".join(lines) + "\n"

@@ -63,6 +63,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Whether what a position comes to depends on the tokens up to it alone, to the bit, however its step is cut."""
     num_states: int = 0
     """Slots for recurrent state, of running sequences and of snapshots that are being made; 0: the model keeps none."""
+    draft_states: int = 0
+    """Further slots, for the states behind the positions that check drafts: one for each draft of a step."""
     state_blocks: int = 0
     """Full blocks that a snapshot of such a state takes, on the rank where it is the largest."""
     layers: str = ""

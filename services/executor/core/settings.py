@@ -236,7 +236,7 @@ class ExecutorSettings(ModelStoreSettings):
     speculation: str = "auto"
     """Speculative decoding by n-grams (prompt lookup), and by a draft model where there is one, in draft tokens per
     sequence and step: `auto` (up to 15, as many as pay off), `off`, or the maximum. It changes the speed, not how
-    tokens are drawn. Models with recurrent state carry no drafts."""
+    tokens are drawn. Models with recurrent state need memory for the state behind each (docs/performance.md)."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """CUDA graphs of decode steps on GPUs, captured at start-up for batches of up to `max_sequences`: `auto` (where
     the model's decoder supports it) or `off`. They change the speed, never the tokens."""

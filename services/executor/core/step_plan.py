@@ -77,7 +77,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     """int32 [S]: where each sequence's recurrent state is; empty where the model keeps none. A sequence whose first
     token of the step has position 0 begins with zeros, whatever its slot holds."""
     state_snapshots: bytes = b""
-    """int32 [n, 2]: (row of the flat batch, slot): its sequence's state after that row is copied to that slot."""
+    """int32 [n, 2]: (row of the flat batch, slot): its sequence's state after that row is copied to that slot: for a
+    snapshot, or since the row behind it is a draft, which may be wrong."""
     state_saves: bytes = b""
     """int32 [n, 1 + m]: (slot, m ids of full blocks): the slot's bytes go to these blocks, after the saves and
     before the adoptions (m: `EngineSpec.state_blocks`)."""

@@ -142,6 +142,11 @@ LEAST_SLOTS = 2
 """One sequence's and one for a snapshot."""
 SLOTS_SHARE = 0.5
 """Share of the budget that slots may take; where all sequences' would take more, fewer run at once."""
+DRAFTING_SEQUENCES = 4
+"""Sequences whose steps may check as many drafts as settings allow at once, where the model keeps recurrent state: the
+state behind each draft is a slot."""
+DRAFTS_SHARE = 0.125
+"""Share of the budget that these slots may take."""
 BLOCKS_OF_A_SNAPSHOT = 512
 """Of a model that keeps recurrent state alone: its blocks are as large as this makes them."""
 MOST_BLOCKS = 1 << 21
@@ -160,6 +165,12 @@ class BlockCounts(NamedTuple):
     hot: int
     cold: int
     slots: int = 0
+    draft_slots: int = 0
+    """Further ones, for the states behind drafts."""
+
+    @property
+    def all_slots(self) -> int:
+        return self.slots + self.draft_slots
 
 
 def hot_reserve(max_sequences: int, max_batch_tokens: int, block_size: int) -> int:
@@ -236,6 +247,19 @@ def plan_slots(shape: StoreShape, budget_bytes: int, max_sequences: int, blocks_
         )
     beside_blocks = max(LEAST_SLOTS, (budget_bytes - blocks_bytes) // shape.slot_bytes)
     return min(most, beside_blocks, max_sequences + SNAPSHOT_SLOTS)
+
+
+def plan_draft_slots(
+    shape: StoreShape, budget_bytes: int, slots: int, max_drafts: int, blocks_bytes: int = 0
+) -> int:
+    """Slots beside `slots`, within `DRAFTS_SHARE` of `budget_bytes`, for the states behind the drafts of steps, of
+    which a sequence has `max_drafts` at most. Pure. Those of sequences, and the blocks of one, `blocks_bytes`, go
+    before them: 0 where there is no room."""
+    if not slots:
+        return 0
+    beside = budget_bytes - blocks_bytes - slots * shape.slot_bytes
+    room = max(0, min(int(budget_bytes * DRAFTS_SHARE), beside)) // shape.slot_bytes
+    return min(room, DRAFTING_SEQUENCES * max_drafts)
 
 
 def plan_num_blocks(
@@ -509,12 +533,17 @@ def _blocks_and_slots(
     useful: int | None = None,
 ) -> BlockCounts:
     """What fits in `budget` bytes, of which blocks are worth `useful` at most."""
-    slots = plan_slots(shape, budget, settings.max_sequences, _sequence_bytes(shape, context, reserve))
+    sequence = _sequence_bytes(shape, context, reserve)
+    slots = plan_slots(shape, budget, settings.max_sequences, sequence)
+    of_drafts = plan_draft_slots(shape, budget, slots, settings.max_drafts, sequence)
+    held = slots + of_drafts
     if shape.is_mapped:
-        return plan_mapped_blocks(shape, context, budget, reserve, settings.kv_mapped_memory, slots)
-    if useful is not None:
-        budget = min(budget, useful + slots * shape.slot_bytes)
-    return plan_blocks(shape, context, budget, reserve, cap, slots)
+        found = plan_mapped_blocks(shape, context, budget, reserve, settings.kv_mapped_memory, held)
+    else:
+        if useful is not None:
+            budget = min(budget, useful + held * shape.slot_bytes)
+        found = plan_blocks(shape, context, budget, reserve, cap, held)
+    return found._replace(slots=slots, draft_slots=of_drafts)
 
 
 def _sequence_bytes(shape: StoreShape, context: int, reserve: int) -> int:

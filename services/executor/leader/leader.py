@@ -87,17 +87,21 @@ def with_parsers(card: ModelCard, settings: ExecutorSettings) -> ModelCard:
 
 
 def max_drafts(settings: ExecutorSettings, spec: EngineSpec) -> int:
-    """Drafts of one sequence at most: none where the model keeps recurrent state. Raises `ConfigurationError` where the
-    settings ask for some all the same."""
+    """Drafts of one sequence at most: none where the model keeps recurrent state and memory has no slots for the states
+    behind them. Raises `ConfigurationError` where the settings ask for some all the same."""
     if not spec.num_states or not settings.max_drafts:
         return settings.max_drafts
+    if spec.draft_states:
+        return min(settings.max_drafts, spec.draft_states)
     if settings.speculation != "auto":
         raise ConfigurationError(
-            f"--speculation is {settings.speculation}, and the model keeps recurrent state, from which rejected drafts "
-            "cannot be taken back; set --speculation to auto or off."
+            f"--speculation is {settings.speculation}, and the KV cache has no room for the model's recurrent state "
+            "behind a draft, without which rejected drafts cannot be taken back; raise RYZANSTEIN_KV_MEMORY "
+            "(--kv-memory), lower --max-sequences, or set --speculation to auto or off."
         )
     log.info(
-        "speculation_off", reason="rejected drafts cannot be taken back from the model's recurrent state"
+        "speculation_off",
+        reason="the KV cache has no room for the model's recurrent state behind a draft; raise --kv-memory",
     )
     return 0
 

@@ -86,7 +86,7 @@ class ContinuousBatcher:
         """`namespace` (the model's name) sets this ring's prefix hashes apart from other models'. `board`: is
         told how long the stages of requests take."""
         settings.validate()
-        if spec.num_states:  # a rejected draft would need the state from before it
+        if spec.num_states and not spec.draft_states:  # a rejected draft would need the state from before it
             settings = msgspec.structs.replace(settings, max_drafts=0)
         self._spec = spec
         self._longest = min(spec.context_length - 1, spec.capacity)
@@ -326,7 +326,7 @@ class ContinuousBatcher:
         self._tables.begin(now)
         self.step += 1
         states = self._tables.states_of(
-            lambda: [(s, at, 1) for s, _, at in successors], self._planner.running
+            lambda: [(s, at, 1, 0) for s, _, at in successors], self._planner.running
         )
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
         if states:

@@ -62,6 +62,8 @@ class Drafter:
         self._spec = spec
         self._capacity = spec.capacity
         self._settings = settings
+        self._most = spec.draft_states if spec.num_states else settings.max_batch_tokens
+        """Drafts of a step at most: where the model keeps recurrent state, as many as there are slots for."""
         self._speculation = Speculation(settings.max_drafts)
         self.has_model = spec.drafts and settings.max_drafts > 0
         """Whether there is a draft model."""
@@ -87,6 +89,8 @@ class Drafter:
         places = [at for at, chunk in enumerate(batch) if chunk.length == 1 and chunk.samples]
         sequences = [batch[at].sequence for at in places]
         budget = self._settings.max_batch_tokens - sum([chunk.length for chunk in batch])
+        if budget > self._most:
+            budget = self._most
         if not sequences or budget <= 0:
             return
         if not self._may_pay(len(sequences)):
@@ -257,7 +261,7 @@ class Drafter:
             return 0
         budget = self._settings.max_batch_tokens
         limits = [self._limit(sequence) for sequence in ready]
-        most = min(max(limits), (budget - len(decodes)) // len(ready))
+        most = min(max(limits), min(self._most, budget - len(decodes)) // len(ready))
         count = self._model.count(len(decodes), [self._agreement(s) for s in ready], most)
         for sequence in ready if count else ():
             budget -= len(sequence.tokens) - sequence.followed

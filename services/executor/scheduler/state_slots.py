@@ -1,10 +1,15 @@
 """Recurrent state: which sequence has which slot, and what is kept of it. No clock, no I/O.
 
-    slots    0 ............ places | places ............... num_states
-             of running sequences    of snapshots that are being made
+    slots    places                  num_states - places                 draft_states
+             of running sequences    of snapshots that are being made    behind rows whose next one is a draft
 
 A slot has a sequence's state after the last token that was computed, and cannot be rolled back. So a sequence begins
 with zeros, or with a snapshot: a copy of the state after a full block, which is kept in KV blocks.
+
+    drafts      step   [ t | d1 d2 d3 ]     its state behind t, d1, d2 goes to a slot each; behind d3 it is its own
+                d2 is wrong: that behind d1 is the sequence's slot from then on, and its own is free for drafts
+
+So a rejected draft costs no copy but those that the step makes anyway, and rows without drafts none.
 
     snapshot    wanted ──▶ taken ──▶ saved ──▶ cached           found by `BlockAllocator.match_state`
     in plan n:  after a row, to a snapshot slot
@@ -31,8 +36,8 @@ from services.executor.scheduler.sequence import Sequence, SequenceState
 STRIDE = 4, 128
 """Blocks from one snapshot to the next at least and at most: within that, as many as a snapshot takes itself."""
 
-Rows = Seq[tuple[Sequence, int, int]]
-"""(sequence, position of its first token, tokens), in the order of a flat batch."""
+Rows = Seq[tuple[Sequence, int, int, int]]
+"""(sequence, position of its first token, tokens, drafts behind them), in the order of a flat batch."""
 
 
 class Snapshot(NamedTuple):
@@ -48,11 +53,22 @@ class Save(NamedTuple):
     """The blocks that it goes to."""
 
 
+class Drafted(NamedTuple):
+    """A sequence whose drafts a step checks."""
+
+    sequence: Sequence
+    first: int
+    """Position of the first draft."""
+    slots: list[int]
+    """Where its state before each of the drafts is."""
+
+
 class _Step(NamedTuple):
     """What a plan that was sent brings about."""
 
     snapshots: list[Snapshot]
     saves: list[Save]
+    drafted: list[Drafted]
 
 
 class StateSlots:
@@ -66,6 +82,9 @@ class StateSlots:
         self._stride = min(max(self._parts, STRIDE[0]), STRIDE[1])
         self._free = list(range(self.places - 1, -1, -1))
         self._spare = list(range(spec.num_states - 1, self.places - 1, -1))
+        self._draft_states = spec.draft_states if spec.num_states else 0
+        self._behind = list(range(self.total + self._draft_states - 1, self.total - 1, -1))
+        """Free slots for states behind drafts."""
         self._ready: list[Snapshot] = []
         """Taken, to be saved by the next plan."""
         self._steps: deque[_Step] = deque()
@@ -152,10 +171,12 @@ class StateSlots:
         that nobody needs, for snapshots."""
         saves = self._save(room)
         taken = self._take(rows)
-        self._steps.append(_Step([snapshot for _, snapshot in taken], saves))
+        copies = [(row, snapshot.slot) for row, snapshot in taken]
+        drafted = self._keep_before_drafts(rows, copies)
+        self._steps.append(_Step([snapshot for _, snapshot in taken], saves, drafted))
         return {
-            "state_slots": to_bytes([sequence.state_slot for sequence, _, _ in rows]),
-            "state_snapshots": to_bytes([(row, snapshot.slot) for row, snapshot in taken]),
+            "state_slots": to_bytes([sequence.state_slot for sequence, _, _, _ in rows]),
+            "state_snapshots": to_bytes(copies),
             "state_saves": _flat((save.snapshot.slot, *save.table) for save in saves),
             "state_loads": _flat((sequence.state_slot, *sequence.snapshot) for sequence in self._loads),
         }
@@ -165,7 +186,8 @@ class StateSlots:
         part, before others."""
         wanted: list[tuple[bool, int, Sequence, int]] = []
         row = 0
-        for sequence, start, length in rows:
+        for sequence, start, length, drafts in rows:
+            length += drafts
             first, last = start // self._size, (start + length) // self._size
             if first < last:
                 ends = self._ends(sequence)
@@ -178,6 +200,17 @@ class StateSlots:
         wanted.sort(key=lambda one: one[0])
         count = min(len(wanted), len(self._spare))
         return [(row, Snapshot(sequence, at, self._spare.pop())) for _, row, sequence, at in wanted[:count]]
+
+    def _keep_before_drafts(self, rows: Rows, copies: list[tuple[int, int]]) -> list[Drafted]:
+        """Adds to `copies` where the state before each draft goes: behind which row, and to which slot."""
+        found, row = [], 0
+        for sequence, start, length, drafts in rows:
+            if drafts:
+                slots = [self._behind.pop() for _ in range(drafts)]
+                copies += zip(range(row + length - 1, row + length - 1 + drafts), slots, strict=True)
+                found.append(Drafted(sequence, start + length, slots))
+            row += length + drafts
+        return found
 
     def _borders(self, sequence: Sequence, first: int, last: int) -> Iterator[int]:
         """Numbers of blocks in (first, last] behind which there should be snapshots, the largest first."""
@@ -234,11 +267,29 @@ class StateSlots:
         for sequence in self._loads:
             sequence.in_flight = False
         self._loads = []
+        for one in step.drafted:
+            self._settle(one, computed)
         for snapshot in step.snapshots:
-            if computed and self._is_named(snapshot.sequence, snapshot.blocks):
+            if computed and self._is_right(snapshot):
                 self._ready.append(snapshot)
             else:
                 self._spare.append(snapshot.slot)
+
+    def _settle(self, drafted: Drafted, computed: bool) -> None:
+        """Has the sequence go on behind the drafts that were right: where not all were, in another slot."""
+        sequence, first, slots = drafted
+        right = sequence.num_computed - first
+        if computed and sequence.state_slot >= 0 and right < len(slots):
+            sequence.state_slot, slots[right] = slots[right], sequence.state_slot
+        self._behind += slots
+
+    def _is_right(self, snapshot: Snapshot) -> bool:
+        """Whether it was taken behind tokens that are the sequence's, and not behind a draft that was wrong. A sequence
+        that has no slot any more took no token from its last step."""
+        sequence, blocks, _ = snapshot
+        if sequence.state_slot >= 0 and blocks * self._size > sequence.num_computed:
+            return False
+        return self._is_named(sequence, blocks)
 
     def _keep(self, save: Save, now: float) -> None:
         """The blocks hold the snapshot by now: it can be found."""
@@ -280,12 +331,12 @@ class StateSlots:
         if not self.total:
             return
         held = [sequence.state_slot for sequence in running]
-        assert sorted((*held, *self._free)) == list(range(self.places)), (
-            "a sequence's slot is leaked or shared"
-        )
+        assert len(held) + len(self._free) == self.places, "a sequence's slot is leaked"
         made = [snapshot.slot for snapshot in chain(self._ready, *(step.snapshots for step in self._steps))]
-        spare = list(range(self.places, self.total))
-        assert sorted((*made, *self._spare)) == spare, "a snapshot's slot is leaked or shared"
+        assert len(made) + len(self._spare) == self.total - self.places, "a snapshot's slot is leaked"
+        behind = [slot for step in self._steps for one in step.drafted for slot in one.slots]
+        every = sorted((*held, *self._free, *made, *self._spare, *behind, *self._behind))
+        assert every == list(range(self.total + self._draft_states)), "a slot is leaked, or in use twice"
 
 
 def places(spec: EngineSpec, settings: BatchSettings) -> int:

@@ -190,9 +190,9 @@ def in_order(batch: Seq[Chunk]) -> list[Chunk]:
     return singles + [chunk for chunk in batch if chunk.length > 1 or chunk.drafts]
 
 
-def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int]]:
-    """(sequence, position of its first token, tokens) of a batch without drafts, in the order of the flat batch."""
-    return [(c.sequence, c.sequence.num_computed, c.length) for c in in_order(batch)]
+def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int, int]]:
+    """(sequence, position of its first token, tokens, drafts behind them) in the order of the flat batch."""
+    return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(batch)]
 
 
 def rows_of(sampled: list[Chunk]) -> list[Row]:

@@ -501,7 +501,7 @@ class _Storage(NamedTuple):
         room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
         spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
         files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
-        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.slots, files=files)
+        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.all_slots, files=files)
         window = mapped_window(shape, context) if files is not None else 0
         if files is not None:
             log.info(
@@ -528,6 +528,7 @@ class _Storage(NamedTuple):
             "kv_block_bytes": self.shape.bytes_per_spilled_block,
             "kv_bytes": self.store.nbytes + self.window,
             "num_states": self.blocks.slots,
+            "draft_states": self.blocks.draft_slots,
             "state_blocks": self.store.blocks_per_snapshot,
         }
 

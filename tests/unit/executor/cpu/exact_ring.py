@@ -44,6 +44,8 @@ SLOTS = 40
 """Spill slots in host memory."""
 STATES = 6
 """Slots of recurrent state, where the model keeps any: of three sequences and some snapshots."""
+DRAFT_STATES = 48
+"""Further ones, for states behind drafts."""
 
 
 def needs_disk(directory: Path) -> None:
@@ -110,7 +112,7 @@ class Ranks:
             shape = shape.with_summaries() if summaries else shape
             spill = SpillStore(SLOTS, 0, shape.bytes_per_spilled_block)
             files = MappedFiles(directory) if mapped else None
-            store = KvStore(shape, hot, CPU, cold, STATES if slot else 0, files=files)
+            store = KvStore(shape, hot, CPU, cold, STATES + DRAFT_STATES if slot else 0, files=files)
             self.files += [] if files is None else [files]
             self.states, self.state_blocks = STATES if slot else 0, store.blocks_per_snapshot
             made = make_runner(model, store, layout, collectives, CPU, 2, spill)
@@ -177,13 +179,13 @@ class ExactRing:
         spec = EngineSpec(
             ranks.block_size, ranks.hot, ranks.context, ranks.vocabulary, num_cold=cuts.num_cold,
             num_host=SLOTS if cuts.spills else 0, copies_per_step=4, num_states=ranks.states,
-            state_blocks=ranks.state_blocks, sparse=["pages", "window"],
+            draft_states=DRAFT_STATES if ranks.states else 0, state_blocks=ranks.state_blocks,
+            sparse=["pages", "window"],
         )  # fmt: skip
         settings = BatchSettings(
             cuts.budget, cuts.sequences, session_ttl=cuts.session_ttl, max_drafts=cuts.drafts
         )
-        drafts = cuts.drafts and said and not ranks.states  # a rejected draft would need the state before it
-        drafter = _KnowingDrafter(spec, settings, self._rng, said) if drafts and said else None
+        drafter = _KnowingDrafter(spec, settings, self._rng, said) if cuts.drafts and said else None
         self.batcher = ContinuousBatcher(spec, settings, "m", drafter)
         self._launches = Launches(self._execute)
         self._rows: list[Row] = []

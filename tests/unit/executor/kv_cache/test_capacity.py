@@ -155,6 +155,32 @@ def test_blocks_in_a_file_take_memory_for_what_is_read_at_once() -> None:
         check(states, kv_memory=least, kv_mapped_memory=64 * block - 1, **few)
 
 
+def test_slots_behind_drafts_take_an_eighth_of_what_the_cache_has() -> None:
+    shape = capacity.store_shape(ExecutorSettings(), "bf16", MIXED, torch.bfloat16)
+    size, share = shape.slot_bytes, int(1 / capacity.DRAFTS_SHARE)
+    assert capacity.plan_draft_slots(shape, 400 * size, 10, 3) == 12, "four sequences' drafts"
+    assert capacity.plan_draft_slots(shape, 5 * share * size, 10, 15) == 5
+    assert capacity.plan_draft_slots(shape, 100 * size, 10, 0) == 0, "no drafts are wanted"
+    assert capacity.plan_draft_slots(shape, 100 * size, 10, 15, 88 * size) == 2, "blocks go before them"
+    assert capacity.plan_draft_slots(shape, 100 * size, 10, 15, 95 * size) == 0
+    assert capacity.plan_draft_slots(shape, 100 * size, 0, 15) == 0, "there is no state"
+
+
+@pytest.mark.parametrize("mapped", [0, 64 << 20])
+def test_slots_behind_drafts_are_planned_with_the_others(mapped: int) -> None:
+    sizes = {"kv_memory": 1 << 30, "kv_mapped_memory": mapped, "max_sequences": 4, "max_batch_tokens": 64}
+    with_drafts, without = (
+        plan_store(
+            load_settings(ExecutorSettings, speculation=speculation, **sizes),
+            MIXED, torch.bfloat16, True, 1024, CPU, SingleRank(),
+        )[1]
+        for speculation in ("3", "off")
+    )  # fmt: skip
+    assert (with_drafts.draft_slots, without.draft_slots) == (12, 0)
+    assert with_drafts.slots == without.slots == with_drafts.all_slots - 12
+    assert with_drafts.cold == without.cold if mapped else with_drafts.cold < without.cold
+
+
 def test_slots_lie_in_memory_beside_a_file() -> None:
     sizes = {"kv_mapped_memory": 64 << 20, "max_sequences": 4, "max_batch_tokens": 64}
     with pytest.raises(ConfigurationError) as refused:

@@ -1,6 +1,7 @@
 """The model's card says what the operator has chosen, and what does not go with the model is refused."""
 
 import pytest
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from services.executor.core.engine import EngineSpec
@@ -23,10 +24,12 @@ def test_an_unknown_parser_is_refused_at_the_start() -> None:
         ExecutorSettings(tool_parser="hermetic")  # type: ignore[arg-type]
 
 
-def test_a_model_with_recurrent_state_carries_no_drafts() -> None:
+def test_a_model_with_recurrent_state_carries_as_many_drafts_as_there_are_slots_behind_them() -> None:
     plain, recurrent = EngineSpec(16, 8, 100, 256), EngineSpec(16, 8, 100, 256, num_states=4, state_blocks=2)
     assert max_drafts(ExecutorSettings(speculation="7"), plain) == 7
+    for slots, most in ((5, 5), (60, 7)):
+        assert max_drafts(ExecutorSettings(speculation="7"), replace(recurrent, draft_states=slots)) == most
     for setting in ("auto", "off", "0"):
         assert max_drafts(ExecutorSettings(speculation=setting), recurrent) == 0
-    with pytest.raises(ConfigurationError, match="--speculation is 7, and the model keeps recurrent state"):
+    with pytest.raises(ConfigurationError, match="--speculation is 7, and the KV cache has no room"):
         max_drafts(ExecutorSettings(speculation="7"), recurrent)

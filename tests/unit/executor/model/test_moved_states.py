@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from services.executor.collectives.base import Collectives
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from tests.docs.models import PROVEN_ERROR
 from tests.unit.executor.model.architectures import settings_of
-from tests.unit.executor.model.ring import NUM_BLOCKS, Script, make_runner, on_ring
+from tests.unit.executor.model.ring import NUM_BLOCKS, NUM_SLOTS, Script, make_runner, on_ring
 from tests.unit.executor.model.tiny import build, logits_of
 
 LENGTHS = [21, 17, 12]
@@ -40,6 +40,31 @@ def changed(step: Step, **arrays: list[int] | list[tuple[int, int]]) -> Step:
     return msgspec.structs.replace(plan, **{key: to_bytes(value) for key, value in arrays.items()}), sampled
 
 
+def drafted(script: Script) -> Iterator[Step]:
+    """Steps in which a sequence checks three drafts, and goes on with the state behind the last that is right."""
+    yield script.step({0: 9, 1: 7, 2: 5}, every_token=True)
+    begin = 9
+    for right in (0, 2, 3, 1):
+        free = [slot for slot in range(NUM_SLOTS) if slot not in script.state_slots][:3]
+        plan, sampled = script.step({0: 4, 1: 1, 2: 1}, every_token=True)
+        tokens = as_int32(plan.token_ids).copy()
+        tokens[3 + right :] ^= 1  # two other sequences come first
+        count = 3 + right
+        yield changed(
+            (plan, sampled[:count]),
+            token_ids=tokens.tolist(),
+            state_snapshots=list(zip((2, 3, 4), free, strict=True)),
+            sample_rows=list(range(count)),
+        )
+        begin += 1 + right
+        script.go_back(0, begin)
+        if right < 3:
+            script.state_slots[0] = free[right]
+    yield script.step({0: 1, 1: 1, 2: 1}, every_token=True)
+    yield script.step({0: 1, 1: 1}, every_token=True)
+
+
+@pytest.mark.parametrize("way", ["snapshots", "drafts"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -61,7 +86,9 @@ def changed(step: Step, **arrays: list[int] | list[tuple[int, int]]) -> Step:
         "zaya",
     ],
 )
-def test_a_sequence_goes_on_from_a_snapshot(name: str, ranks: int, tmp_path: Path) -> None:
+def test_a_sequence_goes_on_from_a_state_that_was_kept(
+    name: str, ranks: int, way: str, tmp_path: Path
+) -> None:
     """One family of each mechanism."""
     model = build(name, settings_of(name))
     model.save_pretrained(str(tmp_path))
@@ -70,7 +97,9 @@ def test_a_sequence_goes_on_from_a_snapshot(name: str, ranks: int, tmp_path: Pat
     def work(collectives: Collectives) -> list[float]:
         runner = make_runner(tmp_path, collectives)
         errors = []
-        for plan, sampled in moved(Script(LENGTHS), runner._store.blocks_per_snapshot):
+        script = Script(LENGTHS)
+        steps = drafted(script) if way == "drafts" else moved(script, runner._store.blocks_per_snapshot)
+        for plan, sampled in steps:
             logits = runner.forward(plan)
             if isinstance(logits, torch.Tensor):
                 wanted = torch.stack([expected[sequence][position] for sequence, position in sampled])
@@ -78,5 +107,5 @@ def test_a_sequence_goes_on_from_a_snapshot(name: str, ranks: int, tmp_path: Pat
         return errors
 
     errors = on_ring(ranks, work)[0]
-    assert len(errors) == 10
+    assert len(errors) == (7 if way == "drafts" else 10)
     assert max(errors) < PROVEN_ERROR

@@ -72,8 +72,8 @@ class FakeEngine:
         self.adapters = [""] * spec.max_adapters
         """By slot, the directory that was read into it: its adapter's digest."""
         self.adapter_loads = 0
-        self.states: list[State | None] = [None] * spec.num_states
-        self.snapshots = self.state_saves = self.state_loads = 0
+        self.states: list[State | None] = [None] * (spec.num_states + spec.draft_states)
+        self.state_copies = self.state_saves = self.state_loads = 0
 
     def execute(self, plan: StepPlan, states: list[SamplingState]) -> list[SampledToken]:
         self._load_adapters(plan)
@@ -202,22 +202,28 @@ class FakeEngine:
         """The recurrent states, each by its sequence's tokens."""
         slots = as_int32(plan.state_slots).tolist()
         assert len(slots) == len(set(slots)) == (len(chunks) if self.spec.num_states else 0)
-        tokens, wanted, row = as_int32(plan.token_ids).tolist(), dict(pairs(plan.state_snapshots)), 0
-        assert not set(wanted.values()) & set(slots), "a snapshot goes to a slot in use"
-        assert len(set(wanted.values())) == len(wanted), "two snapshots go to one slot"
+        tokens, wanted, row = as_int32(plan.token_ids).tolist(), pairs(plan.state_snapshots), 0
+        targets = {slot for _, slot in wanted}
+        assert not targets & set(slots), "a state is copied to a slot in use"
+        assert len(targets) == len(wanted), "two states are copied to one slot"
         for slot, chunk in zip(slots, chunks, strict=False):
             state = self.states[slot] if chunk.begin else (0, chunk.mark)
             for position in range(chunk.begin, chunk.context):
                 before = chunk.written(self, position - 1)[2] if position else chunk.mark
                 assert state == (position, before), "a state is not that of the tokens before"
                 state = position + 1, hash((before, tokens[row]))
-                if (copy := wanted.pop(row, None)) is not None:
-                    assert (position + 1) % self.block_size == 0
-                    self.states[copy] = state
-                    self.snapshots += 1
+                for copy in [copy for at, copy in wanted if at == row]:
+                    self._copy_state(copy, state, last=position + 1 == chunk.context)
                 row += 1
             self.states[slot] = state
-        assert not wanted, "a snapshot of a row that is not there"
+        assert all(0 <= at < row for at, _ in wanted), "a state of a row that is not there is copied"
+
+    def _copy_state(self, to: int, state: State, *, last: bool) -> None:
+        """For a snapshot, behind a full block, or before a draft, in the middle of a sequence's rows."""
+        is_snapshot = state[0] % self.block_size == 0
+        assert is_snapshot or not last, "a state is copied that nobody needs"
+        self.states[to] = state
+        self.state_copies += 1
 
     def sample(self, content: list[int], state: SamplingState, adapter: str = "") -> SampledToken:
         """The token after `content`."""

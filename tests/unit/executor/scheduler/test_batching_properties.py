@@ -391,7 +391,11 @@ class RecurrentBatcherMachine(BatcherMachine):
         sequences=st.integers(1, 4),
         context=st.integers(30, 120),
         ttl=st.sampled_from([0.0, 100.0]),
+        drafts=st.sampled_from([0, 1, 3, 9]),
+        behind=st.sampled_from([0, 1, 4, 20]),
+        drafts_with_model=st.booleans(),
         lookahead=st.booleans(),
+        seed=st.integers(0, 1000),
     )
     def build(  # type: ignore[override]
         self,
@@ -406,12 +410,19 @@ class RecurrentBatcherMachine(BatcherMachine):
         sequences: int,
         context: int,
         ttl: float,
+        drafts: int,
+        behind: int,
+        drafts_with_model: bool,
         lookahead: bool,
+        seed: int,
     ) -> None:
+        """`behind`: slots for states behind drafts, of which there are none without them."""
         spec = EngineSpec(
-            BLOCK, hot, context, VOCAB, cold, host, disk, copies, num_states=slots, state_blocks=parts
-        )
-        self.begin(spec, BatchSettings(budget, sequences, 8, ttl), lookahead, random.Random(1))
+            BLOCK, hot, context, VOCAB, cold, host, disk, copies,
+            num_states=slots, draft_states=behind, state_blocks=parts, drafts=drafts_with_model,
+        )  # fmt: skip
+        settings = BatchSettings(budget, sequences, 8, ttl, min(drafts, behind))
+        self.begin(spec, settings, lookahead, random.Random(seed))
 
     @rule(request=requests, start=st.integers(0, 2), length=st.integers(17, 60), steps=st.integers(0, 8))
     def ask_alike(self, request: GenerationRequest, start: int, length: int, steps: int) -> None:

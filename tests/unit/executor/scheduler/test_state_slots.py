@@ -106,7 +106,7 @@ def test_who_has_the_only_slot_makes_no_snapshots() -> None:
     start(one, "b", list(range(20)))
     finish(one, "a", "b")
     assert cached(one, "b") == 0
-    assert one.engine.snapshots == 0
+    assert one.engine.state_copies == 0
 
 
 def test_a_prompt_waits_for_the_snapshot_that_another_makes() -> None:
@@ -239,9 +239,78 @@ def test_who_cancels_leaves_its_snapshot() -> None:
     assert cached(one, "b") == 16
 
 
-def test_drafts_are_not_for_models_with_recurrent_state() -> None:
-    one = ring(drafts=0)
-    plain = Ring(drafts=5)
-    assert plain.batcher.drafter._settings.max_drafts == 5
-    assert Ring(drafts=0, num_states=4, state_blocks=1, num_cold=20).batcher.drafter._settings.max_drafts == 0
+def test_a_rejected_draft_costs_the_state_behind_it_alone() -> None:
+    """The fake engine asserts that every row finds the state of the tokens before it."""
+    one = ring(drafts=3, right=0.5, states=1, draft_states=3)  # none for snapshots
+    start(one, "a", list(range(10)), 40)
+    finish(one, "a")
+    drafter = one.batcher.drafter
+    assert 0 < drafter.accepted < drafter.drafted == one.engine.state_copies
+    assert one.batcher.preemptions == 0
+
+
+def test_rows_without_drafts_ask_for_no_states() -> None:
+    one = ring(drafts=3, right=0.5, states=1, draft_states=3)
+    for name, tokens in (("a", 1), ("b", 2)):
+        start(one, name, list(range(10)), tokens)
+        finish(one, name)
+    assert one.engine.state_copies == one.batcher.drafter.drafted == 0
+
+
+def test_a_step_has_as_many_drafts_as_there_are_slots() -> None:
+    one = ring(drafts=3, right=1.0, draft_states=4)
+    for first, name in enumerate(("a", "b", "c")):
+        start(one, name, list(range(first, 10)), 20)
+    finish(one, "a", "b", "c")
+    drafts = [len(as_int32(plan.sample_rows)) - len(set(rows)) for plan, rows in one.plans]
+    assert max(drafts) == 4
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_snapshots_are_taken_in_the_middle_of_drafts_that_are_right(right: float) -> None:
+    one = ring(drafts=9, right=right, draft_states=9)
+    start(one, "first", list(range(5)), 60)
+    finish(one, "first")
+    widths = [lens(plan) for plan, _ in one.plans]
+    assert any(max(of_plan, default=0) > 2 * BLOCK for of_plan in widths)
+    said = [*range(5), *one.tokens("first")]
+    start(one, "next", said, 12)
+    finish(one, "next")
+    assert cached(one, "next") == len(said) // (STRIDE * BLOCK) * STRIDE * BLOCK
+
+
+def test_a_step_with_drafts_that_fails_gives_their_slots_back() -> None:
+    one = ring(drafts=3, right=0.7, draft_states=3)
+    start(one, "a", list(range(10)), 20)
+    start(one, "b", list(range(20, 30)), 20)
+    one.step()
+    step = one.schedule()
+    while len(step[1]) == len({row.request.generation_id for row in step[1]}):
+        one.finish(step)
+        step = one.schedule()
+    one.fail(step, {0})
+    finish(one, "b")
+    assert one.batcher.drafter.drafted
+
+
+def test_who_is_cancelled_while_its_drafts_are_checked_gives_its_slots_back() -> None:
+    one = ring(drafts=3, right=1.0, draft_states=3)
+    start(one, "a", list(range(20)), 30)
+    step = one.schedule()
+    while len(step[1]) < 3:
+        one.finish(step)
+        step = one.schedule()
+    one.batcher.cancel(["a"])
+    one.finish(step)
+    one.run()
+    start(one, "b", list(range(20)), 12)
+    finish(one, "b")
+
+
+def test_drafts_are_not_for_models_whose_states_have_no_slots_behind_them() -> None:
+    assert ring(drafts=5, draft_states=3).batcher._settings.max_drafts == 5
+    one = ring(drafts=5)
     assert one.batcher._settings.max_drafts == 0
+    start(one, "a", list(range(10)), 12)
+    finish(one, "a")
+    assert one.batcher.drafter.drafted == 0
