@@ -279,7 +279,7 @@ class ContinuousBatcher:
             plan = steps.with_choices(plan, (chunk.sequence for chunk in in_order(batch)))
         if followed:
             plan = msgspec.structs.replace(plan, followed=True)
-        rows = rows_of(sampled)
+        rows = rows_of(sampled, self._planner.rows)
         self._steps.begin(Step(batch, sampled, rows, pools, scored=scored, named=named, followed=followed))
         return plan, list(rows)
 

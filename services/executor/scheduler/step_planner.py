@@ -28,7 +28,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import Beginning, BlockTables
 from services.executor.scheduler.prefill_pace import PrefillPace
 from services.executor.scheduler.sequence import Sequence, SequenceState
-from services.executor.scheduler.steps import Chunk
+from services.executor.scheduler.steps import Chunk, Row
 from shared.messages import LANES
 
 URGENCY = attrgetter("urgency")
@@ -97,6 +97,10 @@ class StepPlanner:
         self._scorable = max(1, SCORED_LOGITS_BYTES // (4 * spec.vocab_size))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._decodes: dict[Sequence, Chunk] = {}
+        """Of those that run: the chunk that each of their decodes is."""
+        self.rows: dict[Sequence, Row] = {}
+        """Of those that run: the row that each of their chunks without drafts is sampled in."""
         self.slots = AdapterSlots(spec.max_adapters)
         self.admitted: list[Sequence] = []
         """Who has got a place since this was last taken."""
@@ -200,6 +204,8 @@ class StepPlanner:
     def leave(self, sequence: Sequence) -> None:
         """It runs no more."""
         self.running.remove(sequence)
+        self._decodes.pop(sequence, None)
+        self.rows.pop(sequence, None)
         self._long -= sequence.is_long
         self.choosing -= sequence.choice.kind != DENSE
         if sequence.adapter_slot != NO_SLOT:
@@ -214,6 +220,8 @@ class StepPlanner:
         with_adapter = [s for s in self.running if s.request.adapter]
         assert all(s.adapter_slot != NO_SLOT for s in with_adapter), "a sequence runs without its adapter"
         assert self._long == sum(s.is_long for s in self.running), "long prompts are counted wrongly"
+        known = self._decodes.keys() | self.rows.keys()
+        assert known <= set(self.running), "what was made for a sequence is kept behind its end"
         choosing = sum(s.choice.kind != DENSE for s in self.running)
         assert self.choosing == choosing, "those that choose what they read are counted wrongly"
         self.slots.check((s.adapter_slot, s.request.adapter) for s in with_adapter)
@@ -242,11 +250,14 @@ class StepPlanner:
                 continue
             if sequence in uncovered and not self._grow(step, sequence):
                 continue
-            if sequence.scores is None and sequence.named is None:
-                step.chunks.append(Chunk(sequence, 1, sequence.continues))
-                step.budget -= 1
-            else:
+            if sequence.scores is not None or sequence.named is not None:
                 step.add(sequence, 1)
+                continue
+            chunk = self._decodes.get(sequence)
+            if chunk is None:
+                chunk = self._decodes[sequence] = Chunk(sequence, 1, sequence.continues)
+            step.chunks.append(chunk)
+            step.budget -= 1
 
     def _grow(self, step: _Step, sequence: Sequence) -> bool:
         """Sees that the table covers all tokens; False when the sequence itself had to give up its blocks.

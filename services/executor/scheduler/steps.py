@@ -195,11 +195,15 @@ def rows_in(batch: Seq[Chunk]) -> list[tuple[Sequence, int, int, int]]:
     return [(c.sequence, c.sequence.num_computed, c.length, len(c.drafts)) for c in in_order(batch)]
 
 
-def rows_of(sampled: list[Chunk]) -> list[Row]:
-    """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts."""
+def rows_of(sampled: list[Chunk], known: dict[Sequence, Row]) -> list[Row]:
+    """The rows of the chunks that are sampled: after each one's last token, and after each of its drafts. `known`:
+    of sequences, those after the last token, which are the same in every step; those that lack are added."""
     rows = []
     for sequence, _, _, drafts in sampled:
-        rows.append(Row(sequence, sequence.sampling))
+        row = known.get(sequence)
+        if row is None:
+            row = known[sequence] = Row(sequence, sequence.sampling)
+        rows.append(row)
         if drafts:
             states = sequence.sampling.after_each(drafts)
             rows += [Row(sequence, state, n) for n, state in enumerate(states, 1)]
