@@ -100,6 +100,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         self._template = environment.from_string(source)
+        self._template.globals = dict(
+            self._template.globals
+        )  # jinja2 copies it for each text: of a chain, slowly
         self._special_tokens = dict(special_tokens)
         self.source = source
         parsed = environment.parse(source)

@@ -7,6 +7,9 @@ its life, and whoever asked hears which limit was passed:
     render ──messages──▶ process: limits on CPU time, memory and the size of the text
            ◀──prompt───  (it ends: the template is to blame, and the next conversation gets a new process)
 
+Small conversations that wait together go together, for a read and a write instead of one each; should the process end
+with several of them, each is tried again alone, so that none answers for another.
+
 There is one process per tokenizer, so that a template of one model is in the way of no other.
 """
 
@@ -21,6 +24,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
@@ -41,6 +45,10 @@ GOODBYE = 1.0
 _LARGE = 1 << 20
 """Bytes from which what a conversation needed is given back at once."""
 _HEAD = 4
+_TOGETHER = 16
+"""Conversations that go together, at most: the first of them waits for the last."""
+_TOGETHER_BYTES = 32 << 10
+"""Of such conversations: what a pipe holds, so that neither side waits for the other."""
 _NO_MEMORY = limits.TEMPLATE_MEMORY.cited()
 _NO_TIME = limits.TEMPLATE_SECONDS.cited()
 _TOO_LONG = limits.TEMPLATE_TEXT.cited()
@@ -71,6 +79,18 @@ class _Reply(msgspec.Struct, frozen=True):
     """The limit that was passed."""
 
 
+def _packed(job: _Job) -> bytes:
+    """By pickle, since what clients send is not always MessagePack; as plain values, which are read faster."""
+    options = job.options
+    plain = (options.add_generation_prompt, options.continue_final, options.variables)
+    return pickle.dumps((job.templates, job.messages, job.tools, plain, job.trained))
+
+
+def _unpacked(data: bytes) -> _Job:
+    templates, messages, tools, options, trained = pickle.loads(data)  # noqa: S301  # what the gateway wrote
+    return _Job(templates, messages, tools, TemplateOptions(*options), trained)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _replies = msgspec.msgpack.Decoder(_Reply)
 
@@ -79,7 +99,7 @@ class TemplateProcess:
     """The templates of one tokenizer. Conversations are rendered one after another."""
 
     def __init__(self, templates: Templates) -> None:
-        self._templates = pickle.dumps(_Job(templates))
+        self._templates = _packed(_Job(templates))
         self._process: Process | None = None
         self._waiting: deque[tuple[bytes, asyncio.Future[_Reply]]] = deque()
         self._bytes = 0
@@ -117,7 +137,7 @@ class TemplateProcess:
         job = _Job(
             None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options, trained
         )
-        reply = await self._ask(pickle.dumps(job))
+        reply = await self._ask(_packed(job))
         if reply.limit:
             raise _passed(reply.limit, "these messages; send fewer or shorter ones, or another model")
         if reply.problem:
@@ -140,20 +160,39 @@ class TemplateProcess:
 
     async def _work(self) -> None:
         while self._waiting:
-            job, future = self._waiting[0]
+            taken = self._next()
+            asked = [one for one in taken if not one[1].done()]  # of the others the clients have gone
             try:
-                if not future.done():  # else its client has gone
-                    reply = await self._exchange(job)
+                replies = await self._exchange([job for job, _ in asked]) if asked else []
+                if not replies:  # one of them has ended the process
+                    replies = [await self._alone(job, future) for job, future in asked]
+                for (_, future), reply in zip(asked, replies, strict=True):
                     if not future.done():
                         future.set_result(reply)
             except Exception as error:  # no process can be started
-                if not future.done():
-                    future.set_exception(InternalError(f"No chat template can be rendered: {error}."))
+                for _, future in asked:
+                    if not future.done():
+                        future.set_exception(InternalError(f"No chat template can be rendered: {error}."))
             finally:
-                self._waiting.popleft()
-                self._bytes -= len(job)
+                for job, _ in taken:
+                    self._waiting.popleft()
+                    self._bytes -= len(job)
 
-    async def _exchange(self, job: bytes) -> _Reply:
+    def _next(self) -> list[tuple[bytes, asyncio.Future[_Reply]]]:
+        """The first that waits, and those behind it that go with it."""
+        taken, size = list[tuple[bytes, asyncio.Future[_Reply]]](), 0
+        for one in islice(self._waiting, _TOGETHER):
+            size += len(one[0])
+            if taken and size > _TOGETHER_BYTES:
+                break
+            taken.append(one)
+        return taken
+
+    async def _alone(self, job: bytes, future: asyncio.Future[_Reply]) -> _Reply:
+        return _Reply() if future.done() else (await self._exchange([job]))[0]
+
+    async def _exchange(self, jobs: list[bytes]) -> list[_Reply]:
+        """A reply to each; none where the process has ended with several."""
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -165,23 +204,28 @@ class TemplateProcess:
                 stderr=DEVNULL,
                 limit=_LARGE,
             )
-            probed = await self._answer(process, self._templates)
-            if not job or probed.limit or probed.problem:
-                return probed
-        return await self._answer(process, job)
+            probed = await self._answers(process, [self._templates])
+            if jobs == [b""] or probed[0].limit or probed[0].problem:
+                return probed * len(jobs)
+        return await self._answers(process, jobs)
 
-    async def _answer(self, process: Process, job: bytes) -> _Reply:
+    async def _answers(self, process: Process, jobs: list[bytes]) -> list[_Reply]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(len(job).to_bytes(_HEAD))
-            process.stdin.write(job)
+            heads = (len(job).to_bytes(_HEAD) for job in jobs)
+            process.stdin.write(
+                len(jobs).to_bytes(_HEAD) + b"".join(chain.from_iterable(zip(heads, jobs, strict=True)))
+            )
+            replies = []
             async with asyncio.timeout(ANSWER_WITHIN):
                 await process.stdin.drain()
-                size = int.from_bytes(await process.stdout.readexactly(_HEAD))
-                if size > limits.TEMPLATE_TEXT.value + _LARGE:
-                    raise OSError("it does not keep to the limit")
-                return _replies.decode(await process.stdout.readexactly(size))
+                for _ in jobs:
+                    size = int.from_bytes(await process.stdout.readexactly(_HEAD))
+                    if size > limits.TEMPLATE_TEXT.value + _LARGE:
+                        raise OSError("it does not keep to the limit")
+                    replies.append(_replies.decode(await process.stdout.readexactly(size)))
+                return replies
         except (asyncio.IncompleteReadError, OSError, TimeoutError, msgspec.MsgspecError):
             pass
         with suppress(TimeoutError):  # killed while it ends, asyncio could not tell how it has ended
@@ -189,7 +233,9 @@ class TemplateProcess:
                 await process.wait()
         await self.close()
         ended = await process.wait()
-        return _Reply(limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL) else _ENDED)
+        if len(jobs) > 1:
+            return []
+        return [_Reply(limit=_NO_TIME if ended in (-signal.SIGXCPU, -signal.SIGKILL) else _ENDED)]
 
     async def close(self) -> None:
         """Ends the process. Another conversation would start a new one."""
@@ -212,15 +258,21 @@ def _passed(limit: str, with_what: str) -> InvalidParameter:
 
 
 def main() -> None:
-    """Answers a job of standard input with a reply on standard output, until there are no more."""
+    """Answers jobs of standard input, several at a time, with replies on standard output, until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the gateway
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_AS, limits.TEMPLATE_MEMORY.value)
     renderer, jobs, replies = _Renderer(), sys.stdin.buffer, sys.stdout.buffer
-    while head := jobs.read(_HEAD):
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + limits.TEMPLATE_SECONDS.value)
-        reply = _encode(renderer.reply(jobs, int.from_bytes(head)))
-        replies.write(len(reply).to_bytes(_HEAD) + reply)
+    until = 0
+    while count := jobs.read(_HEAD):
+        for _ in range(int.from_bytes(count)):
+            head = jobs.read(_HEAD)
+            end = math.ceil(time.process_time()) + limits.TEMPLATE_SECONDS.value
+            if end != until:
+                _limit(resource.RLIMIT_CPU, end)
+                until = end
+            reply = _encode(renderer.reply(jobs, int.from_bytes(head)))
+            replies.write(len(reply).to_bytes(_HEAD) + reply)
         replies.flush()
 
 
@@ -235,7 +287,7 @@ class _Renderer:
 
     def reply(self, jobs: BinaryIO, size: int) -> _Reply:
         try:
-            return self._reply(pickle.loads(jobs.read(size)))  # noqa: S301  # what the gateway wrote
+            return self._reply(_unpacked(jobs.read(size)))
         except MemoryError:
             return _Reply(limit=_NO_MEMORY)
         except InvalidParameter as error:

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import os
-import pickle
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +16,7 @@ from services.gateway.tokenizer.template_process import (
     _TOO_LONG,
     TemplateProcess,
     _Job,
+    _packed,
     _Renderer,
     _Reply,
 )
@@ -111,6 +111,21 @@ async def test_the_next_conversation_gets_a_new_process(made: list[TemplateProce
     assert "Hi<|end|>" in await chat
 
 
+async def test_each_of_many_that_wait_gets_its_own_prompt(made: list[TemplateProcess]) -> None:
+    """Some are large, and go alone; one ends the process for those that go with it."""
+    source = "{% if messages[0].content == 'bomb' %}" + LOOPS + "{% endif %}" + TEMPLATE
+    process = await probed(source, made)
+    texts = [f"{number} " + "x" * (50_000 if number % 10 == 7 else 10) for number in range(40)]
+    texts[20] = "bomb"
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    found = await asyncio.gather(
+        *(process.render(chat, None, PLAIN) for chat in chats), return_exceptions=True
+    )
+    assert isinstance(found.pop(20), InvalidParameter)
+    del texts[20]
+    assert all(f"{text}<|end|>" in str(prompt) for text, prompt in zip(texts, found, strict=True))
+
+
 async def test_a_process_that_is_killed_is_replaced(made: list[TemplateProcess]) -> None:
     process = await probed(TEMPLATE, made)
     assert process._process is not None
@@ -181,7 +196,7 @@ class Jobs:
         self._renderer = renderer
 
     def reply(self, job: _Job) -> _Reply:
-        data = pickle.dumps(job)
+        data = _packed(job)
         return self._renderer.reply(io.BytesIO(data), len(data))
 
     def chat(self, content: str, tools: list[dict[str, Any]] | None = None) -> _Reply:
