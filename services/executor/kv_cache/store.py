@@ -167,7 +167,7 @@ class KvStore:
         self._hot = {layer: (group, at) for group in self._groups for at, layer in enumerate(group.layers)}
         """Of each page layer those that are like it, and which of them it is."""
         self._places = {layer: (cold, at) for cold in self._cold for at, layer in enumerate(cold.layers)}
-        self.states = StateStore(shape, num_slots, device) if shape.slot else None
+        self.states = StateStore(shape, num_slots, device) if shape.slot and held is None else None
         """The sequences' recurrent state; None where the model keeps none."""
         self.blocks_per_snapshot = shape.blocks_per_snapshot if shape.slot else 0
         """Full blocks that a snapshot of a slot takes; more where another rank's takes more."""
@@ -186,13 +186,16 @@ class KvStore:
                 cold.append(ColdBlocks(alike, pages, shape, codec, self.num_cold, self.device, self._files))
         return groups, cold
 
-    def part(self, first: int, count: int) -> "KvStore":
+    def part(self, first: int, count: int, *, slots: bool = False) -> "KvStore":
         """The page layers [first, first + count) as a store in the same memory, for one of the models that share
-        blocks."""
+        blocks. `slots`: with those of recurrent state."""
         groups = [own for group in self._groups if (own := group.part(first, count)) is not None]
         cold = [part for blocks in self._cold if (part := blocks.part(first, count)) is not None]
-        shape = self.shape.part(first, count)
-        return KvStore(shape, self.num_hot, self.device, self.num_cold, held=(groups, cold))
+        shape = self.shape.part(first, count, slots=slots)
+        store = KvStore(shape, self.num_hot, self.device, self.num_cold, held=(groups, cold))
+        if slots:
+            store.states, store.blocks_per_snapshot = self.states, self.blocks_per_snapshot
+        return store
 
     @property
     def block_size(self) -> int:

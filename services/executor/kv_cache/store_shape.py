@@ -72,11 +72,17 @@ class StoreShape:
         summaries = [at for at, pages in enumerate(self.pages) if pages.summary]
         return summaries[self.choosing.index(page)] if summaries and page in self.choosing else None
 
-    def part(self, first: int, count: int) -> "StoreShape":
-        """The page layers [first, first + count), without slots."""
+    def part(self, first: int, count: int, *, slots: bool = False) -> "StoreShape":
+        """The page layers [first, first + count); `slots`: with those of recurrent state."""
         own = slice(first, first + count)
         choosing = tuple(page - first for page in self.choosing if first <= page < first + count)
-        return replace(self, pages=self.pages[own], codecs=self.codecs[own], slot=(), choosing=choosing)
+        return replace(
+            self,
+            pages=self.pages[own],
+            codecs=self.codecs[own],
+            slot=self.slot if slots else (),
+            choosing=choosing,
+        )
 
     def followed_by(self, pages: tuple[Pages, ...], codec: Codec | None) -> "StoreShape":
         """The same, and behind it further page layers, of another model."""

@@ -192,9 +192,9 @@ class BlockTables:
         if known:
             found = (self._allocator.find(sequence.chain, at) for at in range(sequence.num_sealed, known))
             self.states.begin_with(sequence, known)
-            sequence.num_computed = (
-                sequence.num_sealed * self._size
-            )  # what its last block has, that one has too
+            # What its last block has, that one has too.
+            sequence.num_computed = sequence.num_sealed * self._size
+            sequence.followed = min(sequence.followed, sequence.num_computed)
             self._share(sequence, [block for block in found if block is not None])
 
     def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:

@@ -514,7 +514,7 @@ class _Storage(NamedTuple):
             )
         store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
         behind = len(page_layers(of_draft))
-        own_store = store.part(0, shape.num_layers - behind) if behind else store
+        own_store = store.part(0, shape.num_layers - behind, slots=True) if behind else store
         return cls(shape, blocks, slots, store, own_store, spill, window)
 
     @property

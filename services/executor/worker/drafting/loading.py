@@ -107,7 +107,6 @@ def load_draft(
     directory = where.draft
     if directory is None:
         return DraftShare()
-    _check_states(target.facts.states, "model")
     room = partial(_check_room, settings, target, context, device)
     own = settings.model_copy(
         update={
@@ -157,7 +156,7 @@ def _check_room(
     weights: int,
 ) -> None:
     """`Enough` of a draft model, beside `target`, whose weights are there and which serves `context` tokens."""
-    _check_states(states, "draft model")
+    _check_states(states)
     facts = target.facts
     try:
         check_room(settings, facts.states, target.dtype, context, device, weights, target.widths, states)
@@ -165,10 +164,10 @@ def _check_room(
         raise _NoRoom(error.message) from None
 
 
-def _check_states(states: LayerStates, which: str) -> None:
-    """Raises `ModelLoadError` where drafts could not be taken back."""
+def _check_states(states: LayerStates) -> None:
+    """Raises `ModelLoadError` where a draft model could not go back behind what it has proposed."""
     if any(state.slot for state in states):
         raise ModelLoadError(
-            f"The {which} has layers that keep a state of each sequence beside the KV cache, which drafts cannot be "
-            "taken back from; leave out --draft-model."
+            "The draft model has layers that keep a state of each sequence beside the KV cache, from which its own "
+            "proposals cannot be taken back; choose another, or leave out --draft-model."
         )

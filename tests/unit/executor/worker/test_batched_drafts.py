@@ -74,9 +74,11 @@ def generate(
     drafts: int,
     adapter: str = "",
     preempts: random.Random | None = None,
+    *,
+    knows: bool = True,
 ) -> Said:
     """What each turn gives; with the adapter in that directory all but the first text. `preempts`: by chance; and the
-    first turn's come back at the end."""
+    first turn's come back at the end. `knows`: the draft model says what the model does."""
     settings = BatchSettings(64, 4, max_drafts=drafts, session_ttl=1000.0)
     drafter, model = Drafter(spec, settings), DevotedModel(drafts)
     drafter._speculation.model = model
@@ -104,7 +106,7 @@ def generate(
             for entry in batcher.update(sampled, 0.001)["c"]:
                 turns[-1].setdefault(entry.generation_id, []).extend(entry.tokens)
             batcher.check()
-        if turn != 2 and not adapter:
+        if turn != 2 and not adapter and knows:
             # Proposals beyond a block that is not full yet read that as it is written, and not as it will be kept. The
             # first proposal never does.
             some = (model.right - right) // 8 if spec.num_cold and drafts > 1 else 0

@@ -149,12 +149,6 @@ def test_a_model_without_a_head_that_is_computed_is_refused(tmp_path: Path, llam
     refused(tmp_path, other, "mtp", "holds a tensor .*more.weight that is not known")
 
 
-def test_a_model_with_recurrent_layers_carries_no_drafts(tmp_path: Path) -> None:
-    """Qwen3-Next's head, too."""
-    recurrent = model_in(tmp_path / "model", None, "qwen3_next", **settings_of("qwen3_next"))
-    refused(tmp_path, recurrent, "mtp", "which drafts cannot be taken back from")
-
-
 def test_an_eagle3_head_may_share_its_models_embeddings(tmp_path: Path, llama: Path) -> None:
     """They are as wide then."""
     head = make_eagle3(tmp_path / "head", 144, reduced=131, hidden_size=144)
