@@ -326,7 +326,7 @@ class ContinuousBatcher:
         self._tables.begin(now)
         self.step += 1
         states = self._tables.states_of(
-            lambda: [(s, at, 1, 0) for s, _, at in successors], self._planner.running
+            lambda: [(one.sequence, one.position, 1, 0) for one in successors], self._planner.running
         )
         plan = plan_ahead(self.step, successors, self._tables.take_copies(), self._spec.block_size)
         if states:

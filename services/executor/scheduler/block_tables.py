@@ -238,7 +238,13 @@ class BlockTables:
     def cover_ahead(self, successors: Collection[tuple[Sequence, int]]) -> bool:
         """As `cover`, of the tokens at these positions, each the one behind what the step under way computes of its
         sequence. False where blocks run out; then nothing has changed."""
-        return self._extend([(sequence, at + 1) for sequence, at in successors])
+        size, compresses = self._size, self._compresses
+        lacking = [
+            (s, at + 1)
+            for s, at in successors
+            if len(s.table) * size <= at or (compresses and (at + 1) // size > s.num_sealed + len(s.cold))
+        ]
+        return self._extend(lacking)
 
     def cover_drafts(self, sequence: Sequence, drafts: int, running: Collection[Sequence]) -> int:
         """Makes room for up to `drafts` tokens behind the sequence's own, in blocks that nobody needs.

@@ -52,6 +52,8 @@ class Successor(NamedTuple):
     """Of the step under way: it samples the token that the later step computes."""
     position: int
     """Of that token."""
+    chunk: Chunk
+    """What the later step computes of it."""
 
 
 class Lookahead:
@@ -76,30 +78,29 @@ class Lookahead:
             return []
         if not self._drafter.may_rest([one.sequence for one in found]):
             return []
-        return found if tables.cover_ahead([(one.sequence, one.position) for one in found]) else []
+        return found if tables.cover_ahead([(one[0], one[2]) for one in found]) else []
 
     def _successors(self, step: Step) -> list[Successor]:
         """Empty where one of them cannot be foreseen."""
-        found, running = [], 0
-        for row, (sequence, length, _, _) in enumerate(step.sampled):
+        found, ended, longest = [], 0, self._longest
+        for row, chunk in enumerate(step.sampled):
+            sequence, length, _, _ = chunk
             if sequence.state is not SequenceState.RUNNING:
-                continue  # ended while this step was under way
-            running += 1
-            if sequence.ending is not Ending.NONE or self._ends(sequence):
+                ended += 1  # while this step was under way
                 continue
+            longer = len(sequence.tokens) + 1
+            if sequence.ending is not Ending.NONE or longer >= sequence.most_tokens or longer > longest:
+                continue  # it is over with one more token, whatever that is
             if not sequence.sampling.foreseeable:
                 return []
-            found.append(Successor(sequence, row, sequence.num_computed + length))
-        return found if running == len(self._planner.running) else []
-
-    def _ends(self, sequence: Sequence) -> bool:
-        """Whether it is over with one more token, whatever that is."""
-        longer = len(sequence.tokens) + 1
-        return longer - sequence.prompt_tokens >= sequence.request.max_tokens or longer > self._longest
+            if length > 1:
+                chunk = Chunk(sequence, 1, samples=True)
+            found.append(Successor(sequence, row, sequence.num_computed + length, chunk))
+        return found if len(step.sampled) - ended == len(self._planner.running) else []
 
 
 def step_ahead(successors: Seq[Successor]) -> Step:
-    chunks = [Chunk(one.sequence, 1, samples=True) for one in successors]
+    chunks = [one.chunk for one in successors]
     return Step(
         chunks, chunks, [Row(one.sequence, one.sequence.sampling.later()) for one in successors], ahead=True
     )
@@ -108,7 +109,14 @@ def step_ahead(successors: Seq[Successor]) -> Step:
 def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size: int) -> StepPlan:
     """The plan of `step_ahead`: one token of each, in their order. Their tables cover it."""
     positions = np.array([one.position for one in successors], np.int32)
-    tables = [table_of(one.sequence, one.position + 1, block_size) for one in successors]
+    tables = [
+        (
+            table_of(sequence, position + 1, block_size)
+            if sequence.cold
+            else sequence.table[: position // block_size + 1]
+        )
+        for sequence, _, position, _ in successors
+    ]
     last = np.array([table[-1] for table in tables], np.int32)
     filled = [(one.sequence, one.position, one.position + 1) for one in successors if one.sequence.cold]
     return StepPlan(
@@ -119,7 +127,7 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
         slots=to_bytes(last * np.int32(block_size) + positions % block_size),
         query_lens=to_bytes(np.ones(len(successors), np.int32)),
         context_lens=to_bytes(positions + 1),
-        block_tables=to_bytes(np.frombuffer(b"".join(table.tobytes() for table in tables), np.int32)),
+        block_tables=to_bytes(np.frombuffer(b"".join([table.tobytes() for table in tables]), np.int32)),
         sample_rows=to_bytes(np.arange(len(successors), dtype=np.int32)),
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size),
@@ -130,10 +138,11 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
 def drop_wasted_rows(step: Step, sampled: Seq[SampledToken]) -> tuple[Step, list[SampledToken]]:
     """A step that was planned ahead, and what it has sampled, without those who had no token for it to compute:
     they have ended, or were about to, when the step before it was over."""
+    running = SequenceState.RUNNING
     kept = [
         at
-        for at, chunk in enumerate(step.batch)
-        if chunk.sequence.state is SequenceState.RUNNING and chunk.sequence.remaining == 1
+        for at, (sequence, _, _, _) in enumerate(step.batch)
+        if sequence.state is running and len(sequence.tokens) - sequence.num_computed == 1
     ]
     if len(kept) == len(step.batch):
         return step, list(sampled)

@@ -132,7 +132,8 @@ class Sequence:
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
         self._stops = frozenset(request.stop_token_ids)
-        self._most = self.prompt_tokens + request.max_tokens
+        self.most_tokens = self.prompt_tokens + request.max_tokens
+        """With which it is over, whatever they are."""
         self.awaits = {"grammar"} if request.grammar is not None else set[str]()
         """What has to be there before it can wait for a place: its grammar's automaton, its adapter's files."""
         self.state = SequenceState.HELD if self.awaits else SequenceState.WAITING
@@ -218,7 +219,7 @@ class Sequence:
         grammar, tokens = self.sampling.grammar, self.tokens
         return (
             len(tokens) <= longest
-            and len(tokens) < self._most
+            and len(tokens) < self.most_tokens
             and tokens[-1] not in self._stops
             and (grammar is None or not grammar.complete)
         )
