@@ -399,6 +399,13 @@ TEMPLATES_WAITING = Limit(
 TEXT_WAITING = Limit(
     "text_waiting", 32 << 20, "bytes", "texts that wait to be tokenized, in UTF-8", "gateway"
 )
+TOKENIZED_SEGMENTS = Limit(
+    "tokenized_segments",
+    8 << 20,
+    "bytes",
+    "tokens of parts of prompts that are kept for one tokenizer, so that what begins alike is tokenized once",
+    "gateway",
+)
 TOKENIZER_INFO = Limit(
     "tokenizer_info",
     256 << 10,

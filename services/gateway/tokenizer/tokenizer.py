@@ -18,6 +18,7 @@ from services.gateway.tokenizer.detokenizer import (
     TokenBytes,
 )
 from services.gateway.tokenizer.encoding import INLINE, Encoding
+from services.gateway.tokenizer.segments import Segments
 from services.gateway.tokenizer.special_tokens import Marked, SpecialText, pieces
 from services.gateway.tokenizer.templates import (
     Conversation,
@@ -101,6 +102,7 @@ class ModelTokenizer:
         }
         self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
         self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
+        self._segments = Segments(self._tokenizer)
         self._bound = TokenBound(file, self._tokenizer)
         del file
         give_back()  # reading the file takes twice of what is kept
@@ -220,8 +222,10 @@ class ModelTokenizer:
         ]
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """In a batch even alone: so the library lets go of the interpreter meanwhile, and leaves out offsets."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        """In a batch even alone, as `Segments` does."""
+        if not special:
+            return [self._segments.encode(text) for text in texts]
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
         return [encoding.ids for encoding in found]
 
     def fewest_tokens(self, text: str) -> int:
