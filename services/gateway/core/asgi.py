@@ -102,6 +102,17 @@ async def send_json(send: Send, status: int, body: object, headers: Mapping[str,
     await send({"type": "http.response.body", "body": data})
 
 
+WRITE = "ryzanstein.write"
+"""Name of an ASGI extension: a function that writes a part of a body at once, as `send` would behind those before it;
+False: it cannot now, and has written nothing. A stream writes by it from a callback, and wakes no task."""
+
+
+def write_of(scope: Scope) -> Callable[[bytes], bool] | None:
+    """What its server offers under `WRITE`."""
+    write: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(WRITE)
+    return write
+
+
 class EventStream:
     """Server-sent events (WHATWG HTML, section 9.2). Begins with the first write."""
 
@@ -120,23 +131,30 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
     async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
-        """Events of (data, id), (data, id, type) or (data, id, type, comment), in one write; an empty id or type is
-        left out, and of one with a comment that alone is written."""
+        """Events as `body` takes them, in one write."""
         body = b""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
             body = b"retry: %d\n" % RETRY
-        for data, identity, *kind in events:
-            if len(kind) > 1 and kind[1]:
+        body += self.body(events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+
+    def body(self, events: Sequence[tuple[bytes, ...]]) -> bytes:
+        """Events of (data, id), (data, id, type) or (data, id, type, comment) as they are written; an empty id or type
+        is left out, and of one with a comment that alone is written."""
+        body = b""
+        for event in events:
+            data, identity, kind, comment = event if len(event) == 4 else (*event, b"", b"")[:4]
+            if comment:
                 body += (
-                    b": %b\n" % kind[1]
+                    b": %b\n" % comment
                 )  # clients take an empty line for an event, be it that it has no data
                 continue
-            if kind and kind[0]:
-                body += b"event: %b\n" % kind[0]
+            if kind:
+                body += b"event: %b\n" % kind
             body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
-        await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+        return body
 
 
 class LineStream:
@@ -159,6 +177,10 @@ class LineStream:
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
+        await self._send({"type": "http.response.body", "body": self.body(lines), "more_body": not end})
+
+    def body(self, lines: Sequence[tuple[bytes, ...]]) -> bytes:
+        """As `EventStream.body`."""
         body = b""
         for data, identity, *kind in lines:
             if len(kind) > 1 and kind[1]:
@@ -166,4 +188,4 @@ class LineStream:
             if self._positions and identity:
                 data = data[:-1] + b',"position":"%b"}' % identity
             body += data + b"\n"
-        await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+        return body

@@ -14,12 +14,14 @@ there is nothing left to ask with, and a client that ends its half is taken for 
 
 import asyncio
 import socket
+from functools import partial
 from typing import Any, ClassVar
 
 import httptools
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.core.asgi import WRITE
 from services.gateway.server.connections import (
     EXPECTATION,
     HOST,
@@ -261,6 +263,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.scope["extensions"] = {WRITE: partial(_write, cycle)}  # type: ignore[dict-item]
         super()._start_asgi_task(cycle, app)
 
     # --- the end ---------------------------------------------------------------------------------
@@ -298,6 +301,14 @@ class GuardedHttp(HttpToolsProtocol):
             self.loop.call_later(LINGER, self.transport.close)
         else:  # TLS cannot end one way alone
             self.transport.close()
+
+
+def _write(cycle: RequestResponseCycle, part: bytes) -> bool:
+    """`WRITE`, of one answer: as the `send` of `cycle` where that would not wait."""
+    if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or cycle.flow.write_paused:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    return True
 
 
 def guarded_http(limits: Limits, door: Door) -> type[GuardedHttp]:

@@ -32,6 +32,8 @@ from shared.sparse_attention import NO_SPARSE, SparseTokens
 
 _json = msgspec.json.Encoder()
 PROMPT_IDS = "prompt_token_ids"
+_MARK = secrets.token_hex(16)
+"""A text that stands nowhere else."""
 SPARSE = "sparse_tokens"
 
 
@@ -107,6 +109,10 @@ class Format:
     def delta(self, index: int, piece: Piece) -> bytes:
         raise NotImplementedError
 
+    def text(self, index: int, text: str) -> bytes:
+        """`delta` of text alone."""
+        return self.delta(index, Piece(text, ()))
+
     def last(self, index: int, piece: Piece) -> bytes:
         """The end of choice `index`; `piece` has no text, but may have log probabilities and token ids."""
         raise NotImplementedError
@@ -147,6 +153,16 @@ class JsonFormat(Format):
         self._fingerprint: str | None = None
         """Of the ring that chunks name; None: of none yet."""
         self._before = b""
+        self._around: dict[int, list[bytes]] = {}
+        """What stands before and behind the text of each choice, of the ring that chunks name."""
+
+    def text(self, index: int, text: str) -> bytes:
+        fingerprint = self._answer.generations[index].fingerprint or self._record.fingerprint
+        around = self._around.get(index)
+        if around is None or fingerprint != self._fingerprint:
+            around = self.delta(index, Piece(_MARK, ())).split(_json.encode(_MARK))
+            self._around[index] = around
+        return around[0] + _json.encode(text) + around[1]
 
     def delta(self, index: int, piece: Piece) -> bytes:
         """As `last`, too: the end is a finish reason."""
@@ -199,6 +215,7 @@ class JsonFormat(Format):
     def _name_ring(self, fingerprint: str) -> None:
         """That of chunks from now on."""
         self._fingerprint = fingerprint
+        self._around.clear()
         self._head["system_fingerprint"] = fingerprint or None
         self._before = _json.encode(self._head)[:-1] + b',"choices":['
 

@@ -83,6 +83,8 @@ class Output:
     """OpenAI's finish reason; set once, by the ring or by a stop string that is found here."""
     stop_reason: StopReason = None
     logprob_sum = 0.0
+    text_alone = False
+    """Whether what `take` gives is text and nothing else, so that `take_text` may be asked for it."""
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows the end is ignored."""
@@ -91,6 +93,10 @@ class Output:
     def take(self) -> Piece:
         """What has become visible since the last call."""
         raise NotImplementedError
+
+    def take_text(self) -> str:
+        """As `take`, where there is `text_alone`."""
+        return self.take().text
 
     def whole(self, number: int) -> Piece:
         """As `take`, of candidate `number` as far as it has come."""
@@ -132,6 +138,7 @@ class TextOutput(Output):
         self._ids: list[int] = []
         self._plain = not (record.stop or self._logprobs or self._awaits_prompt or record.token_ids)
         """Whether there is nothing but text to show."""
+        self.text_alone = self._plain
         self._decoded = 0
         """Characters decoded, those held back included."""
         self._shown = 0
@@ -193,9 +200,13 @@ class TextOutput(Output):
         elif self.finish:
             self._text.append(self._stops.flush())
 
-    def take(self) -> Piece:
-        text = "".join(self._text)
+    def take_text(self) -> str:
+        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
         self._text.clear()
+        return text
+
+    def take(self) -> Piece:
+        text = self.take_text()
         if self._plain:
             return Piece(text, ())
         ready = len(self._scored)
@@ -273,6 +284,7 @@ class ParsedOutput(TextOutput):
         )
         self._calls = CallNumbering(request.generation_id, single=parsing.single, custom=parsing.custom)
         self._events: list[Event] = []
+        self.text_alone = False
 
     def feed(self, entry: TokenEntry) -> None:
         ended = bool(self.finish)

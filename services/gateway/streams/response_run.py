@@ -1,7 +1,7 @@
 """One connection's reading of a response: from the log to numbered events, or to the whole object."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from services.gateway.streams.output import Piece
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
-from services.gateway.streams.run import Chunk
+from services.gateway.streams.run import Chunk, Write
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 
@@ -49,15 +49,17 @@ class ResponseRun(NumberedRun):
         """Whether its last event is known."""
         return self.finished or self._failed
 
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[Chunk], None]:
         """Events as they come: the first at once, as soon as the record is durable. An error that the log
         knows of is an event; raises `ClientGone`, and errors of this reading alone."""
         await self._until_stored()
         while True:
-            if batch := [*self._chunks(), *self._progress()]:
+            if batch := [*self._take_unwritten(), *self._chunks_of(()), *self._progress()]:
                 yield batch
                 if self._since and self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
+                if write is not None:
+                    self._feed_at_once(write)
             if self.over:
                 break
             try:
@@ -142,7 +144,7 @@ class ResponseRun(NumberedRun):
             code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
             self._events.fail({"code": code, "message": error.message}, self._usage())
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks_of(self, changed: Sequence[int]) -> list[Chunk]:
         """The new events that the client does not have."""
         return [
             _chunk(event, padding=self.obfuscated)

@@ -1,9 +1,10 @@
 """One connection's reading of an answer: its choices, from the log to chunks or to a whole response."""
 
 import asyncio
+import contextvars
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Container, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -38,6 +39,10 @@ class Chunk(NamedTuple):
     comment: bytes = b""
     """How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
     (`progress.py`)."""
+
+
+Write = Callable[[Sequence[Chunk]], bool]
+"""Writes chunks to the connection at once; False: it cannot now, and has written nothing."""
 
 
 class Run:
@@ -92,10 +97,18 @@ class Run:
         self._progressed = False
         """Whether it is to be shown."""
         self._waiter: asyncio.Future[None] | None = None
+        self._context: contextvars.Context | None = None
+        """The reader's, once ordinary tokens do not wake its task."""
+        self._write: Write | None = None
+        """Where what they bring is written then."""
+        self._scheduled = False
+        """Whether `_feed_ordinary` is about to be called."""
+        self._unwritten: list[Chunk] = []
+        """What it has made and could not write."""
         self._ended: BaseException | None = None
         """Why nothing more is read."""
         self._backlog: list[tuple[int, TokenEntry | RyzansteinError]] = []
-        self._error: RyzansteinError | None = None
+        self._error: Exception | None = None
         self._stored: asyncio.Future[None] | None = None
         self._joined = False
         self._submitted = False
@@ -114,14 +127,22 @@ class Run:
 
     def put(self, choice: int, news: TokenEntry | RyzansteinError) -> None:
         """What generations give it (`Deliver`)."""
+        ordinary = False
         if isinstance(news, TokenEntry) and news.computed:
             self._computing = True
         else:
             if not self._news:
                 self._news_at = time.perf_counter()
             self._news.append((choice, news))
-        if (waiter := self._waiter) is not None and not waiter.done():
+            ordinary = isinstance(news, TokenEntry) and not (news.finish or news.prompt_scores or news.vector)
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if not ordinary or self._context is None or self._bulk > LARGE:
             waiter.set_result(None)
+        elif not self._scheduled:
+            self._scheduled = True
+            waiter.get_loop().call_soon(self._feed_ordinary, context=self._context)
 
     def end(self, reason: BaseException) -> None:
         """Lets the reader fail with `reason`, now and from now on."""
@@ -182,9 +203,37 @@ class Run:
                 trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
             count_tokens(self._metrics, usage)
 
-    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
-        """Chunks as they come, several at a time. Raises the error that ended a choice, or `ClientGone`;
-        `InvalidParameter` where only the end shows which choices are wanted."""
+    async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[Chunk], None]:
+        """Chunks as they come, several at a time. Those of ordinary tokens are given to `write` instead, where there is
+        one, for as long as it can: that spares their reader's task a turn for each token.
+
+        Raises the error that ended a choice, or `ClientGone`; `InvalidParameter` where only the end shows which
+        choices are wanted."""
+        self._check_streamed()
+        while self._open:
+            changed = await self._advance()
+            batch = self._take_unwritten()
+            told = bool(batch or changed)
+            if self._progressed:
+                batch += self._progress()
+            for index in changed:
+                if self._bulk > LARGE:
+                    await asyncio.to_thread(self._append, batch, index)
+                else:
+                    self._append(batch, index)
+            if not self._open and self.answer.record.include_usage:
+                batch.append(Chunk(self._shape.usage(self._usage()), show(self._shown)))
+            if batch:
+                if self._stored is not None:
+                    await self._until_stored()
+                yield batch
+                if told and self._metrics is not None:  # it has been handed to the connection
+                    self._metrics.delivery.observe(time.perf_counter() - self._since)
+                if write is not None:
+                    self._feed_at_once(write)
+
+    def _check_streamed(self) -> None:
+        """Raises `InvalidParameter`."""
         if self.answer.record.best:
             raise InvalidParameter(
                 "Which candidates of 'best_of' are the best is known at their end, so they cannot be streamed; "
@@ -198,22 +247,42 @@ class Run:
                 param=None,
                 reason="invalid_value",
             )
-        while self._open:
-            changed = await self._advance()
-            batch: list[Chunk] = self._progress() if self._progressed else []
-            for index in changed:
-                if self._bulk > LARGE:
-                    await asyncio.to_thread(self._append, batch, index)
-                else:
-                    self._append(batch, index)
-            if not self._open and self.answer.record.include_usage:
-                batch.append(Chunk(self._shape.usage(self._usage()), show(self._shown)))
-            if batch:
-                if self._stored is not None:
-                    await self._until_stored()
-                yield batch
-                if changed and self._metrics is not None:  # it has been handed to the connection
+
+    def _feed_at_once(self, write: Write | None) -> None:
+        """From now on ordinary tokens do not wake the reader's task."""
+        if self._context is None:
+            self._write, self._context = write, contextvars.copy_context()
+
+    def _feed_ordinary(self) -> None:
+        """Feeds ordinary tokens and writes what they bring, while the reader's task waits on. It is woken for
+        everything else: an end, an error, more than is taken at once, and what cannot be written now."""
+        self._scheduled = False
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # the task takes them
+        try:
+            changed = self._feed_news()
+            if self._write is not None:
+                batch = self._chunks_of(changed)
+                if batch and not self._write(batch):
+                    self._unwritten = batch
+                elif batch and self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
+        except Exception as error:
+            self._error = error
+        if not self._open or self._unwritten or self._backlog or self._error is not None:
+            waiter.set_result(None)
+
+    def _chunks_of(self, changed: Sequence[int]) -> list[Chunk]:
+        """The news of these choices."""
+        batch: list[Chunk] = []
+        for index in changed:
+            self._append(batch, index)
+        return batch
+
+    def _take_unwritten(self) -> list[Chunk]:
+        unwritten, self._unwritten = self._unwritten, []
+        return unwritten
 
     def _progress(self) -> list[Chunk]:
         """What was told of the prompts, as a comment, and as a chunk where the client wants some."""
@@ -245,6 +314,11 @@ class Run:
     def _append(self, batch: list[Chunk], index: int) -> None:
         """The news of one choice, as chunks."""
         output = self._outputs[index]
+        if output.text_alone and self._begun[index] and not output.finish:  # nearly always
+            if text := output.take_text():
+                self._shown[index] = output.tokens
+                batch.append(self._chunk(self._shape.text(index, text)))
+            return
         piece = output.take()
         if not self._begun[index]:
             self._begun[index] = True
@@ -272,6 +346,7 @@ class Run:
 
     async def collect(self) -> bytes:
         """The whole response. Raises the error that ended a choice, or `ClientGone`."""
+        self._feed_at_once(None)
         while self._open:
             await self._advance()
         await self._until_stored()
@@ -332,6 +407,10 @@ class Run:
             finally:
                 self._waiter = None
         self._progressed, self._computing = self._computing, False
+        return self._feed_news()
+
+    def _feed_news(self) -> list[int]:
+        """As `_advance`, of what is there."""
         changed: dict[int, None] = {}
         for choice, news in self._take():
             if self._outputs[choice].finish:
@@ -357,7 +436,7 @@ class Run:
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
-        if (entry.tokens or entry.vector or entry.prompt_scores) and self._metrics is not None:
+        if self._metrics is not None and (entry.tokens or entry.vector or entry.prompt_scores):
             self._observe(choice, self._metrics)
         self._bulk += len(entry.prompt_scores) + len(entry.vector)
         if output.tokens < self._after[choice]:

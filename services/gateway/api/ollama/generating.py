@@ -135,7 +135,7 @@ class AnswerRoute:
             with reading(run, scope, receive):
                 await run.begin()
                 if run.stream:
-                    await stream(run, send, ask.request_id, positions=positions)
+                    await stream(run, ask.scope, send, positions=positions)
                 else:
                     await send_json(send, 200, await run.collect())
 

@@ -18,6 +18,7 @@ from services.gateway.core.asgi import (
     read_body,
     send_json,
     watch_disconnect,
+    write_of,
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
@@ -57,7 +58,7 @@ class CompletionsRoute:
         with reading(run, scope, receive):
             await run.begin()
             if run.stream:
-                await stream(run, send, context.request_id)
+                await stream(run, scope, send)
             else:
                 await send_json(send, 200, await run.collect())
 
@@ -115,15 +116,17 @@ def wants_positions(scope: Scope) -> bool:
     return given is not None and check_flag(given, "X-Ryzanstein-Positions")
 
 
-async def stream(run: Run, send: Send, request_id: str, *, positions: bool = False) -> None:
+async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False) -> None:
     """Events until the end, or lines, with `positions` if that is wanted. An error is raised: before the first chunk,
     so that it gets a status of its own; behind it, once the client has been told, so that it is logged and counted as
     what it is and not as a success."""
     dialect = ENDPOINTS[run.answer.record.endpoint]
     lines = dialect.stream is LineStream
     events = LineStream(send, positions=positions) if lines else EventStream(send)
+    write = write_of(scope)
+    write_now = None if write is None else lambda batch: write(events.body(batch))
     try:
-        async with contextlib.aclosing(run.chunks()) as chunks:
+        async with contextlib.aclosing(run.chunks(write_now)) as chunks:
             async for batch in chunks:
                 await events.write(batch)
         await events.write([(DONE, b"")] if run.ends_with_done and dialect.done else [], end=True)
@@ -131,7 +134,7 @@ async def stream(run: Run, send: Send, request_id: str, *, positions: bool = Fal
         raise
     except Exception as error:
         if events.started:
-            told = msgspec.json.encode(run.error_event(dialect.describe(error, request_id)))
+            told = msgspec.json.encode(run.error_event(dialect.describe(error, scope["state"]["request_id"])))
             await events.write([(told, b"", dialect.error_event)], end=True)
         raise
 
@@ -164,4 +167,4 @@ async def stream_generation(ask: Ask) -> None:
     after, positions = positions_of(ask.scope), wants_positions(ask.scope)
     run = await ask.parts.reading.attach(ask.named("generation"), after, tenant=ask.tenant)
     with reading(run, ask.scope, ask.receive):
-        await stream(run, ask.send, ask.request_id, positions=positions)
+        await stream(run, ask.scope, ask.send, positions=positions)

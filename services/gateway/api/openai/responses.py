@@ -251,7 +251,7 @@ async def retrieve(ask: Ask) -> bytes | None:
     after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
     run = await responses.read(found, after, obfuscated=wanted.include_obfuscation)
     with reading(run, ask.scope, ask.receive):
-        await stream(run, ask.send, ask.request_id)
+        await stream(run, ask.scope, ask.send)
     return None
 
 

@@ -1,0 +1,140 @@
+"""The ASGI extension by which a stream writes without its task, over real sockets."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+
+from services.gateway.core.asgi import write_of
+from services.gateway.server.connections import Door, Limits
+from services.gateway.server.http1 import guarded_http
+from shared.service.endpoints import Receive, Scope, Send
+from shared.service.http_server import HttpServer
+from shared.service.listener import bind
+
+PART = 4096 * b"x"
+BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
+END = {"type": "http.response.body", "body": b"end"}
+
+Write = Callable[[bytes], bool]
+Answer = Callable[[Write, Receive, Send], Awaitable[None]]
+
+
+async def ask(answer: Answer, client: Callable[[str], Awaitable[None]]) -> None:
+    """Serves `answer` at an address that `client` is given."""
+    errors: list[BaseException] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        write = write_of(scope)
+        assert write is not None
+        try:
+            await answer(write, receive, send)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    door = Door(8)
+    options = {"http": guarded_http(Limits(10.0, 1 << 16), door), "admission": door.admission("http")}
+    server = HttpServer(app, bind("127.0.0.1", 0), **options)
+    await server.start()
+    try:
+        await asyncio.wait_for(client(server.address), 20)
+    finally:
+        await server.stop()
+    assert not errors
+
+
+async def test_parts_come_in_their_order() -> None:
+    async def answer(write: Write, receive: Receive, send: Send) -> None:
+        assert not write(b"too early"), "there is no head yet"
+        await send(BEGIN)
+        assert write(b"a ")
+        assert write(b"b ")
+        await send({"type": "http.response.body", "body": b"c ", "more_body": True})
+        assert write(b"d ")
+        await send(END)
+        assert not write(b"too late")
+
+    async def client(address: str) -> None:
+        async with httpx.AsyncClient() as session:
+            for _ in range(2):  # on one connection
+                assert (await session.get(f"http://{address}/")).text == "a b c d end"
+
+    await ask(answer, client)
+
+
+async def test_an_answer_of_known_length_or_without_a_body_is_not_written_to() -> None:
+    async def answer(write: Write, receive: Receive, send: Send) -> None:
+        await send({**BEGIN, "headers": [(b"content-length", b"3")]})
+        assert not write(b"abc")
+        await send(END)
+
+    async def headless(write: Write, receive: Receive, send: Send) -> None:
+        await send(BEGIN)
+        assert not write(b"abc")
+        await send(END)
+
+    async def get(address: str) -> None:
+        async with httpx.AsyncClient() as session:
+            assert (await session.get(f"http://{address}/")).text == "end"
+
+    async def head(address: str) -> None:
+        async with httpx.AsyncClient() as session:
+            assert (await session.head(f"http://{address}/")).text == ""
+
+    await ask(answer, get)
+    await ask(headless, head)
+
+
+async def test_a_client_that_does_not_read_is_written_a_bounded_part() -> None:
+    full, read = asyncio.Event(), 0
+
+    async def answer(write: Write, receive: Receive, send: Send) -> None:
+        nonlocal read
+        await send(BEGIN)
+        parts = 0
+        for _ in range(20_000):
+            if not write(PART):
+                break
+            parts += 1
+            await asyncio.sleep(0)
+        assert 0 < parts < 20_000
+        full.set()
+        await send({"type": "http.response.body", "body": b"", "more_body": True})  # waits
+        assert write(b"again ")
+        await send(END)
+        read = parts
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        await full.wait()
+        data = await reader.read()
+        assert data.endswith(b"again \r\n3\r\nend\r\n0\r\n\r\n")
+        assert data.count(PART) == read
+        writer.close()
+
+    await ask(answer, client)
+
+
+async def test_nothing_is_written_to_a_client_that_has_gone() -> None:
+    gone = asyncio.Event()
+
+    async def answer(write: Write, receive: Receive, send: Send) -> None:
+        await send(BEGIN)
+        assert write(b"a")
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        assert not write(b"b")
+        gone.set()
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        await reader.readuntil(b"1\r\na\r\n")
+        writer.close()
+        await gone.wait()
+
+    await ask(answer, client)

@@ -1,0 +1,179 @@
+"""What a run writes from a callback is what its reader's task would have written."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.core.errors import ClientGone
+from services.gateway.lifecycle.answer import Answer
+from services.gateway.streams.reading import new_run
+from services.gateway.streams.run import Chunk, Run
+from shared.errors import RingLost
+from shared.messages import FinishReason, TokenEntry
+from tests.unit.gateway.streams.test_resumed_reading import (
+    LOOP,
+    OF_BYTE,
+    TOKENIZER,
+    Alone,
+    answer_of,
+    entries_of,
+    logs,
+)
+
+
+class Connection:
+    """Takes chunks of a run directly, where it is `open`, and else from the reader's task."""
+
+    def __init__(self, answer: Answer, *, direct: bool) -> None:
+        self.run: Run = new_run(answer, TOKENIZER, Alone())
+        self.run.join()
+        self.open = True
+        self.chunks: list[Chunk] = []
+        self.written = 0
+        """Chunks that were written directly."""
+        self.turns = 0
+        """Batches of the task."""
+        self.task = LOOP.create_task(self._read(direct))
+        settle()
+
+    async def _read(self, direct: bool) -> None:
+        async for batch in self.run.chunks(self._write if direct else None):
+            self.turns += 1
+            self.chunks += batch
+
+    def _write(self, batch: Sequence[Chunk]) -> bool:
+        if self.open:
+            self.chunks += batch
+            self.written += len(batch)
+        return self.open
+
+
+def settle() -> None:
+    async def turns() -> None:
+        for _ in range(16):
+            await asyncio.sleep(0)
+
+    LOOP.run_until_complete(turns())
+
+
+def letters(answer: Answer, text: str, finish: FinishReason = "") -> None:
+    """The next tokens of the only choice."""
+    generation = answer.generations[0]
+    tokens = [OF_BYTE[bytes([byte])] for byte in text.encode()]
+    generation.on_entry(
+        "ring", 1, TokenEntry(generation.id, 0, generation.stream.position, tokens, finish), 1.0
+    )
+
+
+def said(connection: Connection) -> str:
+    choices = [choice for chunk in connection.chunks for choice in json.loads(chunk.data)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(logs(), min_size=1, max_size=3),
+    st.lists(st.sampled_from(["a", "b\u00e9", "ab"]), max_size=1),
+    st.booleans(),
+    st.data(),
+)
+def test_a_connection_gets_the_same_chunks_either_way(
+    choices: list[tuple[list[int], FinishReason, list[int]]],
+    stop: list[str],
+    scored: bool,
+    data: st.DataObject,
+) -> None:
+    answer = answer_of(stop, len(choices), 0 if scored else -1, token_ids=data.draw(st.booleans()))
+    plain, direct = Connection(answer, direct=False), Connection(answer, direct=True)
+    feeds = [entries_of(index, log, scored) for index, log in enumerate(choices)]
+    while any(feeds):
+        for _ in range(data.draw(st.integers(1, 3))):  # at once
+            if left := [index for index, feed in enumerate(feeds) if feed]:
+                index = data.draw(st.sampled_from(left))
+                answer.generations[index].on_entry("ring", 1, feeds[index].pop(0), 1.0)
+        direct.open = data.draw(st.booleans())
+        settle()
+        assert direct.chunks == plain.chunks
+    assert plain.run.finished
+    assert direct.run.finished
+    assert direct.task.done()
+
+
+def test_ordinary_tokens_wake_no_task() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    for letter in "abcd":
+        letters(answer, letter)
+        settle()
+    assert (said(connection), connection.turns, connection.written) == ("abcd", 1, 3)
+    letters(answer, "e", "length")
+    settle()
+    assert (said(connection), connection.turns, connection.written) == ("abcde", 2, 3)
+
+
+def test_what_cannot_be_written_is_left_to_the_task() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    letters(answer, "a")
+    settle()
+    connection.open = False
+    letters(answer, "b")
+    settle()
+    assert (said(connection), connection.turns, connection.written) == ("ab", 2, 0)
+    connection.open = True
+    letters(answer, "c")
+    settle()
+    assert (said(connection), connection.turns, connection.written) == ("abc", 2, 1)
+
+
+def test_more_than_is_taken_at_once_is_all_read() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    letters(answer, "a")
+    settle()
+    for _ in range(100):
+        letters(answer, "b")
+    settle()
+    assert said(connection) == "a" + 100 * "b"
+
+
+def test_an_error_comes_behind_the_tokens_before_it() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    letters(answer, "a")
+    settle()
+    letters(answer, "b")
+    answer.generations[0].fail(RingLost("It is lost."))
+    settle()
+    assert said(connection) == "ab"
+    with pytest.raises(RingLost):
+        connection.task.result()
+
+
+def test_a_fault_in_the_callback_ends_the_reading() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    letters(answer, "a")
+    settle()
+    connection.written = None  # type: ignore[assignment]  # it cannot be counted up
+    letters(answer, "b")
+    settle()
+    with pytest.raises(TypeError):
+        connection.task.result()
+
+
+def test_nothing_is_written_for_a_client_that_has_gone() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True)
+    letters(answer, "a")
+    settle()
+    letters(answer, "b")
+    connection.run.end(ClientGone())
+    settle()
+    assert (said(connection), connection.written) == ("a", 0)
+    with pytest.raises(ClientGone):
+        connection.task.result()
