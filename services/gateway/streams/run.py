@@ -262,11 +262,10 @@ class Run:
             return  # the task takes them
         try:
             changed = self._feed_news()
-            if self._write is not None:
-                batch = self._chunks_of(changed)
-                if batch and not self._write(batch):
+            if self._write is not None and (batch := self._chunks_of(changed)):
+                if not self._write(batch):
                     self._unwritten = batch
-                elif batch and self._metrics is not None:
+                elif self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
         except Exception as error:
             self._error = error
@@ -317,7 +316,8 @@ class Run:
         if output.text_alone and self._begun[index] and not output.finish:  # nearly always
             if text := output.take_text():
                 self._shown[index] = output.tokens
-                batch.append(self._chunk(self._shape.text(index, text)))
+                data = self._shape.text(index, text)
+                batch.append(self._chunk(data) if self._more else Chunk(data, show(self._shown)))
             return
         piece = output.take()
         if not self._begun[index]:
@@ -411,28 +411,28 @@ class Run:
 
     def _feed_news(self) -> list[int]:
         """As `_advance`, of what is there."""
-        changed: dict[int, None] = {}
-        for choice, news in self._take():
-            if self._outputs[choice].finish:
-                continue
-            if isinstance(news, RyzansteinError):
-                if not changed:
-                    raise news
-                self._error = news
-                break
-            self._feed(choice, news)
-            changed[choice] = None
-        return list(changed)
-
-    def _take(self) -> list[tuple[int, TokenEntry | RyzansteinError]]:
-        """What there is. A long log that is read again does not keep the others waiting."""
         news = self._backlog
         if not news:
             if self._ended is not None:
                 raise self._ended
             news, self._news, self._since = self._news, [], self._news_at
-        self._backlog = news[AT_ONCE:]
-        return news[:AT_ONCE] if self._backlog else news
+        if len(news) > AT_ONCE:  # a long log that is read again does not keep the others waiting
+            news, self._backlog = news[:AT_ONCE], news[AT_ONCE:]
+        elif self._backlog:
+            self._backlog = []
+        changed: list[int] = []
+        for choice, item in news:
+            if self._outputs[choice].finish:
+                continue
+            if isinstance(item, RyzansteinError):
+                if not changed:
+                    raise item
+                self._error = item
+                break
+            self._feed(choice, item)
+            if choice not in changed:
+                changed.append(choice)
+        return changed
 
     def _feed(self, choice: int, entry: TokenEntry) -> None:
         output = self._outputs[choice]
@@ -458,8 +458,7 @@ class Run:
         return rest
 
     def _observe(self, choice: int, metrics: ModelMetrics) -> None:
-        now = time.perf_counter()
-        last = self._arrivals.get(choice)
+        now, last = self._since, self._arrivals.get(choice)
         if last is not None:
             metrics.between_tokens.observe(now - last)
         elif not self._arrivals:

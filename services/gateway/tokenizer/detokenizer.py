@@ -46,23 +46,24 @@ class StreamDetokenizer:
 
     def _begin(self, context: list[int]) -> None:
         self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip)
-        self._context = context
+        self._context = context[-CONTEXT_TOKENS:]
         """The last tokens whose text has been returned."""
 
     def _step(self, token: int) -> str:
         self._pending.append(token)
         try:
-            text = self._stream.step(self._tokenizer, [token]) or ""
+            text = self._stream.step(self._tokenizer, token)
         except Exception:  # a decoder that rewrites what it has shown: begin anew behind it
             self._begin([])
-            text = self._stream.step(self._tokenizer, self._pending) or ""
+            text = self._stream.step(self._tokenizer, self._pending)
         if text:
             self._forget_pending(len(self._pending))
-        return text or (self._overflow() if len(self._pending) > MOST_PENDING else "")
+            return text
+        return self._overflow() if len(self._pending) > MOST_PENDING else ""
 
     def _overflow(self) -> str:
         """Shows all that is pending but for what may be the beginning of a character; the stream begins anew."""
-        context = self._context
+        context = list(self._context)
         text = self._take(len(self._pending) - _LONGEST_TAIL)
         if not text:  # hidden tokens: the text goes on where it was
             self._begin(context)
@@ -90,8 +91,8 @@ class StreamDetokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
     def _forget_pending(self, count: int) -> None:
-        self._context = (self._context + self._pending[:count])[-CONTEXT_TOKENS:]
-        self._pending = self._pending[count:]
+        self._context += self._pending[:count]
+        del self._context[:-CONTEXT_TOKENS], self._pending[:count]
 
 
 class FilteredDetokenizer:
