@@ -102,6 +102,20 @@ async def send_json(send: Send, status: int, body: object, headers: Mapping[str,
     await send({"type": "http.response.body", "body": data})
 
 
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """A part of a stream: a JSON text, or a part of a protobuf message."""
+
+    data: bytes
+    position: bytes = b""
+    """Where in its log a reader of everything up to this chunk stands: a number per choice, with commas; empty where it
+    is of no log."""
+    event: bytes = b""
+    """The type of the server-sent event, where it has one."""
+    comment: bytes = b""
+    """How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
+    (`streams/progress.py`)."""
+
+
 WRITE = "ryzanstein.write"
 """Name of an ASGI extension: a function that writes a part of a body at once, as `send` would behind those before it;
 False: it cannot now, and has written nothing. A stream writes by it from a callback, and wakes no task."""
@@ -130,30 +144,32 @@ class EventStream:
         """Keeps the connection from looking idle; no event."""
         await self._send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
 
-    async def write(self, events: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
-        """Events as `body` takes them, in one write."""
+    async def write(self, chunks: Sequence[Chunk], *, end: bool = False) -> None:
+        """An event each, in one write."""
         body = b""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
             body = b"retry: %d\n" % RETRY
-        body += self.body(events)
+        body += self.body(chunks)
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
 
-    def body(self, events: Sequence[tuple[bytes, ...]]) -> bytes:
-        """Events of (data, id), (data, id, type) or (data, id, type, comment) as they are written; an empty id or type
-        is left out, and of one with a comment that alone is written."""
+    def body(self, chunks: Sequence[Chunk]) -> bytes:
+        """`chunks` as they are written: the position is the event's id, and of one with a comment that alone is
+        written."""
         body = b""
-        for event in events:
-            data, identity, kind, comment = event if len(event) == 4 else (*event, b"", b"")[:4]
-            if comment:
-                body += (
-                    b": %b\n" % comment
-                )  # clients take an empty line for an event, be it that it has no data
+        for chunk in chunks:
+            if (
+                chunk.comment
+            ):  # without an empty line: clients take one for an event, be it that it has no data
+                body += b": %b\n" % chunk.comment
                 continue
-            if kind:
-                body += b"event: %b\n" % kind
-            body += b"data: %b\nid: %b\n\n" % (data, identity) if identity else b"data: %b\n\n" % data
+            if chunk.event:
+                body += b"event: %b\n" % chunk.event
+            if chunk.position:
+                body += b"data: %b\nid: %b\n\n" % (chunk.data, chunk.position)
+            else:
+                body += b"data: %b\n\n" % chunk.data
         return body
 
 
@@ -172,20 +188,21 @@ class LineStream:
         self._positions = positions
         self.started = False
 
-    async def write(self, lines: Sequence[tuple[bytes, ...]], *, end: bool = False) -> None:
+    async def write(self, chunks: Sequence[Chunk], *, end: bool = False) -> None:
         """As `EventStream.write`; types and comments have no place here."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
-        await self._send({"type": "http.response.body", "body": self.body(lines), "more_body": not end})
+        await self._send({"type": "http.response.body", "body": self.body(chunks), "more_body": not end})
 
-    def body(self, lines: Sequence[tuple[bytes, ...]]) -> bytes:
+    def body(self, chunks: Sequence[Chunk]) -> bytes:
         """As `EventStream.body`."""
         body = b""
-        for data, identity, *kind in lines:
-            if len(kind) > 1 and kind[1]:
+        for chunk in chunks:
+            if chunk.comment:
                 continue
-            if self._positions and identity:
-                data = data[:-1] + b',"position":"%b"}' % identity
+            data = chunk.data
+            if self._positions and chunk.position:
+                data = data[:-1] + b',"position":"%b"}' % chunk.position
             body += data + b"\n"
         return body

@@ -233,8 +233,7 @@ class Generation:
                 self.prompt_scores = fresh.prompt_scores or self.prompt_scores
                 if self.scores is not None:
                     self.scores += fresh.logprobs or ()
-                for deliver in self._readers:
-                    deliver(self.index, fresh)
+                self._deliver(fresh)
             if fresh.finish:
                 return self._on_finish(group, fresh)
         if self.stream.ahead:

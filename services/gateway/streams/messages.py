@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.output import Piece, StopReason, arguments_of
 from services.gateway.streams.progress import PromptProgress
-from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages.records import GenerationRecord
 

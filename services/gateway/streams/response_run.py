@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ErrorBody, status_of
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.formats import padded
@@ -13,7 +14,7 @@ from services.gateway.streams.output import Piece
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.response_events import Event, ResponseEvents
 from services.gateway.streams.response_items import ResponseShape
-from services.gateway.streams.run import Chunk, Write
+from services.gateway.streams.run import Write
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import RyzansteinError
 

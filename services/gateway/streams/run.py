@@ -5,11 +5,12 @@ import contextvars
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import msgspec
 import structlog
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
@@ -26,19 +27,6 @@ LARGE = 32 << 10
 """Bytes of vectors and of prompts' log probabilities from which they are turned into text beside the event loop."""
 AT_ONCE = 32
 """News that are turned into text before others get their turn."""
-
-
-class Chunk(NamedTuple):
-    """A JSON text for the client, or a part of a protobuf message."""
-
-    data: bytes
-    position: bytes
-    """Where in the log a reader of everything up to this chunk stands: a number per choice, with commas."""
-    event: bytes = b""
-    """The type of the server-sent event, where it has one."""
-    comment: bytes = b""
-    """How much of the prompts is computed, where it tells that: it is not of the log then, and `data` the same as JSON
-    (`progress.py`)."""
 
 
 Write = Callable[[Sequence[Chunk]], bool]

@@ -10,13 +10,13 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.core.asgi import Chunk
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.embeddings import vector_outputs
 from services.gateway.streams.formats import Format, Shown, Usage
 from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.streams.prompt_logprobs import PromptList
-from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest, TokenEntry

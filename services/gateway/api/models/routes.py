@@ -21,7 +21,7 @@ from services.gateway.api.models.shapes import (
     events_between,
 )
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import EventStream, watch_disconnect
+from services.gateway.core.asgi import Chunk, EventStream, watch_disconnect
 from services.gateway.core.errors import describe
 from services.gateway.core.pagination import NeighbourQuery
 from services.gateway.core.settings import GatewaySettings
@@ -235,7 +235,7 @@ async def stream_events(ask: Ask) -> None:
             found = events_between(known, after, catalog.registry.specs, now)
             known = after
             if found or not stream.started:
-                await stream.write([(msgspec.json.encode(one), b"") for one in found])
+                await stream.write([Chunk(msgspec.json.encode(one)) for one in found])
                 silent = now
             elif now - silent >= KEEP_ALIVE:
                 await stream.comment()
@@ -245,7 +245,7 @@ async def stream_events(ask: Ask) -> None:
             ask.backend.authenticator.check(ask.principal)
     except Exception as error:
         if stream.started:
-            await stream.write([(msgspec.json.encode(describe(error, ask.request_id)), b"")], end=True)
+            await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
         raise
     finally:
         watcher.cancel()

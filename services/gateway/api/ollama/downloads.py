@@ -11,7 +11,7 @@ from services.gateway.api.backend import Ask
 from services.gateway.api.dialects import OLLAMA
 from services.gateway.api.ollama.residency import looks
 from services.gateway.api.ollama.shapes import Progress, Shown
-from services.gateway.core.asgi import LineStream, send_json
+from services.gateway.core.asgi import Chunk, LineStream, send_json
 from services.gateway.core.errors import ClientGone, ModelLoadFailed
 from shared.errors import RyzansteinError, Unavailable
 from shared.messages import HostModel
@@ -117,12 +117,12 @@ async def send_lines(ask: Ask, lines: AsyncGenerator[Progress, None]) -> None:
     try:
         async with contextlib.aclosing(lines):
             async for line in lines:
-                await stream.write([(msgspec.json.encode(line), b"")])
-        await stream.write([(msgspec.json.encode(Progress("success")), b"")], end=True)
+                await stream.write([Chunk(msgspec.json.encode(line))])
+        await stream.write([Chunk(msgspec.json.encode(Progress("success")))], end=True)
     except (ClientGone, asyncio.CancelledError):
         raise
     except Exception as error:
         if stream.started:
             told = msgspec.json.encode(OLLAMA.describe(error, ask.request_id))
-            await stream.write([(told, b"")], end=True)
+            await stream.write([Chunk(told)], end=True)
         raise

@@ -11,6 +11,7 @@ import msgspec
 from services.gateway.api.backend import Ask, Backend
 from services.gateway.api.dialects import ENDPOINTS
 from services.gateway.core.asgi import (
+    Chunk,
     EventStream,
     LineStream,
     disconnected,
@@ -36,7 +37,7 @@ from services.gateway.streams.reading import GenerationState
 from services.gateway.streams.run import Run
 from shared.service.endpoints import Receive, Scope, Send
 
-DONE = b"[DONE]"
+DONE = Chunk(b"[DONE]")
 GENERATION_HEADER = "x-ryzanstein-generation"
 """Of an answer that names no id: the id of its generation."""
 
@@ -129,13 +130,13 @@ async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False)
         async with contextlib.aclosing(run.chunks(write_now)) as chunks:
             async for batch in chunks:
                 await events.write(batch)
-        await events.write([(DONE, b"")] if run.ends_with_done and dialect.done else [], end=True)
+        await events.write([DONE] if run.ends_with_done and dialect.done else [], end=True)
     except ClientGone:
         raise
     except Exception as error:
         if events.started:
             told = msgspec.json.encode(run.error_event(dialect.describe(error, scope["state"]["request_id"])))
-            await events.write([(told, b"", dialect.error_event)], end=True)
+            await events.write([Chunk(told, event=dialect.error_event)], end=True)
         raise
 
 

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import EventStream, disconnected, header
+from services.gateway.core.asgi import Chunk, EventStream, disconnected, header
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, shown
 from services.gateway.core.settings import GatewaySettings
@@ -295,7 +295,7 @@ async def _stream(ask: Ask) -> None:
                 ask.backend.check_draining()
                 ask.backend.authenticator.check(ask.principal)
                 if event is not None:
-                    await stream.write([(msgspec.json.encode(event[1]), str(event[0]).encode())])
+                    await stream.write([Chunk(msgspec.json.encode(event[1]), str(event[0]).encode())])
                 elif stream.started:
                     await stream.comment()
                 else:
@@ -303,7 +303,7 @@ async def _stream(ask: Ask) -> None:
         await stream.write([], end=True)
     except Exception as error:
         if stream.started:
-            await stream.write([(msgspec.json.encode(describe(error, ask.request_id)), b"")], end=True)
+            await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
         raise
     finally:
         gone.cancel()

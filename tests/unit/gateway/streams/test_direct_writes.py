@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ClientGone
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Chunk, Run
+from services.gateway.streams.run import Run
 from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
 from tests.unit.gateway.streams.test_resumed_reading import (

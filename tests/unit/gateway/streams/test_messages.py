@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.streams.output import arguments_of
 from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Chunk
 from shared.messages import FinishReason, GenerationRequest, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
 from tests.unit.gateway.streams.test_resumed_reading import LIMITS, LOOP, OF_BYTE, TOKENIZER

@@ -7,11 +7,11 @@ from typing import Any, Literal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.lifecycle.answer import Answer, requests_of
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.streams.cursor import END_OF_CHOICE
 from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Chunk
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry
 from shared.messages.records import GenerationRecord, Parsing
 from tests.unit.gateway.streams.test_resumed_reading import (

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.intake.responses import compaction
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.persistence.keeper import answer_of, stored_of
 from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Chunk, Run
+from services.gateway.streams.run import Run
 from shared.errors import RingLost, Unavailable
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
 from shared.messages.records import GenerationRecord, Parsing, ResponseRecord, StoredResponse

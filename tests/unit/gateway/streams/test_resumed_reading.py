@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.lifecycle.answer import Answer, merged, requests_of
 from services.gateway.lifecycle.generation import Deliver, Generation
@@ -16,7 +17,7 @@ from services.gateway.lifecycle.records import _parts
 from services.gateway.lifecycle.token_stream import Decision, Limits
 from services.gateway.streams import cursor
 from services.gateway.streams.reading import new_run
-from services.gateway.streams.run import Chunk, Run
+from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import RyzansteinError
 from shared.messages import FinishReason, GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from services.gateway.api.grpc.encoding import EventFormat, TokenOutput, event, field, id_field, varint
 from services.gateway.api.grpc.generated import inference_pb2 as pb
+from services.gateway.core.asgi import Chunk
 from services.gateway.streams.formats import Usage
 from services.gateway.streams.output import Piece, ScoredToken
 from services.gateway.streams.progress import PromptProgress
-from services.gateway.streams.run import Chunk
 from services.gateway.tokenizer.tokenizer import StubTokenizer
 from services.gateway.tool_calls.parser import CallDelta
 from shared.messages import GenerationRequest, SamplingParams, TokenEntry, TokenLogprobs
