@@ -47,6 +47,7 @@ from benchmarks.control_plane.systems import Dynamo, Ours, System
 from benchmarks.control_plane.systems import dynamo_python as install_dynamo
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
 from benchmarks.report import machine, versions
+from shared.process import freeze_gc_after_startup
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +159,7 @@ async def run_profile(plan: Plan, folder: Path, report: Report) -> Profile:
 async def run_floor(plan: Plan, folder: Path, report: Report) -> Floor:
     """What a stream and a message cost at least."""
     bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    freeze_gc_after_startup()  # this process is the sender of messages, which services are too
     return Floor(
         date=_today(),
         command=_command(),
