@@ -71,7 +71,7 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
             return False
 
     spill = SpillStore(0, 0, store.shape.bytes_per_spilled_block)
-    spill._disk = disk = UncachedDisk(store.shape.bytes_per_spilled_block, scratch, 1 << 30)  # noqa: SLF001
+    spill.disk = disk = UncachedDisk(store.shape.bytes_per_spilled_block, scratch, 1 << 30)
     steps = Decode(1, tokens).steps(store.num_hot, store.num_cold)
     for plan in steps.before:
         runner.forward(plan)

@@ -208,6 +208,14 @@ class RestoreFailed(InternalError):
         self.slots = slots
 
 
+class SpilledBlock(NamedTuple):
+    """A block that a ring has on disk when it starts."""
+
+    slot: int
+    key: tuple[bytes, bytes, bytes]
+    """Digest, parent, tokens (`kv_cache/prefix_index.py`)."""
+
+
 class Launched(Protocol):
     def result(self) -> list[SampledToken]:
         """Waits for it; what `Engine.execute` gives, and raises. To be called once for every step, in the order in
@@ -220,6 +228,11 @@ class Engine(Protocol):
 
     def load(self, progress: ProgressCallback) -> EngineSpec:
         """Brings the model into memory. Raises `shared.errors.ModelLoadError` with the remedy."""
+        ...
+
+    def recovered(self) -> list[SpilledBlock]:
+        """What all ranks have on disk from before they started, in the order of writing. To be asked once, after
+        `load`."""
         ...
 
     def card(self, model: str) -> tuple[ModelCard, bytes]:

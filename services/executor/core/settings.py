@@ -287,10 +287,12 @@ class ExecutorSettings(ModelStoreSettings):
     """Bytes of host memory per rank to which KV blocks of sessions are evicted; 0: none. For GPUs, which pin it at
     start: on a CPU the same bytes are worth more as `kv_memory`."""
     kv_disk_memory: int = Field(default=0, ge=0)
-    """Bytes on disk per rank to which KV blocks of sessions are evicted; 0: none."""
+    """Bytes on disk per rank to which KV blocks of sessions are evicted; 0: none. With `kv_disk_directory` they outlive
+    the ring (docs/reliability.md, Spilled blocks on disk)."""
     kv_disk_directory: Path | None = None
-    """Where `kv_disk_memory` and `kv_mapped_memory` go, to files that end with their process; unset: the directory for
-    temporary files, which is no use where that is in memory."""
+    """Where `kv_disk_memory` goes, to files that the next ring finds again, and `kv_mapped_memory`, to files that end
+    with their process; unset: both end with it, in the directory for temporary files, which is no use where that is in
+    memory."""
     kv_session_ttl: float = Field(default=900.0, ge=0)
     """Seconds after its last turn during which a session's KV blocks are evicted only after all others; 0: no
     preference."""
@@ -461,6 +463,19 @@ def packed_name(model: Path, share: Iterable[object]) -> str:
 STUB_MODEL = "stub"
 
 
+_NUMERIC = (
+    "engine",
+    "dtype",
+    "weight_dtype",
+    "device",
+    "tp",
+    "kv_dtype",
+    "kv_dtype_layers",
+    "block_size",
+    "collectives",
+)
+
+
 def served_name(settings: ExecutorSettings) -> str:
     """The name that was set, else the last part of the path, else the hub name as it stands."""
     if settings.served_model_name:
@@ -471,6 +486,11 @@ def served_name(settings: ExecutorSettings) -> str:
     if path.exists():
         return path.resolve().name.removesuffix(".gguf")
     return settings.model.removeprefix(HUB)
+
+
+def numeric_settings(settings: ExecutorSettings) -> list[str]:
+    """Those that what a model computes depends on, beside its files and what computes (`EngineSpec.numerics`)."""
+    return [f"{name}={getattr(settings, name)}" for name in _NUMERIC]
 
 
 def thread_count(settings: ExecutorSettings) -> int:

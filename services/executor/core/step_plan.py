@@ -103,6 +103,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     sparse: bytes = b""
     """int32 [S, 7]: which earlier blocks each sequence's tokens read (`sparse_attention.py`); empty where all read
     all."""
+    save_keys: list[tuple[bytes, bytes, bytes]] = []
+    """Of each of `saves` what it holds (digest, parent, tokens; `kv_cache/prefix_index.py`), which ranks write beside
+    its bytes; empty where nothing is saved to disk."""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.executor.gpu.device import sent
 from services.executor.kv_cache.offload import DiskSlots
+from services.executor.kv_cache.prefix_index import BlockKey
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError, reason_of
 
@@ -80,20 +81,23 @@ class DeviceSpill:
         self._host = PinnedSlots(num_host, block_bytes)
         self._held: set[int] = set()
         """Slots of host memory that were saved to."""
-        self._disk = DiskSlots(block_bytes, directory) if num_disk else None
+        self.disk = DiskSlots(block_bytes, directory) if num_disk else None
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def loses(self) -> bool:
-        return self._disk is not None
+        return self.disk is not None
 
-    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
+    def save_blocks(
+        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
+    ) -> None:
+        named = {slot: key for (_, slot), key in zip(pairs, keys, strict=False)}
         for part in self._parts(pairs):
             packed = store.pack(self._ids([block for block, _ in part]))
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 for row, (_, slot) in zip(packed, part, strict=True):
-                    self._keep(slot, row)
+                    self._keep(slot, row, named.get(slot))
             packed.record_stream(self._stream)  # its memory is not to be had before these copies are over
 
     def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
@@ -103,20 +107,20 @@ class DeviceSpill:
     def close(self) -> None:
         """Frees memory and disk. Safe to call twice."""
         self._host, self._held = PinnedSlots(0, self._block_bytes), set()
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
 
-    def _keep(self, slot: int, row: Tensor) -> None:
+    def _keep(self, slot: int, row: Tensor, key: BlockKey | None) -> None:
         """Begins to copy `row`, uint8 on the device, in the current stream."""
         if slot < self._num_host:
             self._host.slot(slot).copy_(row, non_blocking=True)
             self._held.add(slot)
-        elif self._disk is not None:
+        elif self.disk is not None:
             content = torch.empty(len(row), dtype=torch.uint8, pin_memory=True)
             content.copy_(row, non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._disk.save(slot - self._num_host, _Copied(content, event))
+            self.disk.save(slot - self._num_host, _Copied(content, event), key)
 
     def _restore(self, store: KvStore, part: Sequence[tuple[int, int]]) -> list[bool]:
         contents = [self._content(slot) for slot, _ in part]
@@ -136,7 +140,7 @@ class DeviceSpill:
         """uint8, in pinned memory; on the device's side it is there once its stream waits for the copies."""
         if slot < self._num_host:
             return self._host.slot(slot) if slot in self._held else None
-        content = None if self._disk is None else self._disk.load(slot - self._num_host)
+        content = None if self.disk is None else self.disk.load(slot - self._num_host)
         return (
             None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8).pin_memory()
         )

@@ -87,6 +87,8 @@ class Totals(ctypes.Structure):
     draft_seconds: float
     adapter_loads: int
     adapter_evictions: int
+    recovered_blocks: int
+    """KV blocks that were on disk when it started."""
 
     def as_dict(self) -> dict[str, int | float]:
         return {name: getattr(self, name) for name, *_ in self._fields_}

@@ -80,7 +80,7 @@ class BlockAllocator:
         self._tiers = tiers if tiers is not None else SpillTiers(0, 0)
         self._saves_per_step = saves_per_step * self._tiers.count
         self._wanted: set[int] = set()
-        self._copies = PendingCopies()
+        self._copies = PendingCopies(named=self._tiers.disk_counts[0] > 0)
         self._unlock: list[int] = []
         self.room_version = 0
         """Changes whenever there may be more room than before."""
@@ -386,7 +386,7 @@ class BlockAllocator:
         self._wanted.discard(block)
         if wanted:
             for slot in self._tiers.put(key):
-                self._copies.save(block, slot)
+                self._copies.save(block, slot, key)
             self._drop_saves()
 
     def _drop_saves(self) -> None:

@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, KeysView, Sequence
 from typing import NamedTuple
 
-from services.executor.kv_cache.prefix_index import PrefixIndex
+from services.executor.kv_cache.prefix_index import BlockKey, PrefixIndex
 from shared.messages.debugging import PoolDump
 
 
@@ -222,11 +222,15 @@ class Copies(NamedTuple):
 
     saves: Pairs
     restores: Pairs
+    keys: list[tuple[bytes, bytes, bytes]] = []
+    """What each of `saves` holds (`BlockKey`), where there are slots on disk."""
 
 
 class PendingCopies:
-    def __init__(self) -> None:
-        self._saves: dict[int, int] = {}
+    def __init__(self, *, named: bool = False) -> None:
+        """`named`: whether it is to be told what saves hold."""
+        self._named = named
+        self._saves: dict[int, tuple[int, BlockKey]] = {}
         self._restores: Pairs = []
 
     @property
@@ -234,10 +238,10 @@ class PendingCopies:
         """The slots that are going to be written, oldest first."""
         return self._saves.keys()
 
-    def save(self, block: int, slot: int) -> None:
+    def save(self, block: int, slot: int, key: BlockKey) -> None:
         """A slot that was to be written already has been given away since: the later save counts."""
         self._saves.pop(slot, None)
-        self._saves[slot] = block
+        self._saves[slot] = block, key
 
     def cancel_save(self, slot: int) -> None:
         del self._saves[slot]
@@ -246,8 +250,10 @@ class PendingCopies:
         self._restores.append((slot, block))
 
     def take(self) -> Copies:
-        saves = [(block, slot) for slot, block in self._saves.items()]
-        copies = Copies(saves, self._restores)
+        saves = [(block, slot) for slot, (block, _) in self._saves.items()]
+        copies = Copies(saves, self._restores, [])
+        if self._named:
+            copies.keys.extend(key for _, key in self._saves.values())
         self._saves, self._restores = {}, []
         return copies
 

@@ -1,9 +1,9 @@
 """One rank's bytes of the blocks that were evicted, in host memory, then on disk; and the copies of blocks that a plan
 carries.
 
-Which block is in which slot is the leader's to know (`offload_tiers.py`); a slot here is just bytes. They are worth
-nothing without the leader's map, so they live as long as the rank: the file on disk has no name and goes
-with the process, however it ends.
+Which block is in which slot is the leader's to know (`offload_tiers.py`); a slot here is just bytes. The file on disk
+has no name and goes with the process, however it ends; or it is one that says of its slots which blocks they hold, and
+outlives the ring (`spill_file.py`).
 
     save ──▶ waiting (in memory) ──▶ file        by a thread of its own: a step never waits for a write
                └──────── load ────────┘          checked against the checksum of what was saved last
@@ -18,9 +18,10 @@ import os
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import structlog
@@ -29,7 +30,9 @@ from numpy.typing import NDArray
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, as_int32
+from services.executor.kv_cache.prefix_index import BlockKey
 from services.executor.kv_cache.restore import LayeredRestore
+from services.executor.kv_cache.spill_file import KeptBlock, SpillFile
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
 
@@ -51,8 +54,16 @@ class Spill(Protocol):
         """Whether a block that was saved may not come back."""
         ...
 
-    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
-        """Keeps blocks of `store` in slots, (block, slot) each, whatever was there before."""
+    @property
+    def disk(self) -> "DiskSlots | None":
+        """Its slots on disk; None: it has none."""
+        ...
+
+    def save_blocks(
+        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
+    ) -> None:
+        """Keeps blocks of `store` in slots, (block, slot) each, whatever was there before. `keys`: what each of them
+        holds; without them they do not outlive the ring."""
         ...
 
     def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
@@ -70,15 +81,17 @@ class SpillStore:
         `ConfigurationError` when a file cannot be made there."""
         self._num_host = num_host
         self._host: dict[int, bytes] = {}
-        self._disk = DiskSlots(block_bytes, directory) if num_disk else None
+        self.disk = DiskSlots(block_bytes, directory) if num_disk else None
 
     @property
     def loses(self) -> bool:
         return True
 
-    def save_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> None:
-        for block, slot in pairs:
-            self.save(slot, store.save(block))
+    def save_blocks(
+        self, store: KvStore, pairs: Sequence[tuple[int, int]], keys: Sequence[BlockKey] = ()
+    ) -> None:
+        for (block, slot), key in zip_longest(pairs, keys):
+            self.save(slot, store.save(block), key)
 
     def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
         return [self._load_block(store, slot, block) for slot, block in pairs]
@@ -89,43 +102,44 @@ class SpillStore:
             store.load(block, content)
         return content is not None
 
-    def save(self, slot: int, content: bytes) -> None:
-        """Keeps `content` in `slot`, whatever was there before."""
+    def save(self, slot: int, content: bytes, key: BlockKey | None = None) -> None:
+        """Keeps `content` in `slot`, whatever was there before; `key`: see `save_blocks`."""
         if slot < self._num_host:
             self._host[slot] = content
-        elif self._disk is not None:
-            self._disk.save(slot - self._num_host, content)
+        elif self.disk is not None:
+            self.disk.save(slot - self._num_host, content, key)
 
     def load(self, slot: int) -> bytes | None:
         """What was saved to `slot` last; None where it is lost."""
         if slot < self._num_host:
             return self._host.get(slot)
-        return None if self._disk is None else self._disk.load(slot - self._num_host)
+        return None if self.disk is None else self.disk.load(slot - self._num_host)
 
     def find(self, slot: int) -> bytes | int | None:
         """See `restore.Slots`."""
         if slot < self._num_host:
             return self._host.get(slot)
-        return None if self._disk is None else self._disk.find(slot - self._num_host)
+        return None if self.disk is None else self.disk.find(slot - self._num_host)
 
     def expect(self, slot: int, offset: int, size: int) -> None:
         """See `restore.Slots`."""
-        if self._disk is not None:
-            self._disk.expect(slot - self._num_host, offset, size)
+        if self.disk is not None:
+            self.disk.expect(slot - self._num_host, offset, size)
 
     def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
         """See `restore.Slots`."""
-        return self._disk is not None and self._disk.read_into(slot - self._num_host, room, offset)
+        return self.disk is not None and self.disk.read_into(slot - self._num_host, room, offset)
 
     def close(self) -> None:
         """Frees memory and disk. Safe to call twice."""
         self._host = {}
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 class DiskSlots:
-    """Slots of equal size in a file without a name. One thread at a time saves and loads."""
+    """Slots of equal size in a file without a name, or in one that outlives the ring. One thread at a time saves and
+    loads."""
 
     def __init__(
         self, block_bytes: int, directory: Path | None, most_waiting: int = MOST_WAITING_BYTES
@@ -143,20 +157,28 @@ class DiskSlots:
                 f"No file for spilled KV blocks can be made in {directory or tempfile.gettempdir()} "
                 f"({error.strerror}); name a directory that can be written to with --kv-disk-directory."
             ) from error
+        self._kept: SpillFile | None = None
         self._checksums: dict[int, int] = {}
-        self._waiting: dict[int, bytes | Arriving] = {}
+        self._waiting: dict[int, _Saved] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._complained = False
         self._writer = threading.Thread(target=self._write_all, name="kv-spill", daemon=True)
         self._writer.start()
 
-    def save(self, slot: int, content: bytes | Arriving) -> None:
-        """Returns at once; what finds too much waiting is lost."""
+    def keep_in(self, file: SpillFile, blocks: Iterable[KeptBlock]) -> None:
+        """The slots are in `file` from now on, `blocks` of them from before. To be called before anything is saved."""
+        os.close(self._file)
+        self._kept, self._file = file, file.blocks
+        self._checksums = {block.slot: block.checksum for block in blocks}
+
+    def save(self, slot: int, content: bytes | Arriving, key: BlockKey | None = None) -> None:
+        """Returns at once; what finds too much waiting is lost. `key`: what it holds, where it is to outlive the
+        ring."""
         with self._changed:
             self._checksums.pop(slot, None)
             if slot in self._waiting or len(self._waiting) < self._most_waiting:
-                self._waiting[slot] = content
+                self._waiting[slot] = _Saved(content, key)
                 self._changed.notify_all()
 
     def find(self, slot: int) -> bytes | int | None:
@@ -165,7 +187,7 @@ class DiskSlots:
             waiting = self._waiting.get(slot)
             checksum = self._checksums.get(slot)
         # Only `save` makes a slot wait again, and not meanwhile.
-        return checksum if waiting is None else _arrived(waiting)
+        return checksum if waiting is None else waiting.arrived()
 
     def expect(self, slot: int, offset: int, size: int) -> None:
         """Has the system read `size` bytes of a slot ahead."""
@@ -201,19 +223,21 @@ class DiskSlots:
             return None
         return content
 
-    def flush(self) -> None:
-        """Waits until all that was saved has been written, or has failed to be."""
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all that was saved has been written, or has failed to be, for `timeout` seconds at most."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._closed)
+            self._changed.wait_for(lambda: not self._waiting or self._closed, timeout)
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._writer.join()
-        if self._file >= 0:
+        if self._kept is not None:
+            self._kept.close()
+        elif self._file >= 0:
             os.close(self._file)
-            self._file = -1
+        self._file = -1
 
     # --- the writer's thread ---------------------------------------------------------------------
 
@@ -223,26 +247,30 @@ class DiskSlots:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                slot, content = next(iter(self._waiting.items()))
-            checksum = self._write(slot, _arrived(content))
+                slot, saved = next(iter(self._waiting.items()))
+            checksum = self._write(slot, saved.arrived(), saved.key)
             with self._changed:
-                if self._waiting[slot] is content:  # else it has been saved anew meanwhile
+                if self._waiting[slot] is saved:  # else it has been saved anew meanwhile
                     del self._waiting[slot]
                     if checksum is not None:
                         self._checksums[slot] = checksum
                 self._changed.notify_all()
 
-    def _write(self, slot: int, content: bytes) -> int | None:
+    def _write(self, slot: int, content: bytes, key: BlockKey | None) -> int | None:
         """The checksum of what has been written; None when it has not."""
-        view, offset = memoryview(content), slot * self._block_bytes
+        view, offset, checksum = memoryview(content), slot * self._block_bytes, zlib.crc32(content)
         try:
+            if self._kept is not None:
+                self._kept.clear(slot)  # first: a process that is killed now leaves no record of other bytes
             while view:
                 written = os.pwrite(self._file, view, offset)
                 view, offset = view[written:], offset + written
+            if self._kept is not None and key is not None:
+                self._kept.put(slot, key, checksum)
         except OSError as error:
             self._complain(error)
             return None
-        return zlib.crc32(content)
+        return checksum
 
     def _complain(self, error: OSError | None) -> None:
         """Once: a full disk would fill the log."""
@@ -252,8 +280,14 @@ class DiskSlots:
             log.warning("kv_spill_failed", reason=reason, effect="spilled KV blocks are computed again")
 
 
-def _arrived(content: bytes | Arriving) -> bytes:
-    return content if isinstance(content, bytes) else content.wait()
+class _Saved(NamedTuple):
+    """What waits to be written."""
+
+    content: bytes | Arriving
+    key: BlockKey | None
+
+    def arrived(self) -> bytes:
+        return self.content if isinstance(self.content, bytes) else self.content.wait()
 
 
 class Endpoint(Protocol):
@@ -305,7 +339,8 @@ class BlockCopier:
 
     def _make_room(self, plan: StepPlan) -> None:
         if plan.saves:
-            self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist())
+            keys = [BlockKey(*key) for key in plan.save_keys]
+            self._spilled.save_blocks(self._store, _pairs(plan.saves).tolist(), keys)
         if plan.state_saves:
             self._store.save_states(self._snapshots(plan.state_saves))
         self._hand_over(plan)

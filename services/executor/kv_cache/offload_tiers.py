@@ -14,7 +14,7 @@ its longest unused slot when it needs one.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from services.executor.kv_cache.prefix_index import BlockKey, PrefixIndex
 
@@ -54,6 +54,13 @@ class SpillTier:
         self._held.put(slot, key)
         self._order[slot] = None
         return slot
+
+    def recover(self, blocks: Iterable[tuple[int, BlockKey]]) -> None:
+        """Free slots hold blocks of an earlier life of the ring, (slot, key) each, the longest unused first."""
+        for slot, key in blocks:
+            if self._held.put(slot, key):
+                self._order[slot] = None
+        self._free = [slot for slot in self._free if slot not in self._held]
 
     def lock(self, slot: int) -> None:
         """`slot` is going to be read: it stays as it is until every lock is gone."""
@@ -126,6 +133,12 @@ class SpillTiers:
     def put(self, key: BlockKey) -> list[int]:
         """The slots to write `key` to: none where it is held already."""
         return [slot for tier in self._tiers if (slot := tier.put(key)) is not None]
+
+    def recover(self, blocks: Iterable[tuple[int, BlockKey]]) -> int:
+        """Slots on disk hold blocks of an earlier life of the ring, (slot, key) each, the longest unused first. Returns
+        how many can be found. To be called before anything is put."""
+        self._disk.recover(blocks)
+        return self._disk.counts[1]
 
     def lock(self, slot: int) -> None:
         self._tier(slot).lock(slot)

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from services.executor.core.engine import Engine, EngineSpec, traits_of
-from services.executor.core.settings import ExecutorSettings, served_name
+from services.executor.core.settings import ExecutorSettings, numeric_settings, served_name
 from services.executor.ipc.activity import HostActivity
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.rank_pipe import AdaptersHeld, Drained, RankSpec, Ready, Requested, SupervisorPipe
@@ -58,24 +58,12 @@ from shared.process import freeze_gc_after_startup
 
 log = structlog.get_logger(__name__)
 
-_SETTINGS = (
-    "engine",
-    "dtype",
-    "weight_dtype",
-    "device",
-    "tp",
-    "kv_dtype",
-    "kv_dtype_layers",
-    "block_size",
-    "collectives",
-)
-
 
 def fingerprint_of(settings: ExecutorSettings, card: ModelCard, numerics: str) -> str:
     """`fp_` and ten hexadecimal digits; the same for rings that draw the same tokens of the same seed, which
     compute with the same `numerics` (`EngineSpec`)."""
     parts = [card.tokenizer, card.fingerprint, str(card.vocab_size), numerics]
-    parts += [f"{name}={getattr(settings, name)}" for name in _SETTINGS]
+    parts += numeric_settings(settings)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:10]}"
 
 
@@ -197,6 +185,7 @@ class Leader:
             self._model,
             board=self._board,
         )
+        self._board.totals.recovered_blocks = self._batcher.recover(self._engine.recovered())
         self._debug = LeaderDebug(self._spec, self._batcher, engine_spec, self._settings.slow_step)
         self._supervisor.desk.on_state(self._debug.tell)
         self._steps = Stepping(

@@ -135,6 +135,16 @@ def files_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def files_stamp(directory: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of change of the weights and the configuration in `directory`: others, where any of them
+    has been written anew. Of this host alone."""
+    return [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(directory.iterdir())
+        if (path.suffix in _WEIGHTS or path.name == "config.json") and path.is_file()
+    ]
+
+
 def _end_of(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _SAMPLE))

@@ -26,7 +26,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
+from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken, SpilledBlock
 from services.executor.core.prompt_results import WHOLE, Floats, Scores, Vector
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.ipc.board import RingBoard
@@ -112,6 +112,10 @@ class ContinuousBatcher:
         self._stages = Stages(board)
         self.step = 0
         """The last step that was scheduled; the first is 1."""
+
+    def recover(self, blocks: Seq[SpilledBlock]) -> int:
+        """As `BlockTables.recover`, before the first request."""
+        return self._tables.recover(blocks)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -298,7 +302,7 @@ class ContinuousBatcher:
         for sequence in self.drafter.members:
             sequence.in_flight = True
         first, self.step = self.step + 1, self.step + count
-        return self.drafter.draft_plan(first, count, self._tables.take_copies().saves)
+        return self.drafter.draft_plan(first, count, self._tables.take_copies())
 
     def take_drafts(self, found: Seq[Seq[DraftToken]], seconds: float = 0.0) -> None:
         """Ends the round under way with the engine's answer: proposals for each of the rows, after so many seconds."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from services.executor.core.engine import EngineSpec
+from services.executor.core.engine import EngineSpec, SpilledBlock
 from services.executor.kv_cache.allocator import BlockAllocator
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.kv_cache.offload_tiers import SpillTiers
@@ -78,6 +78,10 @@ class BlockTables:
         self._now = 0.0
         self.cached_tokens = 0
         """Prompt tokens that were found in the cache."""
+
+    def recover(self, blocks: Iterable[SpilledBlock]) -> int:
+        """The ring starts with these on disk (`Engine.recovered`); returns how many can be found."""
+        return self._tiers.recover((block.slot, BlockKey(*block.key)) for block in blocks)
 
     # --- room ------------------------------------------------------------------------------------
 

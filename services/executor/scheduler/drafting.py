@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
-from services.executor.kv_cache.block_pool import Pairs
+from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.sequence import LOST, Ending, Sequence
@@ -270,10 +270,10 @@ class Drafter:
                 self.members.append(sequence)
         return count if self.members else 0
 
-    def draft_plan(self, step: int, count: int, saves: Pairs) -> tuple[DraftPlan, list[Row]]:
+    def draft_plan(self, step: int, count: int, copies: Copies) -> tuple[DraftPlan, list[Row]]:
         """The plan of the round that has begun, which takes the numbers from `step` on."""
         self._passes = count
-        return build_draft_plan(step, self.members, count, saves, self._spec.block_size)
+        return build_draft_plan(step, self.members, count, copies, self._spec.block_size)
 
     def take_round(self, found: Seq[Seq[DraftToken]], seconds: float) -> list[Sequence]:
         """Ends the round: `found` for each of the plan's rows, after so many seconds (0: nobody knows). Returns its

@@ -132,6 +132,7 @@ def plan_ahead(step: int, successors: Seq[Successor], copies: Copies, block_size
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size),
         restores=to_bytes(copies.restores),
+        save_keys=copies.keys,
     )
 
 

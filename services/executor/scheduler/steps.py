@@ -34,7 +34,7 @@ from services.executor.core.engine import DraftPlan
 from services.executor.core.prompt_results import Floats, PromptRows, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
-from services.executor.kv_cache.block_pool import Copies, Pairs
+from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.sequence import Ending, Sequence
 from shared.messages import GenerationRequest, TokenEntry
 
@@ -159,6 +159,7 @@ def build_plan(
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size),
         restores=to_bytes(copies.restores),
+        save_keys=copies.keys,
     )
     return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
 
@@ -248,7 +249,7 @@ def in_draft_order(members: Seq[Sequence]) -> list[Sequence]:
 
 
 def build_draft_plan(
-    step: int, members: Seq[Sequence], count: int, saves: Pairs, block_size: int
+    step: int, members: Seq[Sequence], count: int, copies: Copies, block_size: int
 ) -> tuple[DraftPlan, list[Row]]:
     """The plan of `count` proposals for each of `members`, whose tables cover these, and the rows that are sampled.
 
@@ -271,8 +272,9 @@ def build_draft_plan(
         context_lens=to_bytes([end + count for end in ends]),
         block_tables=to_bytes(np.frombuffer(tables, np.int32)),
         sample_rows=to_bytes(np.cumsum(widths) - 1),
-        saves=to_bytes(saves),
+        saves=to_bytes(copies.saves),
         of_draft=True,
+        save_keys=copies.keys,
     )
     behind = [_slots(s, end, end + count - 1, block_size) for s, _, end in parts]
     return DraftPlan(plan, count, to_bytes(np.concatenate(behind))), [Row(s, s.sampling) for s in ordered]

@@ -295,6 +295,10 @@ def _counters(board: RingBoard) -> dict[str, tuple[str, float]]:
         ),
         "draft_model_passes": ("Passes of the draft model that proposed tokens.", totals.draft_passes),
         "draft_model_seconds": ("Part of step_seconds that these passes took.", totals.draft_seconds),
+        "kv_blocks_recovered": (
+            "Spilled KV blocks that were on disk when the ring started.",
+            totals.recovered_blocks,
+        ),
         "adapter_loads": ("LoRA adapters read into the memory of the ranks.", totals.adapter_loads),
         "adapter_evictions": (
             "LoRA adapters whose place in the memory of the ranks another took.",

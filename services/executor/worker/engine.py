@@ -6,12 +6,11 @@ leader   plan ──▶ plan channel ──▶ followers
 """
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -27,29 +26,19 @@ from services.executor.core.engine import (
     Launched,
     ProgressCallback,
     SampledToken,
+    SpilledBlock,
 )
-from services.executor.core.layer_state import LayerStates, choosing_pages, described, page_layers
+from services.executor.core.layer_state import LayerStates, choosing_pages, described
 from services.executor.core.prompt_results import Floats, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings, thread_count
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
-from services.executor.cpu.block_fetching import measure_disk
 from services.executor.gpu.device import bind_to_numa_node, choose_device, watch_device
-from services.executor.gpu.offload import DeviceSpill
 from services.executor.ipc.board import RankBoard, RingBoard
 from services.executor.ipc.plan_channel import PlanReceiver, PlanSender
 from services.executor.ipc.rank_pipe import RankSpec, Rendezvous
-from services.executor.kv_cache.block_memory import MappedFiles
-from services.executor.kv_cache.capacity import (
-    BlockCounts,
-    SpillCounts,
-    agree_on_slots,
-    blocks_of_a_snapshot,
-    mapped_window,
-    plan_store,
-)
-from services.executor.kv_cache.offload import SpillStore
+from services.executor.kv_cache.offload import DiskSlots
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from services.executor.kv_transfer.board import HandoverBoard
@@ -68,6 +57,7 @@ from services.executor.worker.drafting.vocabulary import draft_directory, draft_
 from services.executor.worker.launches import Launches, Result
 from services.executor.worker.rendezvous import recorded
 from services.executor.worker.runner import ModelRunner
+from services.executor.worker.storage import RankStorage
 from services.executor.worker.weights import Share, context_of, load_share
 from shared.errors import ConfigurationError, InternalError
 from shared.messages import ModelCard, SparseKind
@@ -84,6 +74,8 @@ if TYPE_CHECKING:  # they import Triton, which not every host has, or take their
 
 log = structlog.get_logger(__name__)
 
+FLUSH_TIMEOUT = 5.0
+"""Seconds in which a rank that ends writes what it has spilled; a disk that takes longer is not waited for."""
 IDLE_LOOK = 0.2
 """Seconds without a plan after which a profiler that is at work is told."""
 
@@ -139,6 +131,10 @@ class RingEngine:
         card = read_card(self._directory, model, member.engine_spec, checked=member.share.is_cached)
         member.keep()
         return card
+
+    def recovered(self) -> list[SpilledBlock]:
+        found, self._loaded.recovered = self._loaded.recovered, []
+        return found
 
     def adapter_digest(self, directory: Path) -> str:
         from services.executor.model.adapters.files import inspect_for
@@ -290,14 +286,18 @@ class RingMember:
         share: Share,
         head: "ClassHead | None" = None,
         draft: DraftModel | None = None,
+        disk: DiskSlots | None = None,
+        recovered: Sequence[SpilledBlock] = (),
     ) -> None:
-        """`head`: a decoder's, of classes."""
+        """`head`: a decoder's, of classes; `disk`: where KV blocks are spilled to; `recovered`: `Engine.recovered`."""
         self._draft = draft
         self.share = share
         self._head = head
         self.runner = runner
         self.collectives = collectives
         self.engine_spec = engine_spec
+        self.recovered = list(recovered)
+        self._disk = disk
 
     @property
     def pooled(self) -> Floats:
@@ -320,10 +320,12 @@ class RingMember:
             self._draft.share.keep(self._draft.runner.packed)
 
     def settle(self) -> None:
-        """`Share.settle`, of all models."""
+        """`Share.settle`, of all models; and what was spilled is written."""
         self.share.settle()
         if self._draft is not None:
             self._draft.share.settle()
+        if self._disk is not None:
+            self._disk.flush(FLUSH_TIMEOUT)
 
     @classmethod
     def load(
@@ -366,7 +368,7 @@ class RingMember:
         context = context_of(settings, facts.context_length, facts.rotary.longest)
         drafting = load_draft(settings, spec, where, device, collectives, share, context)
         laps.over("weights")
-        storage = _Storage.make(settings, share, context, device, collectives, drafting.states)
+        storage = RankStorage.make(settings, share, context, device, collectives, drafting.states)
         laps.over("kv_cache")
         limits = step_limits(settings, context, drafting.share) if device.type == "cuda" else None
         runner = share.runner(storage.own_store, storage.spill, limits)
@@ -382,6 +384,9 @@ class RingMember:
             address = (spec.rank, settings.ring_host, settings.handover_port)
             size = storage.shape.bytes_per_spilled_block
             runner.connect(RankEndpoint(storage.store, size, handover.rank(spec.rank), *address))
+        numerics = _numerics(settings, runner, storage.own_store.shape.format, facts.made_for)
+        models = [model for model in (directory, where.draft) if model is not None]
+        recovered = storage.recover(settings, models, numerics, collectives)
         laps.over("warm_up")
         collectives.barrier()
         laps.over("others")
@@ -395,7 +400,7 @@ class RingMember:
             kv_format=storage.shape.format if handover is not None else "",
             overlaps=runner.can_launch(1),
             imports=[*dict.fromkeys(share.imports + drafting.imports)],
-            numerics=_numerics(settings, runner, storage.own_store.shape.format, facts.made_for),
+            numerics=numerics,
             kernels=runner.kernels,
             exact=runner.is_exact,
             sparse=_sparse_kinds(settings, storage.own_store.shape),
@@ -409,7 +414,7 @@ class RingMember:
             **storage.facts,
             **task_facts,
         )
-        return cls(runner, collectives, engine_spec, share, head, draft)
+        return cls(runner, collectives, engine_spec, share, head, draft, storage.spill.disk, recovered)
 
 
 def _sparse_kinds(settings: ExecutorSettings, shape: StoreShape) -> list[SparseKind]:
@@ -459,78 +464,6 @@ def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[s
     vectors = read_vectors(directory)
     size = {"embedding_size": hidden_size, "normalized": vectors.normalized}
     return None, {"pooling": vectors.pooling, "generates": generates, **size}
-
-
-class _Storage(NamedTuple):
-    """A rank's KV store, with what it spills to."""
-
-    shape: StoreShape
-    blocks: BlockCounts
-    slots: SpillCounts
-    store: KvStore
-    own_store: KvStore
-    """The page layers of the model that is served: all but its draft model's."""
-    spill: SpillStore | DeviceSpill
-    window: int
-    """Bytes of memory that mapped blocks have at least."""
-
-    @classmethod
-    def make(
-        cls,
-        settings: ExecutorSettings,
-        share: Share,
-        context: int,
-        device: torch.device,
-        collectives: Collectives,
-        of_draft: LayerStates,
-    ) -> "_Storage":
-        """`context`: tokens of one sequence, which must fit; `of_draft`: what the draft model's layers keep. Raises
-        `ConfigurationError`."""
-        shape, blocks = plan_store(
-            settings,
-            share.facts.states,
-            share.dtype,
-            share.reads_compressed,
-            context,
-            device,
-            collectives,
-            share.widths,
-            of_draft,
-        )
-        slots = agree_on_slots(shape, settings, device, collectives)
-        room = (slots.host, slots.disk, shape.bytes_per_spilled_block, settings.kv_disk_directory)
-        spill = DeviceSpill(*room, device) if device.type == "cuda" else SpillStore(*room)
-        files = MappedFiles(settings.kv_disk_directory) if shape.is_mapped else None
-        store = KvStore(shape, blocks.hot, device, blocks.cold, blocks.all_slots, files=files)
-        window = mapped_window(shape, context) if files is not None else 0
-        if files is not None:
-            log.info(
-                "kv_blocks_mapped",
-                directory=str(settings.kv_disk_directory or tempfile.gettempdir()),
-                file_bytes=files.nbytes,
-                memory_bytes=store.nbytes,
-                window_bytes=window,
-                disk_rate=round(measure_disk(files.files[0])),
-            )
-        store.blocks_per_snapshot = blocks_of_a_snapshot(shape, device, collectives)
-        behind = len(page_layers(of_draft))
-        own_store = store.part(0, shape.num_layers - behind, slots=True) if behind else store
-        return cls(shape, blocks, slots, store, own_store, spill, window)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields of an `EngineSpec`."""
-        return {
-            "num_cold": self.blocks.cold,
-            "num_host": self.slots.host,
-            "num_disk": self.slots.disk,
-            "copies_per_step": self.slots.copies_per_step,
-            "kv_block_bytes": self.shape.bytes_per_spilled_block,
-            "kv_bytes": self.store.nbytes + self.window,
-            "num_states": self.blocks.slots,
-            "draft_states": self.blocks.draft_slots,
-            "state_blocks": self.store.blocks_per_snapshot,
-        }
 
 
 def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, rotary: str) -> str:

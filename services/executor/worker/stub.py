@@ -30,6 +30,7 @@ from services.executor.core.engine import (
     Launched,
     ProgressCallback,
     SampledToken,
+    SpilledBlock,
     with_tasks,
 )
 from services.executor.core.prompt_results import Floats, Scores, no_scores
@@ -249,6 +250,9 @@ class StubEngine:
             drafts=settings.draft_right > 0,
         )
 
+    def recovered(self) -> list[SpilledBlock]:
+        return []
+
     def adapter_digest(self, directory: Path) -> str:
         return stub_adapter_digest(directory, self._settings.max_adapter_rank)
 
@@ -393,6 +397,9 @@ class StubRing:
             return read_card(self._directory, model, spec)
         card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
         return with_tasks(card, spec), b""
+
+    def recovered(self) -> list[SpilledBlock]:
+        return self._stub.recovered()
 
     def adapter_digest(self, directory: Path) -> str:
         return self._stub.adapter_digest(directory)

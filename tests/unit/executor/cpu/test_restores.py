@@ -60,8 +60,8 @@ class Case:
         blocks = [NUM_BLOCKS * (codec is not None) + block for block in self.script._tables[0][:8]]
         saves = [(block, slot) for slot, block in enumerate(blocks)]
         self.runner.forward(structs.replace(first, token_ids=b"", saves=to_bytes(saves)))
-        assert self.spill._disk is not None
-        self.spill._disk.flush()
+        assert self.spill.disk is not None
+        self.spill.disk.flush()
         for block in blocks:
             store.load(block, bytes(store.block_bytes(block)))
         self.restores = to_bytes([(slot, block) for block, slot in saves])
@@ -116,8 +116,8 @@ def test_a_step_that_reads_none_of_them_waits_for_none(
 def test_a_block_that_is_lost_fails_the_step_behind_it_and_the_next_one_does_without(tmp_path: Path) -> None:
     case = Case(tmp_path, INT8)
     plain, restoring = case.step({0: 5})
-    assert case.spill._disk is not None
-    del case.spill._disk._checksums[3]
+    assert case.spill.disk is not None
+    del case.spill.disk._checksums[3]
     with pytest.raises(RestoreFailed) as failed:
         case.runner.forward(restoring)
     assert failed.value.slots == [3]

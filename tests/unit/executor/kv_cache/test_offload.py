@@ -36,8 +36,8 @@ def test_what_was_saved_last_is_loaded_from_memory_and_from_disk(tmp_path: Path)
         spill.save(slot, block(9))
         spill.save(slot, block(slot))
     assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
-    assert spill._disk is not None
-    spill._disk.flush()
+    assert spill.disk is not None
+    spill.disk.flush()
     assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
     assert list(tmp_path.iterdir()) == [], "the file has no name"
     spill.close()
@@ -100,8 +100,8 @@ def test_a_slot_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [spill.find(slot) for slot in range(3)] == [None] * 3
     spill.save(0, content)
     spill.save(1, content)
-    assert spill._disk is not None
-    spill._disk.flush()
+    assert spill.disk is not None
+    spill.disk.flush()
     assert spill.find(0) == content
     assert spill.find(1) == zlib.crc32(content)
     room = bytearray(5)

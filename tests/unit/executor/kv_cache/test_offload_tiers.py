@@ -114,3 +114,14 @@ def test_a_session_expires_as_a_whole_after_its_last_use() -> None:
     assert pins.expire(100.0) == [3]
     assert pins.expire(100.0) == []
     pins.check(set())
+
+
+def test_slots_of_an_earlier_life_are_found_and_given_away_in_the_order_of_writing() -> None:
+    tiers = SpillTiers(1, 3)
+    assert tiers.recover([(3, key(0)), (1, key(1)), (2, key(1))]) == 2, "the same block is found once"
+    assert [tiers.find(key(name)) for name in range(3)] == [3, 1, None]
+    tiers.check()
+    assert tiers.put(key(2)) == [0, 2], "a free slot first"
+    assert tiers.put(key(3)) == [0, 3], "then the longest unused"
+    assert [tiers.find(key(name)) for name in range(2)] == [None, 1]
+    tiers.check()
