@@ -102,7 +102,7 @@ _KINDS = (
         {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"},
         {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
     ),
-    # Mellum 2, Qwen3-Next
+    # Mellum 2, Qwen3-Next, Qwen3.5
     _Names(
         "mtp.",
         "layers.0.",
@@ -115,9 +115,10 @@ _KINDS = (
     ),
 )
 """Sources: transformers' conversions for its `MtpModel`; vLLM's mimo_v2_mtp.py and qwen3_next_mtp.py."""
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _SHARED = {
-    "model.model.embed_tokens.weight": ("model.embed_tokens.weight",),
-    "model.lm_head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
+    "model.model.embed_tokens.weight": _EMBEDDINGS,
+    "model.lm_head.weight": ("lm_head.weight", *_EMBEDDINGS),
 }
 """What is the model's where a head has none: the first that is there."""
 _TABLES = ("d2t", "t2d")
@@ -199,15 +200,25 @@ def _own_head(
     raise ModelLoadError(f"The model in {directory} has no heads for multi-token prediction; {_LEAVE_OUT}")
 
 
+_WITH_EXPERTS: Mapping[str, Any] = {
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+"""What has a configuration's first layer be of experts, where any is."""
+
+
 def _of_one_layer(whole: Any, names: _Names) -> Any:
-    """The configuration of a head's layer: as the head's own list of kinds has it, or `names`, or as the last one."""
+    """The configuration of a head's layer: as the head's own list of kinds has it, or `names`, or as the last one; it
+    attends where that one is recurrent."""
     config = copy.deepcopy(whole)
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):
             own = getattr(config, f"mtp_{name}", None) or [names.kinds.get(name, kinds[-1])]
-            setattr(config, name, own[:1])
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0
+            setattr(config, name, ["full_attention" if own[0] == "linear_attention" else own[0]])
+    for name, value in _WITH_EXPERTS.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
     config.num_hidden_layers = 1
     config.tie_word_embeddings = False
     return config

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ class MtpNames:
     kinds: dict[str, str] = field(default_factory=dict)
     """Of the head's layer, where they are not those of the last one."""
     config: dict[str, int] = field(default_factory=dict)
+    centre: float = 0.0
+    """What norms add to their weights."""
 
     def of(self, short: str, layers: int) -> str:
         return self.others.get(short, self.layer.format(layers) + short)
@@ -68,6 +70,7 @@ NEXT = MtpNames(
     config={"num_nextn_predict_layers": 1},
 )
 """Qwen3-Next's names, of Mellum 2."""
+QWEN = replace(NEXT, kinds={"layer_types": "full_attention"}, config={"mtp_num_hidden_layers": 1}, centre=1.0)
 
 
 def add_mtp_head(
@@ -134,7 +137,7 @@ class MtpReference:
             for name, tensor in tensors.items()
             if name in back or name.startswith(prefix)
         }
-        self.eps = config.rms_norm_eps
+        self.eps, self.centre = config.rms_norm_eps, names.centre
         self.block = _saved_as_last(directory, self.own, names)
 
     def proposal(self, tokens: list[int], drafted: list[int]) -> Tensor:
@@ -147,8 +150,8 @@ class MtpReference:
                 embedded = embedding[torch.tensor(ids[: len(states)])]
                 mixed = torch.cat(
                     (
-                        normed(embedded, self.own["enorm.weight"], self.eps),
-                        normed(states, self.own["hnorm.weight"], self.eps),
+                        normed(embedded, self.own["enorm.weight"] + self.centre, self.eps),
+                        normed(states, self.own["hnorm.weight"] + self.centre, self.eps),
                     ),
                     dim=-1,
                 )
@@ -168,7 +171,7 @@ def _saved_as_last(directory: Path, own: Tensors, names: MtpNames) -> Any:
     """The head's layer and norm as transformers computes them: a model of one layer."""
     config = AutoConfig.from_pretrained(str(directory))
     config.num_hidden_layers = 1
-    config.first_k_dense_replace = 0
+    config.first_k_dense_replace, config.mlp_only_layers = 0, []
     config.tie_word_embeddings = False
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):

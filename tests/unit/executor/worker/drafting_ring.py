@@ -20,11 +20,15 @@ from shared.messages import SamplingParams
 
 BLOCK = 8
 CONTEXT = 96
+MOST = 4
+"""Drafts of a step."""
 
 
 class Ring:
     def __init__(self, engine: RingEngine, spec: EngineSpec) -> None:
         self.engine, self.spec = engine, spec
+        self.states = list(range(spec.num_states + spec.draft_states))
+        """Free slots of recurrent state, of a model that keeps any."""
 
 
 @contextmanager
@@ -97,6 +101,8 @@ class Generated:
         self._ring, self._first, self._prompt = ring, first_block, len(prompt)
         self._computed = self._known = 0
         """Tokens that the model and its draft model have computed."""
+        self._states = [ring.states.pop() for _ in range(MOST + 1 if ring.states else 0)]
+        """Slots of its recurrent state, if any: where it is, and those for states behind drafts."""
 
     @property
     def text(self) -> list[int]:
@@ -123,6 +129,9 @@ class Generated:
         states = [self.state, *self.state.after_each(ahead)]
         begin = self._computed
         plan = self._plan(begin, begin + 1 + drafts, self.tokens + ahead, followed, every=True)
+        if self._states:
+            behind = list(enumerate(self._states[1 : 1 + drafts]))
+            plan = structs.replace(plan, state_snapshots=to_bytes(behind))
         drawn = [one.token for one in self._ring.engine.execute(plan, states)]
         self.proposed += drafts
         for at, token in enumerate(drawn):
@@ -131,6 +140,9 @@ class Generated:
             if at == drafts or token != ahead[at]:
                 break
             self.accepted += 1
+        right = self._computed - begin - 1
+        if self._states and right < drafts:
+            self._states[0], self._states[1 + right] = self._states[1 + right], self._states[0]
         self._known = self._computed if followed else min(begin + max(drafts, 1), self._computed)
         if self._rewrites:
             self._known = min(self._known, begin + 1)
@@ -169,6 +181,7 @@ class Generated:
             block_tables=to_bytes(self._table(end)),
             sample_rows=to_bytes(np.arange(count) if every else [count - 1]),
             followed=followed,
+            state_slots=to_bytes(self._states[:1]),
         )
 
     def _slot(self, position: int) -> int:

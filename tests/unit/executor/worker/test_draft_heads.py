@@ -15,6 +15,7 @@ from tests.unit.executor.worker.draft_heads import (
     DEEPSEEK,
     MIMO,
     NEXT,
+    QWEN,
     Eagle3Reference,
     MtpReference,
     Tensors,
@@ -54,6 +55,7 @@ HEADS = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), DEEPSEEK),
     "mimo_v2_flash": MIMO,
     "mellum": NEXT,
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), QWEN),
 }
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.executor.worker.draft_heads import QWEN, add_mtp_head
 from tests.unit.executor.worker.drafting_ring import ring_of
 from tests.unit.executor.worker.test_batched_drafts import Texts, generate, natively
 from tests.unit.executor.worker.test_draft_model import DELTA_SIZES, model_in
@@ -39,6 +40,19 @@ def test_a_draft_model_that_is_often_wrong_changes_no_text(tmp_path: Path, dtype
         assert ring.spec.draft_states
         assert ring.spec.numerics == numerics
         assert ("native" in ring.spec.kernels) == (dtype == "bf16")
+        drafted, devoted, *_ = generate(ring.engine, ring.spec, 3, knows=False)
+    assert drafted == plain
+    assert devoted.wrong > 50
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=natively), "fp32"])
+def test_the_models_own_head_changes_no_text(tmp_path: Path, dtype: str) -> None:
+    model = model_in(tmp_path / "model", None, "qwen3_5_text", **NATIVE_SIZES)
+    add_mtp_head(model, names=QWEN, shared=True)
+    shape = {"dtype": dtype, "kv_dtype": "int8" if dtype == "bf16" else "bf16"}
+    plain, _ = said_without(tmp_path, model, **shape)
+    with ring_of(tmp_path, model, "mtp", **shape) as ring:
+        assert ring.spec.draft_reads_states
         drafted, devoted, *_ = generate(ring.engine, ring.spec, 3, knows=False)
     assert drafted == plain
     assert devoted.wrong > 50
