@@ -107,6 +107,22 @@ def decode_steps(sequences: int, steps: int) -> int:
     return calls.count
 
 
+def steps_ahead(sequences: int, steps: int) -> int:
+    """The same, each step planned while the one before it is under way."""
+    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
+    gathering = Gathering()
+    for number in range(sequences):
+        batcher.add(request(number, prompt=4, output=steps + 8))
+    answers = [SampledToken(7)] * sequences
+    assert batcher.schedule() is not None
+    with counting() as calls:
+        for at in range(steps):
+            assert batcher.schedule_ahead(float(at)) is not None
+            gathering.add(batcher.update(answers, 0.01))
+            gathering.take(float(at))
+    return calls.count
+
+
 def _step(batcher: ContinuousBatcher, gathering: Gathering, answers: list[SampledToken], now: float) -> None:
     scheduled = batcher.schedule(now)
     assert scheduled is not None
@@ -228,6 +244,7 @@ def measure() -> dict[str, int]:
     works: dict[str, Callable[[], int]] = {
         "executor: 100 decode steps of 1 sequence, calls": lambda: decode_steps(1, 100),
         f"executor: 100 decode steps of {AT_ONCE} sequences, calls": lambda: decode_steps(AT_ONCE, 100),
+        f"executor: 100 steps of {AT_ONCE} sequences planned ahead, calls": lambda: steps_ahead(AT_ONCE, 100),
         f"gateway: 10 frames of {AT_ONCE} generations, calls": lambda: shared_frames(AT_ONCE, 10),
     }
     for api in APIS:

@@ -20,7 +20,6 @@ sequence may take every other's blocks, and one that does not fit the whole cach
 With none running, the first that waits is admitted, since it fits the whole cache.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
@@ -105,7 +104,7 @@ class ContinuousBatcher:
         """Of these, the ones whose grammar is being compiled, or whose adapter's files are being fetched."""
         self._directories: dict[str, str] = {}
         """Where the files of adapters are, by digest."""
-        self._ended = RecentlyEnded()
+        self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
         self._arrivals = 0
         self._now = 0.0
@@ -271,9 +270,7 @@ class ContinuousBatcher:
             plan = msgspec.structs.replace(plan, **states)
         if not self._planner.slots.empty:
             plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
-        pools = steps.parts_of(batch, steps.VECTOR)
-        scored = steps.parts_of(batch, steps.SCORES)
-        named = steps.parts_of(batch, steps.NAMED)
+        pools, scored, named = steps.parts_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools or scored or named:
             plan = steps.with_parts(plan, pools, scored, named)
@@ -587,25 +584,3 @@ class ContinuousBatcher:
 
     def _owe(self, consumer: str, entry: TokenEntry) -> None:
         self._owed.setdefault(consumer, []).append(entry)
-
-
-class RecentlyEnded:
-    """The last attempts of the `capacity` generations that ended last."""
-
-    def __init__(self, capacity: int = 4096) -> None:
-        self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._capacity = capacity
-
-    def add(self, request: GenerationRequest) -> None:
-        """This attempt is over; the oldest generation is forgotten when there are too many."""
-        self._attempts[request.generation_id] = request.attempt
-        self._attempts.move_to_end(request.generation_id)
-        if len(self._attempts) > self._capacity:
-            self._attempts.popitem(last=False)
-
-    def attempt(self, generation_id: str) -> int:
-        """The attempt that ended; -1 for a generation that is not known."""
-        return self._attempts.get(generation_id, -1)
-
-    def __len__(self) -> int:
-        return len(self._attempts)

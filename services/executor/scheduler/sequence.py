@@ -104,6 +104,8 @@ class Sequence:
         wanted = request.prompt_logprobs >= 0 and not request.generated
         self.scores = PromptScores(request.prompt_logprobs, len(request.prompt)) if wanted else None
         """What its prompt's tokens have come to so far; None: that is not wanted, or was told with earlier tokens."""
+        self.tells_of_prompt = not (self.vector is None and self.scores is None and self.named is None)
+        """Whether any of these is wanted."""
         if (self.vector is not None and not self.vector.shares) or self.scores is not None:
             root = root_digest(f"{request.generation_id}/{request.attempt}")
         self.request = request

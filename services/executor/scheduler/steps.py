@@ -122,9 +122,10 @@ def build_plan(
     singles = [chunk for chunk in ordered if chunk.length == 1 and not chunk.drafts]
     longer = ordered[len(singles) :]
     samples = [chunk.samples for chunk in ordered]
-    tokens = [_ints([c.sequence.tokens[c.sequence.num_computed] for c in singles])]
-    positions = [_ints([c.sequence.num_computed for c in singles])]
-    blocks = _ints([c.sequence.table[c.sequence.num_computed // block_size] for c in singles])
+    computed = [chunk.sequence.num_computed for chunk in singles]
+    tokens = [_ints([c.sequence.tokens[at] for c, at in zip(singles, computed, strict=True)])]
+    positions = [_ints(computed)]
+    blocks = _ints([c.sequence.table[at // block_size] for c, at in zip(singles, computed, strict=True)])
     slots = [_in_blocks(blocks, positions[0], block_size)]
     for chunk in longer:
         start = chunk.sequence.num_computed
@@ -132,7 +133,7 @@ def build_plan(
         positions.append(np.arange(start, chunk.end, dtype=np.int32))
         slots.append(_slots(chunk.sequence, start, chunk.end, block_size))
     widths = [1] * len(singles) + [chunk.width for chunk in longer]
-    ends = [chunk.sequence.num_computed + width for chunk, width in zip(ordered, widths, strict=True)]
+    ends = [at + 1 for at in computed] + [chunk.end for chunk in longer]
     tables = [
         (
             table_of(chunk.sequence, end, block_size)
@@ -218,6 +219,8 @@ def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
 
 
 def _sample_rows(ordered: list[Chunk], widths: list[int], samples: list[bool]) -> Int32Array:
+    if len(ordered) == sum(widths) and all(samples):  # nearly always
+        return np.arange(len(ordered), dtype=np.int32)
     last: Int32Array = (np.cumsum(widths, dtype=np.int32) - np.int32(1))[samples]
     drafts = [len(chunk.drafts) for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
     if not any(drafts):
@@ -280,15 +283,19 @@ def build_draft_plan(
     return DraftPlan(plan, count, to_bytes(np.concatenate(behind))), [Row(s, s.sampling) for s in ordered]
 
 
-VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
-SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
-NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
+_VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
+_SCORES: Callable[[Sequence], PromptRows | None] = attrgetter("scores")
+_NAMED: Callable[[Sequence], PromptRows | None] = attrgetter("named")
 
 
-def parts_of(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
-    """What of its prompts a step sums up (`wanted`: `VECTOR`) or scores (`SCORES`, `NAMED`)."""
-    if not [chunk for chunk in batch if wanted(chunk.sequence) is not None]:  # nearly always
-        return []
+def parts_of(batch: Seq[Chunk]) -> tuple[list[PromptPart], list[PromptPart], list[PromptPart]]:
+    """What of its prompts a step sums up, what it scores, and behind what it scores given tokens."""
+    if not [chunk for chunk in batch if chunk.sequence.tells_of_prompt]:  # nearly always
+        return [], [], []
+    return _parts(batch, _VECTOR), _parts(batch, _SCORES), _parts(batch, _NAMED)
+
+
+def _parts(batch: Seq[Chunk], wanted: Callable[[Sequence], PromptRows | None]) -> list[PromptPart]:
     found, row = [], 0
     for chunk in in_order(batch):
         of, start = wanted(chunk.sequence), chunk.sequence.num_computed
