@@ -1,5 +1,6 @@
 """What is generated: requests with their sampling parameters, and the tokens that come of them."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -84,7 +85,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str
     consumer: str
     """Whose token subject the frames go to: a gateway's or batch runner's instance id."""
-    prompt: list[int]
+    prompt: Sequence[int]
+    """In a gateway, which keeps many of them, an array of 4 bytes a token."""
     max_tokens: int
     """Output tokens in all, those in `generated` included."""
     sampling: SamplingParams = SamplingParams()

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -126,7 +127,16 @@ T = TypeVar("T")
 Reply = bytes | msgspec.Struct | None
 
 log = structlog.get_logger(__name__)
-_encoder = msgspec.msgpack.Encoder()
+
+
+def as_list(value: object) -> object:
+    """What encoders of msgspec ask about objects that they do not know: an array of numbers is a list of them."""
+    if isinstance(value, array):
+        return value.tolist()
+    raise NotImplementedError
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=as_list)
 
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20

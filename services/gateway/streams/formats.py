@@ -227,7 +227,7 @@ class JsonFormat(Format):
         prompt = self._answer.generations[choice].request.prompt
         known = self._prompt_ids.get(id(prompt))
         if known is None:
-            known = self._prompt_ids[id(prompt)] = _json.encode(prompt)
+            known = self._prompt_ids[id(prompt)] = _json.encode(list(prompt))
         return known
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> bytes:
