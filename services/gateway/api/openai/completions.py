@@ -54,8 +54,11 @@ class CompletionsRoute:
         intake = self._backend.parts.intake
         settings = self._settings
         context = msgspec.structs.replace(context_of(scope, settings), gone=partial(disconnected, receive))
-        body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
-        run = await intake.prepare(self._endpoint, body, context)
+        run = await intake.prepare(
+            self._endpoint,
+            await read_body(scope, receive, settings.body_limit, settings.body_timeout),  # kept in no name
+            context,
+        )
         with reading(run, scope, receive):
             await run.begin()
             if run.stream:
