@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.kv_decode import Long
-from benchmarks.engine.steps import BLOCK, Decode, decode_plan, load_one_rank
+from benchmarks.engine.steps import BLOCK, Decode, decode_plan, load_one_rank, prefill_plan
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.cpu.block_fetching import FetchSteps, disk_reads
 from services.executor.kv_cache.block_memory import MappedFiles
@@ -37,6 +37,8 @@ _SECTOR = 512
 SHARES = (0.75, 0.5, 0.25)
 """Of the weights, in memory."""
 CONTEXT = 128
+PROMPTS = (32, 64, 128, 256)
+"""Tokens of prompts whose steps restore the blocks of another sequence."""
 
 
 def timed(before: Callable[[], object], work: Callable[[], object], rounds: int) -> float:
@@ -54,7 +56,7 @@ def timed(before: Callable[[], object], work: Callable[[], object], rounds: int)
 
 
 def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Table:
-    """Milliseconds of steps of one token that restore `tokens` tokens' blocks."""
+    """Milliseconds of steps of one token, and of prompts, that restore `tokens` tokens' blocks."""
     blocks = -(-tokens // BLOCK)
     runner, store = load_one_rank(directory, "bf16", threads, blocks + 16, "int8")
     from services.executor.collectives.base import SingleRank
@@ -87,8 +89,12 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
     copiers = [kind(store, spill, SingleRank()) for kind in (BeforeTheStep, BlockCopier)]
     copiers[0].run(structs.replace(steps.measured, saves=saves))
     disk.flush()
-    own = ("the restored sequence's", steps.measured), ("another one's", decode_plan(1, CONTEXT))
-    for name, plan in own:
+    plans = {
+        "a token of the restored sequence": steps.measured,
+        "a token of another one": decode_plan(1, CONTEXT),
+        **{f"a prompt of {n} tokens": prefill_plan(n) for n in PROMPTS},
+    }
+    for name, plan in plans.items():
         found = [timed(lambda: None, lambda: runner.forward(plan), rounds)]  # noqa: B023
         for copier in copiers:
             runner._copier = copier  # noqa: SLF001
