@@ -15,6 +15,7 @@ from services.gateway.streams.reading import new_run
 from services.gateway.streams.run import Run
 from shared.errors import RingLost
 from shared.messages import FinishReason, TokenEntry
+from tests.unit.gateway.streams import test_messages, test_response_events
 from tests.unit.gateway.streams.test_resumed_reading import (
     LOOP,
     OF_BYTE,
@@ -102,6 +103,21 @@ def test_a_connection_gets_the_same_chunks_either_way(
     assert plain.run.finished
     assert direct.run.finished
     assert direct.task.done()
+
+
+@pytest.mark.parametrize("answer", [test_messages.answer_for(None), test_response_events.answer_for()])
+def test_numbered_events_are_written_the_same(answer: Answer) -> None:
+    plain, direct = Connection(answer, direct=False), Connection(answer, direct=True)
+    for letter in "abcd":
+        letters(answer, letter)
+        settle()
+        assert direct.chunks == plain.chunks
+    assert direct.turns == 1
+    assert direct.written >= 3
+    letters(answer, "e", "length")
+    settle()
+    assert direct.run.finished
+    assert [chunk.event for chunk in direct.chunks] == [chunk.event for chunk in plain.chunks]
 
 
 def test_ordinary_tokens_wake_no_task() -> None:
