@@ -24,6 +24,8 @@ from services.executor.gpu import offload
 from services.executor.gpu.offload import DeviceSpill, PinnedSlots
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.offload import BlockCopier, SpillStore
+from services.executor.kv_cache.prefix_index import BlockKey
+from services.executor.kv_cache.spill_file import SpillPlace, recover
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
 from shared.errors import ConfigurationError
@@ -150,6 +152,28 @@ def test_what_the_disk_has_lost_is_told(gpu: Host, tmp_path: Path) -> None:
         assert copier.run(plan(saves=[(0, 0), (0, 1)])) == []
         assert copier.run(plan(restores=[(0, 1), (2, 2), (1, 3)])) == [2]
         assert store.save(1) == store.save(3) == store.save(0) != store.save(2)
+
+
+def test_what_a_gpu_spills_to_disk_is_there_for_the_next_ring(gpu: Host, tmp_path: Path) -> None:
+    store, key = store_of((None, None, None), GPU), BlockKey(b"d" * 16, b"p" * 16, b"t" * 4)
+    size = store.shape.bytes_per_spilled_block
+    place = SpillPlace(tmp_path, 0, 1, bytes(32), store.block_size, size, 2)
+    content = store.save(0)
+    for restored in (False, True):
+        spill = DeviceSpill(1, 2, size, tmp_path, GPU)
+        file, blocks = recover(place, torch.device("cpu"), SingleRank())
+        assert file is not None
+        assert spill.disk is not None
+        spill.disk.keep_in(file, blocks)
+        assert [(block.slot, block.key) for block in blocks] == [(1, key)] * restored
+        if restored:
+            assert BlockCopier(store, spill, SingleRank()).run(plan(restores=[(2, 1)])) == []
+            assert store.save(1) == content
+        else:
+            saves = structs.replace(plan(saves=[(0, 0), (0, 2)]), save_keys=[key, key])
+            assert BlockCopier(store, spill, SingleRank()).run(saves) == []
+            spill.disk.flush()
+        spill.close()
 
 
 def test_slots_are_pinned_and_stay_where_they_are(gpu: Host) -> None:

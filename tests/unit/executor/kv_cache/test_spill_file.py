@@ -273,20 +273,32 @@ def test_a_rank_without_its_file_goes_on_without(tmp_path: Path) -> None:
     assert [told["event"] for told in logs] == ["kv_spill_not_kept"]
 
 
-def test_what_is_not_a_file_of_this_user_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_bytes(b"")
-    place_of(tmp_path).path(0, "index").symlink_to(tmp_path / "elsewhere")
-    with structlog.testing.capture_logs() as logs:
-        assert recover(place_of(tmp_path), CPU, SingleRank()) == (None, [])
-    assert [told["event"] for told in logs] == ["kv_spill_not_kept"]
-    place_of(tmp_path).path(0, "index").unlink()
-    place_of(tmp_path).path(0, "index").mkdir()
-    assert recover(place_of(tmp_path), CPU, SingleRank()) == (None, [])
-
-
-def test_another_users_file_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_file_of_this_user_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(tmp_path)
+    (tmp_path / "elsewhere").write_bytes(b"theirs")
+    place.path(0, "index").symlink_to(tmp_path / "elsewhere")
+    place.path(1, "index").mkdir()
+    file, _ = recover(place, CPU, SingleRank())
+    assert file is not None
+    assert file.number == 2
+    file.close()
+    assert (tmp_path / "elsewhere").read_bytes() == b"theirs"
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert recover(place_of(tmp_path), CPU, SingleRank()) == (None, [])
+    with structlog.testing.capture_logs() as logs:
+        assert recover(place, CPU, SingleRank()) == (None, [])
+    assert [told["event"] for told in logs] == ["kv_spill_not_kept"]
+
+
+def test_a_pair_of_which_half_cannot_be_opened_is_not_used(tmp_path: Path) -> None:
+    place = place_of(tmp_path)
+    place.path(0, "blocks").mkdir()
+    with structlog.testing.capture_logs() as logs:
+        assert recover(place, CPU, SingleRank()) == (None, [])
+    assert [told["event"] for told in logs] == ["kv_spill_not_kept"]
+    place.path(0, "blocks").rmdir()
+    assert recover(place, CPU, SingleRank())[0] is not None, "and is free again"
 
 
 def test_an_index_that_cannot_be_written_loses_the_block(
