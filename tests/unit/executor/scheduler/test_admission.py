@@ -1,5 +1,6 @@
 """A ring takes nothing that another one's gateway could make as large as it likes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ MANY = 1 << 20
 HUGE: dict[Any, list[Any]] = {
     str: ["a" * MANY],
     list[int]: [[1] * MANY],
+    Sequence[int]: [[1] * MANY],
     list[list[int]]: [[[1]] * MANY, [[1] * MANY]],
     dict[int, float]: [dict.fromkeys(range(MANY), 1.0)],
     Grammar | None: [Grammar("regex", "a" * MANY)],
