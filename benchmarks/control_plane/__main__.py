@@ -63,6 +63,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dynamo: bool
     dynamo_base: str
     work: Path
+    gateways: int = 1
+    schedulers: int = 1
 
 
 async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
@@ -70,6 +72,9 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
     ours = Ours(folder / "stack", model=plan.model)
     systems: list[System] = [ours]
     left_out: dict[str, str] = {}
+    if plan.gateways > 1 or plan.schedulers > 1:
+        many = {"gateways": plan.gateways, "schedulers": plan.schedulers}
+        systems.append(Ours(folder / "stack-several", model=plan.model, **many))
     if plan.dynamo:
         try:
             systems.append(_dynamo(plan, folder, report))
@@ -211,6 +216,11 @@ def main(
         Path | None,
         typer.Option(help="Where Dynamo's environment is kept. Default: in the user's cache directory."),
     ] = None,
+    gateways: Annotated[
+        int,
+        typer.Option(help="A stack with so many on its port takes turns in the closed loop.", min=1, max=64),
+    ] = 1,
+    schedulers: Annotated[int, typer.Option(help="The same for schedulers.", min=1, max=64)] = 1,
     against: Annotated[
         Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
     ] = None,
@@ -239,6 +249,8 @@ def main(
         dynamo=dynamo,
         dynamo_base=dynamo_python,
         work=(work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve(),
+        gateways=gateways,
+        schedulers=schedulers,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with told_in_a_sentence():

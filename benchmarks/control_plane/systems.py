@@ -75,8 +75,6 @@ def body(model: str, tokens: int, extra: Mapping[str, object]) -> bytes:
 class Ours:
     """NATS, gateway, scheduler, health monitor and one executor, as `ryzanstein up` starts them."""
 
-    name = "ryzanstein"
-
     def __init__(
         self,
         folder: Path,
@@ -86,10 +84,16 @@ class Ours:
         variables: Mapping[str, str] | None = None,
         grpc: bool = False,
         engine: str = "stub",
+        gateways: int = 1,
+        schedulers: int = 1,
     ) -> None:
         """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte. It computes with
         the `engine` torch.
         `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
+        several = {"gateways": gateways, "schedulers": schedulers}
+        self.name = ", ".join(
+            ["ryzanstein", *(f"{count} {what}" for what, count in several.items() if count > 1)]
+        )
         self._model = model
         self._variables = {
             "RYZANSTEIN_STUB_STEP_MS": str(step_ms),
@@ -109,8 +113,9 @@ class Ours:
             dtype="auto",
             engine=engine,
             grpc_port=0 if grpc else None,
+            schedulers=schedulers,
         )
-        self._stack = LocalStack(plan, StackSettings())
+        self._stack = LocalStack(plan, StackSettings(gateways=gateways))
         self.port = 0
 
     async def start(self) -> None:

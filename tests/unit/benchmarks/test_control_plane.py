@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.control_plane.__main__ import Plan, run_against
+from benchmarks.control_plane.__main__ import Plan, run, run_against
 from benchmarks.control_plane.bench import Bench
 from benchmarks.control_plane.comparison import Checkout, Comparison, compared
 from benchmarks.control_plane.comparison import show as show_comparison
@@ -314,6 +314,26 @@ async def test_a_checkout_is_compared_with_another(tmp_path: Path) -> None:
     assert [(one.system, other.system) for one, other in found.closed] == [("here", "there")] * 2
     assert {"gateway", "scheduler", "executor", "nats"} <= set(found.closed[0][1].cpu_ms)
     assert all(part.cpu_total > 0 for pair in found.closed for part in pair)
+
+
+async def test_several_gateways_and_schedulers_take_turns_with_one(program: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        model=None,
+        tokens=4,
+        connections=8,
+        seconds=0.5,
+        rounds=1,
+        limit_ms=0,
+        step_ms=0,
+        dynamo=False,
+        dynamo_base="",
+        work=tmp_path,
+        gateways=2,
+        schedulers=2,
+    )
+    found = await run(plan, tmp_path, lambda text: None)
+    assert list(found.closed) == ["ryzanstein", "ryzanstein, 2 gateways, 2 schedulers"]
+    assert all(each.figures.clean for runs in found.closed.values() for each in runs)
 
 
 async def test_our_stack_answers_the_client_rightly(program: Path, tmp_path: Path) -> None:
