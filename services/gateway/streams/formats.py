@@ -128,6 +128,11 @@ class Format:
         return None
 
 
+def around_text(shape: Format, index: int) -> list[bytes]:
+    """What stands before and behind the JSON of a text in the chunks of a choice."""
+    return shape.delta(index, Piece(_MARK, ())).split(_json.encode(_MARK))
+
+
 class JsonFormat(Format):
     """OpenAI's. Everything around the text is encoded once, and again where another ring has another fingerprint."""
 
@@ -160,8 +165,7 @@ class JsonFormat(Format):
         fingerprint = self._answer.generations[index].fingerprint or self._record.fingerprint
         around = self._around.get(index)
         if around is None or fingerprint != self._fingerprint:
-            around = self.delta(index, Piece(_MARK, ())).split(_json.encode(_MARK))
-            self._around[index] = around
+            around = self._around[index] = around_text(self, index)
         return around[0] + _json.encode(text) + around[1]
 
     def delta(self, index: int, piece: Piece) -> bytes:

@@ -16,7 +16,7 @@ import msgspec
 
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.embeddings import floats_of, vector_outputs
-from services.gateway.streams.formats import Format, Usage
+from services.gateway.streams.formats import Format, Usage, around_text
 from services.gateway.streams.output import ParsedOutput, Piece, ScoredToken, TextOutput, arguments_of
 from services.gateway.streams.progress import PromptProgress
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -84,6 +84,13 @@ class OllamaFormat(Format):
         self._began = self._first = time.perf_counter_ns()
         self._open = True
         """Whether nothing has been shown yet."""
+        self._around: list[bytes] = []
+        """What stands before and behind a text."""
+
+    def text(self, index: int, text: str) -> bytes:
+        if not self._around:
+            self._around = around_text(self, index)
+        return self._around[0] + _json.encode(text) + self._around[1]
 
     def delta(self, index: int, piece: Piece) -> bytes:
         if self._open:

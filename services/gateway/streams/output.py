@@ -206,7 +206,8 @@ class TextOutput(Output):
         return text
 
     def take(self) -> Piece:
-        text = self.take_text()
+        text = "".join(self._text)  # not `take_text`: numbered events ask for each token's piece
+        self._text.clear()
         if self._plain:
             return Piece(text, ())
         ready = len(self._scored)
