@@ -44,6 +44,40 @@ class Run:
     ends_with_done: ClassVar[bool] = True
     """Whether a stream of server-sent events ends with `[DONE]`."""
 
+    __slots__ = (  # thousands wait at once
+        "_after",
+        "_answers",
+        "_arrivals",
+        "_backlog",
+        "_began",
+        "_begun",
+        "_bulk",
+        "_computing",
+        "_context",
+        "_ended",
+        "_error",
+        "_in_chunks",
+        "_joined",
+        "_metrics",
+        "_more",
+        "_news",
+        "_news_at",
+        "_open",
+        "_outputs",
+        "_progressed",
+        "_scheduled",
+        "_shape",
+        "_shown",
+        "_since",
+        "_stored",
+        "_submitted",
+        "_tallies",
+        "_unwritten",
+        "_waiter",
+        "_write",
+        "answer",
+    )
+
     def __init__(
         self,
         answer: Answer,
