@@ -59,19 +59,11 @@ static int begins(const recurrence *job, const rz_run *run)
     return job->decoder->step->positions[run->first] == 0;
 }
 
-/* The next snapshot of the rows from `row` on, before `end`; `row` becomes its row. -1: there is none. */
-static long next_snapshot(const rz_step *step, long *row, long end)
+/* Whether the state behind a row goes to further slots. */
+RZ_INLINE int is_copied(const recurrence *job, long row)
 {
-    long found = -1;
-    for (long i = 0; i < step->num_snapshots; i++) {
-        const long at = step->state_snapshots[i * 2];
-        if (at >= *row && at < end) {
-            end = at;
-            found = i;
-        }
-    }
-    *row = end;
-    return found;
+    const int32_t *copies = job->decoder->space.recurrent.copies;
+    return copies[row] < copies[row + 1];
 }
 
 /* --- convolution ------------------------------------------------------------------------------------- */
@@ -263,18 +255,18 @@ static void keep_window(const recurrence *job, const rz_run *run, long row, long
     }
 }
 
-/* Of a sequence: snapshots first, because they read the window that the last one replaces. */
+/* Of a sequence: copies first, because they read the window that the last one replaces. */
 static void window_task(void *argument, long task, long next, int thread)
 {
     (void)next, (void)thread;
     const recurrence *job = argument;
-    const rz_step *step = job->decoder->step;
-    const rz_run *run = &job->decoder->space.recurrent.runs[task];
+    const rz_recurrent_space *plan = &job->decoder->space.recurrent;
+    const rz_run *run = &plan->runs[task];
     const long end = run->first + run->rows;
-    for (long i = 0; i < step->num_snapshots; i++)
-        if (step->state_snapshots[i * 2] >= run->first && step->state_snapshots[i * 2] < end)
-            keep_window(job, run, step->state_snapshots[i * 2], step->state_snapshots[i * 2 + 1]);
-    keep_window(job, run, end - 1, step->state_slots[run->sequence]);
+    for (long row = run->first; row < end; row++)
+        for (long i = plan->copies[row]; i < plan->copies[row + 1]; i++)
+            keep_window(job, run, row, plan->copy_slots[i]);
+    keep_window(job, run, end - 1, job->decoder->step->state_slots[run->sequence]);
 }
 
 /* --- the gated delta rule ---------------------------------------------------------------------------- */
@@ -357,7 +349,7 @@ static void copy_columns(float *to, long to_stride, const float *from, long from
 RZ_INLINE void delta_strip(const recurrence *job, const rz_run *run, long head, columns at, long column, int width)
 {
     const rz_recurrent *layer = job->layer;
-    const rz_step *step = job->decoder->step;
+    const rz_recurrent_space *plan = &job->decoder->space.recurrent;
     const long value_dim = layer->value_dim, count = width * LANES;
     float held[MOST_KEY_DIM * STRIP * LANES] __attribute__((aligned(64)));
     if (begins(job, run))
@@ -370,18 +362,17 @@ RZ_INLINE void delta_strip(const recurrence *job, const rz_run *run, long head, 
     at.values += column;
     for (long row = run->first, end = run->first + run->rows; row < end;) {
         long last = row;
-        const long snapshot = next_snapshot(step, &last, end);
-        at.rows = snapshot < 0 ? end - row : last + 1 - row;
+        while (last + 1 < end && !is_copied(job, last))
+            last++;
+        at.rows = last + 1 - row;
         delta_rows(&at, width);
         at.queries += at.rows * at.channels;
         at.keys += at.rows * at.channels;
         at.values += at.rows * at.channels;
         at.gates += at.rows * 2 * at.heads;
         row += at.rows;
-        for (long i = 0; snapshot >= 0 && i < step->num_snapshots; i++)
-            if (step->state_snapshots[i * 2] == last)
-                copy_columns(state_of(layer, step->state_snapshots[i * 2 + 1], head) + column, value_dim, held, count,
-                             at.key_dim, count);
+        for (long i = plan->copies[last]; i < plan->copies[last + 1]; i++)
+            copy_columns(state_of(layer, plan->copy_slots[i], head) + column, value_dim, held, count, at.key_dim, count);
     }
     copy_columns(state, value_dim, held, count, at.key_dim, count);
 }
@@ -406,7 +397,7 @@ static void delta_task(const recurrence *job, const rz_run *run, long head, long
         .key_dim = layer->key_dim,
     };
     const long vectors = layer->value_dim / LANES;
-    if (run->rows == 1 && !begins(job, run) && !step->num_snapshots) {
+    if (run->rows == 1 && !begins(job, run) && !is_copied(job, run->first)) {
         if (!strip)
             delta_once(at, vectors);
         return;
@@ -439,12 +430,11 @@ RZ_INLINE void scan_row(float *state, long first, long end, long key_dim, float 
 
 static void keep_rows(const recurrence *job, long row, const float *state, long head, long first, long end)
 {
-    const rz_step *step = job->decoder->step;
+    const rz_recurrent_space *plan = &job->decoder->space.recurrent;
     const long key_dim = job->layer->key_dim;
-    for (long i = 0; i < step->num_snapshots; i++)
-        if (step->state_snapshots[i * 2] == row)
-            memcpy(state_of(job->layer, step->state_snapshots[i * 2 + 1], head) + first * key_dim,
-                   state + first * key_dim, (size_t)((end - first) * key_dim) * sizeof *state);
+    for (long i = plan->copies[row]; i < plan->copies[row + 1]; i++)
+        memcpy(state_of(job->layer, plan->copy_slots[i], head) + first * key_dim, state + first * key_dim,
+               (size_t)((end - first) * key_dim) * sizeof *state);
 }
 
 static void scan_task(const recurrence *job, const rz_run *run, long head, long strip)
@@ -587,11 +577,25 @@ int rz_recur_rows(rz_decoder *decoder, int thread, const rz_recurrent *layer, co
     return 1;
 }
 
+/* Orders the step's copies of states by the rows that they are behind. */
+static void plan_copies(rz_recurrent_space *plan, const rz_step *step)
+{
+    int32_t *next = plan->copies + 1; /* behind the counting, where the next copy of a row goes */
+    memset(plan->copies, 0, (size_t)(step->tokens + 2) * sizeof *plan->copies);
+    for (long i = 0; i < step->num_snapshots; i++)
+        next[step->state_snapshots[i * 2] + 1]++;
+    for (long row = 0; row < step->tokens; row++)
+        next[row + 1] += next[row];
+    for (long i = 0; i < step->num_snapshots; i++)
+        plan->copy_slots[next[step->state_snapshots[i * 2]]++] = step->state_snapshots[i * 2 + 1];
+}
+
 int rz_plan_recurrent(rz_decoder *decoder)
 {
     const rz_step *step = decoder->step;
-    if (!rz_workspace_reserve_recurrent(&decoder->space, step->tokens))
+    if (!rz_workspace_reserve_recurrent(&decoder->space, step->tokens, step->num_snapshots))
         return 0;
+    plan_copies(&decoder->space.recurrent, step);
     rz_recurrent_space *plan = &decoder->space.recurrent;
     plan->count = plan->num_pieces = 0;
     long row = 0;

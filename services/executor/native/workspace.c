@@ -111,14 +111,20 @@ static int reserve_routing(rz_routing *space, const rz_model *model, long tokens
     return there;
 }
 
-int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens)
+int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens, long copies)
 {
     rz_recurrent_space *own = &space->recurrent;
-    if (tokens <= own->tokens)
+    if (copies > own->most_copies) {
+        own->most_copies = renew(&own->copy_slots, (size_t)copies * sizeof *own->copy_slots) ? copies : 0;
+        if (!own->most_copies)
+            return 0;
+    }
+    if (own->copies && tokens <= own->tokens)
         return 1;
     const size_t n = (size_t)tokens;
     int there = renew(&own->runs, n * sizeof *own->runs);
     there &= renew(&own->pieces, n * sizeof *own->pieces);
+    there &= renew(&own->copies, (n + 2) * sizeof *own->copies);
     there &= renew(&own->mixed, n * (size_t)own->most_channels * sizeof(float));
     there &= renew(&own->gates, n * 2 * (size_t)own->most_heads * sizeof(float));
     there &= renew(&own->squares, n * (size_t)own->most_norms * sizeof(float));
@@ -242,6 +248,8 @@ static void free_recurrent(rz_recurrent_space *space)
 {
     free(space->runs);
     free(space->pieces);
+    free(space->copies);
+    free(space->copy_slots);
     free(space->mixed);
     free(space->gates);
     free(space->squares);

@@ -44,6 +44,9 @@ typedef struct {
     rz_run *runs; /* [count]: of the sequences, in their order */
     rz_piece *pieces;
     long count, num_pieces;
+    int32_t *copies;      /* [tokens + 1]: of a row, those of `copy_slots` from this one up to the next row's */
+    int32_t *copy_slots;  /* where states behind rows go beside their own slots */
+    long most_copies;     /* that there is room for */
     float *mixed;   /* [tokens, channels]: what was convolved, then what the scan makes of it */
     float *gates;   /* [tokens, 2, heads]: decays, then betas or steps */
     float *squares; /* [tokens, norms] */
@@ -126,7 +129,7 @@ int rz_workspace_reserve(rz_workspace *space, const rz_model *model, long tokens
 /* For as many parts, choices and tables as the plan says. */
 int rz_workspace_reserve_attention(rz_attention_plan *plan, long tokens, int kv_heads);
 void rz_workspace_free_attention(rz_attention_plan *plan);
-int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens);
+int rz_workspace_reserve_recurrent(rz_workspace *space, long tokens, long copies);
 /* Notes what a recurrent layer needs. */
 void rz_workspace_measure(rz_workspace *space, const rz_recurrent *layer);
 int rz_workspace_reserve_bests(rz_workspace *space, long bests);

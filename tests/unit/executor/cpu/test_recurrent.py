@@ -160,3 +160,17 @@ def test_the_definitions_are_those_of_transformers() -> None:
     )  # fmt: skip
     ours = _scan(layer, made[:, : shape.channels].double(), steps.double())
     assert (out[0].flatten(1) - ours).abs().max() < 1e-4
+
+
+def test_states_go_behind_any_rows_beside_decodes_that_keep_none(layer: Layer) -> None:
+    """In any order, and of one row to several slots."""
+    rows, others = rows_of(layer.shape, 9, 1), rows_of(layer.shape, 2, 2)
+    recurring = Recurring(layer)
+    recurring.step([Piece(1, 0, others[:1])])
+    copies = [(6, 3), (1, 4), (6, 5), (2, 6), (9, 7)]
+    beside, _ = recurring.step([Piece(1, 1, others[1:]), Piece(0, 0, rows)], copies)
+    for row, slot in copies:
+        assert torch.equal(recurring.slots[slot], whole(layer, rows[:row])[1]), row
+    assert torch.equal(beside.view(torch.int16), whole(layer, others)[0][1:].view(torch.int16))
+    assert torch.equal(recurring.slots[1], whole(layer, others)[1])
+    recurring.close()
