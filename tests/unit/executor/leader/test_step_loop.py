@@ -27,6 +27,7 @@ from services.executor.leader.tracing import Attempts
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
 from services.executor.scheduler.drafting import Drafter
+from services.executor.scheduler.speculation import StepCost
 from services.executor.structured_output import GrammarWork
 from services.executor.worker.launches import Launches
 from shared.errors import RingLost
@@ -77,6 +78,13 @@ class NotedEngine:
             self.model.step(plan)
 
 
+class EvenCost(StepCost):
+    """Every step takes as long, whatever else runs on this machine: drafts always pay."""
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        super().observe(tokens, 1.0)
+
+
 class Ring:
     """A batcher, its steps and what they have given."""
 
@@ -87,6 +95,7 @@ class Ring:
         settings = BatchSettings(16, 4, max_drafts=drafts)
         drafter = Drafter(self.spec, settings)
         drafter._speculation.model = DevotedModel(drafts)
+        drafter._speculation.cost = EvenCost()
         self.batcher = ContinuousBatcher(self.spec, settings, drafter=drafter)
         self.engine = NotedEngine(self.spec)
         self.grammars = GrammarWork()
