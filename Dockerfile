@@ -36,7 +36,7 @@ WORKDIR /src
 ENV PATH=/opt/build/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/build \
-    && pip install --constraint constraints.txt pip setuptools \
+    && pip install --constraint constraints.txt mypy pip setuptools \
     && python3 -m venv --without-pip /opt/venv
 
 # Each extra of pyproject.toml as a file of its own: what is installed from it stays in the cache until it changes.
@@ -81,13 +81,14 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --constraint constraints.txt ${TORCH_INDEX:+--no-deps --index-url "${TORCH_INDEX}"} torch \
     && pip install --constraint constraints.txt --requirement /extras/executor
 
-# The project itself, with its kernels: an image without them would compute, at a fraction of the speed.
+# The project itself, with its kernels and compiled modules: an image without them would compute, at a fraction of the
+# speed.
 FROM build AS package
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY shared shared
 COPY services services
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
+    RYZANSTEIN_COMPILE=1 pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
     && PIP_PYTHON=/opt/venv/bin/python3 pip install --no-deps --target /opt/ryzanstein /wheels/*.whl \
     && ls /opt/ryzanstein/services/executor/native/_kernels*.so
 

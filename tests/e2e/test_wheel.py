@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("services", "shared")
 KERNELS = "services/executor/native/_kernels.abi3.so"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LIBRARY = f"ryzanstein__mypyc{SUFFIX}"
+COMPILED = {name.removesuffix(".py") + SUFFIX for name in PROJECT["tool"]["ryzanstein"]["compiled"]} | {
+    LIBRARY
+}
+BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+"""What a build needs beside the packages."""
 WITHOUT_TREE = {"PYTHONPATH": ""}
 """Of the environment of what is installed: without the tests' own way to the tree."""
 
@@ -40,7 +49,7 @@ def sources() -> set[str]:
 def build(directory: Path, **environment: str) -> Path:
     """`python -m build`, of a copy that has nothing but sources: an sdist, and of that a wheel, in `directory`."""
     tree = directory / "tree"
-    for name in (*sources(), "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*sources(), *BESIDE):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(tree)]
@@ -112,7 +121,7 @@ def test_a_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
         metadata = archive.read(f"{about}METADATA").decode()
     ours = {name for name in names if not name.startswith(about)}
-    assert ours == {name for name in sources() if not name.endswith((".c", ".h"))} | {KERNELS}
+    assert ours == {name for name in sources() if not name.endswith((".c", ".h"))} | {KERNELS} | COMPILED
     assert f"{about}licenses/LICENSE" in names
     assert f"\nVersion: {VERSION}\n" in metadata
     assert metadata.endswith((ROOT / "README.md").read_text()), "what a package index shows"
@@ -121,11 +130,12 @@ def test_a_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
 def test_an_sdist_has_every_source(wheel: Path) -> None:
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert sources() | {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert sources() | set(BESIDE) <= names
+    assert not [name for name in names if "mypyc" in name], "made of the sources"
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
-def test_what_is_installed_serves_with_native_kernels(
+def test_what_is_installed_serves_with_native_kernels_and_compiled_modules(
     programs: Path, elsewhere: Path, tmp_path: Path, model_directory: Path
 ) -> None:
     where = said(
@@ -144,8 +154,9 @@ def test_what_is_installed_serves_with_native_kernels(
     with Stack(tmp_path / "data", command=command, cwd=elsewhere, **environment) as stack:
         assert "distributed system" in stack.output, "one answer is streamed at the start"
         mapped = [Path(f"/proc/{process.pid}/maps").read_text() for process in stack.descendants()]
-        kernels = {line.split()[-1] for maps in mapped for line in maps.splitlines() if "_kernels" in line}
-        assert kernels == {str(next(programs.parent.glob(f"lib/*/site-packages/{KERNELS}")))}
+        for name, path in (("_kernels", KERNELS), ("ryzanstein__mypyc", LIBRARY)):
+            files = {line.split()[-1] for maps in mapped for line in maps.splitlines() if name in line}
+            assert files == {str(next(programs.parent.glob(f"lib/*/site-packages/{path}")))}
         for page in ("/", "/docs", "/console/app/console.js"):
             reply = httpx.get(stack.url + page, headers={"accept": "text/html"}, trust_env=False)
             assert reply.status_code == 200
@@ -155,7 +166,7 @@ def test_what_is_installed_serves_with_native_kernels(
 def test_without_a_compiler_the_package_installs_and_says_what_it_lacks(tmp_path: Path) -> None:
     wheel = build(tmp_path / "dist", CC="no-compiler-is-here")
     with zipfile.ZipFile(wheel) as archive:
-        assert KERNELS not in archive.namelist()
+        assert not {KERNELS, *COMPILED} & set(archive.namelist())
     python = install(wheel, tmp_path / "installed") / "python"
     why = "from services.executor.native.library import why_not; print(why_not())"
     assert said([str(python), "-P", "-c", why], tmp_path).startswith("they were not compiled")
