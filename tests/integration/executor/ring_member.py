@@ -23,6 +23,7 @@ from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.scheduler.steps import Row
 from services.executor.worker import engine as ring_engine
+from services.executor.worker import storage
 from shared.messages import GenerationRequest, TokenEntry
 
 
@@ -39,6 +40,8 @@ class Known(msgspec.Struct):
     blocks: dict[int, list[int]]
     copies: list[int]
     """Saves, compressions and restores that the plans carried."""
+    recovered: int
+    """Blocks that the ring had on disk when it started."""
 
 
 stores: list[KvStore] = []
@@ -60,6 +63,7 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
     engine_spec = engine.load(lambda done, total: None)
     limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, session_ttl=100.0)
     batcher = ContinuousBatcher(engine_spec, limits, "m")
+    recovered = batcher.recover(engine.recovered())
     turns = msgspec.json.decode((directory / "turns.json").read_bytes(), type=list[Turn])
     load = {turn.request.generation_id: turn for turn in turns}
     answers = {name: list(turn.request.generated) for name, turn in load.items()}
@@ -91,7 +95,9 @@ def lead(settings: ExecutorSettings, spec: RankSpec, board: RingBoard, directory
         for entry in news:
             go_on(batcher, load, answers, entry)
         say(news)
-    (directory / "known.json").write_bytes(msgspec.json.encode(Known(known_blocks(batcher), copies)))
+    (directory / "known.json").write_bytes(
+        msgspec.json.encode(Known(known_blocks(batcher), copies, recovered))
+    )
     engine.close()
 
 
@@ -135,7 +141,7 @@ def main() -> None:
     settings = ExecutorSettings.model_validate_json((directory / "settings.json").read_bytes())
     spec = RankSpec(rank, settings.tp, "g", "i", 1, str(directory / "board"), {})
     board = RingBoard(directory / "board", settings.tp)
-    ring_engine.KvStore = ShownStore  # type: ignore[misc]
+    storage.KvStore = ShownStore  # type: ignore[misc]
     if rank == 0:
         lead(settings, spec, board, directory)
     else:

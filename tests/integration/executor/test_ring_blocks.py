@@ -1,7 +1,7 @@
 """Ranks that are killed in the middle of their load and started again hold the right keys and values.
 
 After the second life each rank's every block is compared with what transformers computes for the tokens
-that the leader believes to be in it.
+that the leader believes to be in it, also those that the first life had written to disk.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from tests.unit.executor.model.tiny import make_model
 BLOCK = 4
 CONTEXT = 64
 LAYERS = 3
+KILLED_AFTER = 30
+"""Steps."""
 
 
 class Life:
@@ -147,7 +149,7 @@ async def test_every_rank_holds_what_the_leader_believes(
         directory = tmp_path / f"life-{life}"
         directory.mkdir()
         (directory / "settings.json").write_bytes(
-            msgspec.json.encode(settings(model, directory, kv_dtype, blocks))
+            msgspec.json.encode(settings(model, tmp_path / "kv", kv_dtype, blocks))
         )
         (directory / "turns.json").write_bytes(
             msgspec.json.encode([continued(turn, tokens) if life else turn for turn in load])
@@ -161,7 +163,7 @@ async def test_every_rank_holds_what_the_leader_believes(
                 del known[entry.position :]
                 known += entry.tokens
             steps += 1
-            if life == 0 and steps == 12:
+            if life == 0 and steps == KILLED_AFTER:
                 await ring.kill(killed)
                 break
     assert await ring.end() == [0, 0]
@@ -172,6 +174,7 @@ async def test_every_rank_holds_what_the_leader_believes(
     assert saves
     assert restores
     assert bool(compressions) == (kv_dtype == "int8")
+    assert known.recovered, "what the first life had written is there"
     assert len(known.blocks) >= 16
     compare(model, directory, known, tolerance)
 
