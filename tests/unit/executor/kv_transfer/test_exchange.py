@@ -159,6 +159,41 @@ def test_snapshots_of_recurrent_state_go_along() -> None:
     assert target.engine.state_loads >= len(talked)
 
 
+def test_what_a_ring_has_found_on_its_disk_goes_along_once_it_was_used() -> None:
+    """The next turn of a session brings its blocks back, and they are the session's again."""
+    small = {"blocks": 16, "num_cold": 30, "num_disk": 200}
+    last = Ring(ttl=TTL, **small)
+    talked = [Conversation(number, random.Random(number)) for number in range(5)]
+    talk(last, talked, 5)
+    source, target = Ring(ttl=TTL, **small), Ring(blocks=24, ttl=TTL, num_cold=200)
+    assert source.recover(last)
+    found = {one.name: one for one in talked if one.turn(source)}
+    assert found
+    Way(source, target).give_all()
+    given = [session for session, _ in source.batcher.exchange.departures._allocator.sessions()]
+    both_have = [found[session] for session in given if session in found]
+    assert both_have
+    for conversation in both_have:
+        assert conversation.turn(target) > 0
+
+
+def test_what_a_ring_has_found_on_its_disk_is_not_wanted_of_others() -> None:
+    last = Ring(blocks=16, ttl=TTL, num_cold=30, num_disk=200)
+    talked = [Conversation(number, random.Random(number)) for number in range(5)]
+    talk(last, talked, 5)
+    target = Ring(blocks=16, ttl=TTL, num_cold=30, num_disk=200)
+    kept = {block.key[0] for block in last.on_disk()}
+    assert target.recover(last) == len(kept) > 0
+    way = Way(last, target)
+    while way.offer(50):
+        assert way.batch is not None
+        assert not {way.batch.gifts[index].key.digest for index in way.batch.wanted} & kept
+        way.land(50)
+        target.run()
+    for conversation in talked:
+        conversation.turn(target)
+
+
 def test_what_the_peer_has_is_not_wanted_again() -> None:
     source, target, talked = both()
     way = Way(source, target)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken
+from services.executor.core.engine import BadLogits, EngineSpec, RestoreFailed, SampledToken, SpilledBlock
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher, Entries
@@ -13,7 +13,7 @@ from services.executor.worker.launches import Launches
 from shared.errors import InternalError
 from shared.messages import GenerationRequest, TokenEntry
 from tests.unit.executor.scheduler.fake_drafter import FakeDrafter
-from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine
+from tests.unit.executor.scheduler.fake_engine import VOCAB, FakeEngine, pairs
 
 BLOCK = 4
 
@@ -139,6 +139,21 @@ class Ring:
                 assert self.take(self.batcher.take_entries())
             else:
                 self.finish(step)
+
+    def on_disk(self) -> list[SpilledBlock]:
+        """What the plans have had written there, in that order."""
+        slots: dict[int, tuple[bytes, bytes, bytes]] = {}
+        for plan, _ in self.plans:
+            for (_, slot), key in zip(pairs(plan.saves), plan.save_keys, strict=True):
+                slots.pop(slot, None)
+                slots[slot] = key
+        return [SpilledBlock(slot, key) for slot, key in slots.items() if slot >= self.spec.num_host]
+
+    def recover(self, last: "Ring") -> int:
+        """This ring starts with what `last` had on disk when it was killed; how many blocks it can find."""
+        blocks = last.on_disk()
+        self.engine.spilled = {block.slot: list(last.engine.spilled[block.slot]) for block in blocks}
+        return self.batcher.recover(blocks)
 
     def tokens(self, name: str) -> list[int]:
         return [token for entry in self.log if entry.generation_id == name for token in entry.tokens]

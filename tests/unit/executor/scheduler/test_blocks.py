@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.executor.core.engine import EngineSpec, SpilledBlock
+from services.executor.core.engine import EngineSpec
 from services.executor.kv_cache.prefix_index import BlockChain
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import Beginning, BlockTables
@@ -12,7 +12,7 @@ from services.executor.scheduler.sequence import Sequence
 from services.executor.scheduler.steps import Chunk, build_plan
 from shared.errors import InternalError
 from shared.messages import SamplingParams
-from tests.unit.executor.scheduler.fake_engine import VOCAB, pairs, undisturbed
+from tests.unit.executor.scheduler.fake_engine import VOCAB, undisturbed
 from tests.unit.executor.scheduler.stepped_ring import BLOCK, Ring, arrays, ask, lens
 
 # --- blocks ----------------------------------------------------------------------------------------
@@ -384,16 +384,6 @@ def test_a_cancelled_sequence_leaves_nothing_locked() -> None:
 # --- a ring that starts with what another had on disk ----------------------------------------------
 
 
-def _on_disk(ring: Ring) -> list[SpilledBlock]:
-    """What the plans of `ring` have had written there, in that order."""
-    slots: dict[int, tuple[bytes, bytes, bytes]] = {}
-    for plan, _ in ring.plans:
-        for (_, slot), key in zip(pairs(plan.saves), plan.save_keys, strict=True):
-            slots.pop(slot, None)
-            slots[slot] = key
-    return [SpilledBlock(slot, key) for slot, key in slots.items() if slot >= ring.spec.num_host]
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -409,10 +399,9 @@ def test_the_next_ring_restores_what_the_last_one_had_on_disk(spec: dict[str, in
     _turn(last, "one", said)
     _others(last, "x", 46)
     _others(last, "y", 46)
-    blocks = _on_disk(last)
+    blocks = last.on_disk()
     ring = Ring(blocks=16, copies_per_step=3, **spec)
-    ring.engine.spilled = {block.slot: last.engine.spilled[block.slot] for block in blocks}
-    assert ring.batcher.recover(blocks) == len(blocks) > 0
+    assert ring.recover(last) == len(blocks) > 0
     ring.batcher.check()
     assert _turn(ring, "two", [*said, 1, 2, 3]) == 28, "all full blocks; the last token is computed"
     assert ring.engine.restores == 7 + spec.get("state_blocks", 0)
@@ -424,11 +413,10 @@ def test_what_a_ring_has_recovered_and_cannot_read_is_computed() -> None:
     last = Ring(blocks=12, num_disk=40)
     _turn(last, "one", said)
     _others(last, "x", 46)
-    blocks = _on_disk(last)
+    blocks = last.on_disk()
     ring = Ring(blocks=12, num_disk=40)
-    ring.engine.spilled = {block.slot: last.engine.spilled[block.slot] for block in blocks}
+    ring.recover(last)
     ring.engine.unreadable = {block.slot for block in blocks[:3]}
-    ring.batcher.recover(blocks)
     _turn(ring, "two", [*said, 1, 2, 3])
     _others(ring, "y", 46)
     assert _turn(ring, "three", [*said, 1, 2]) >= 28, "its slots are used again"
