@@ -1,4 +1,4 @@
-"""A real ring is killed after a long text was spilled to disk: the next one reads it there, and says the same."""
+"""A real ring ends after a long text was spilled to disk: the next one reads it there, and says the same."""
 
 from array import array
 from pathlib import Path
@@ -62,11 +62,14 @@ async def undisturbed(house: Rings, session: Session, answer: int) -> list[int]:
     return tokens
 
 
-async def kill(house: Rings, model: Path, directory: Path, *, whole: bool) -> None:
-    """A rank, or the executor and all its ranks; and waits until the ring is back."""
+async def end(house: Rings, model: Path, directory: Path, how: str) -> None:
+    """A rank is killed, or the executor and all its ranks, or it is told to end; waits until the ring is back."""
     executor = house.processes[GROUP]
-    if whole:
-        house.kill_ring(GROUP)
+    if how != "killed rank":
+        if how == "killed":
+            house.kill_ring(GROUP)
+        else:
+            await house.leave(GROUP)
         await house.begin(GROUP, model, *options(directory), memory=MEMORY)
         await house.ready(GROUP, timeout=90)
         return
@@ -82,9 +85,9 @@ async def kill(house: Rings, model: Path, directory: Path, *, whole: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
-async def test_a_long_text_comes_back_from_the_disk_of_a_killed_ring(
-    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, whole: bool
+@pytest.mark.parametrize("how", ["killed rank", "killed", "drained"])
+async def test_a_long_text_comes_back_from_the_disk_of_a_ring_that_is_gone(
+    bus: Bus, nats_settings: CommonSettings, tmp_path: Path, how: str
 ) -> None:
     model, directory = make_served_model(tmp_path / "model"), tmp_path / "kv"
     async with rings(bus, nats_settings, tmp_path) as house:
@@ -94,7 +97,7 @@ async def test_a_long_text_comes_back_from_the_disk_of_a_killed_ring(
         session = Session(house, "long")
         assert await session.turn(GROUP, 800) == 0
         await spill(house, directory, session)
-        await kill(house, model, directory, whole=whole)
+        await end(house, model, directory, how)
         reusable = session.reusable
         assert reusable >= 800
         assert await session.turn(GROUP, 20, answer=12) == reusable
