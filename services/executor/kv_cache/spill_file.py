@@ -231,8 +231,7 @@ def recover(
         return None, []
     if place.rank:
         file = _opened(place, number)
-    _remove_larger(place, number)
-    mine = [] if file is None else file.read()
+    file, mine = _read(place, file)
     kept = agreed(mine, place.num_slots, device, collectives)
     if mine:
         log.info(
@@ -273,13 +272,31 @@ def _opened(place: SpillPlace, number: int | None = None) -> SpillFile | None:
     except OSError as error:
         file, reason = None, str(error)
     if file is None:
-        log.warning(
-            "kv_spill_not_kept",
-            directory=str(place.directory),
-            reason=reason,
-            effect="spilled KV blocks go with this ring",
-        )
+        _not_kept(place, reason)
+    else:
+        _remove_larger(place, file.number)
     return file
+
+
+def _read(place: SpillPlace, file: SpillFile | None) -> tuple[SpillFile | None, list[KeptBlock]]:
+    """`file` and what is in it. None, and said: it cannot be read."""
+    if file is None:
+        return None, []
+    try:
+        return file, file.read()
+    except OSError as error:
+        file.close()
+        _not_kept(place, str(error))
+        return None, []
+
+
+def _not_kept(place: SpillPlace, reason: str) -> None:
+    log.warning(
+        "kv_spill_not_kept",
+        directory=str(place.directory),
+        reason=reason,
+        effect="spilled KV blocks go with this ring",
+    )
 
 
 def _from_leader(value: int, device: torch.device, collectives: Collectives) -> int:
@@ -289,10 +306,15 @@ def _from_leader(value: int, device: torch.device, collectives: Collectives) -> 
 
 def _remove_larger(place: SpillPlace, number: int) -> None:
     """Files of `number`, which is this ring's, that are of ranks which it has not."""
-    for path in place.directory.glob(f"ryzanstein-kv-{number}-rank-*.*"):
+    for path in place.directory.glob(f"ryzanstein-kv-{number}-rank-*.index"):
         rank = path.stem.rpartition("-")[2]
-        if rank.isdecimal() and int(rank) >= place.world_size:
-            path.unlink(missing_ok=True)
+        if not rank.isdecimal() or int(rank) < place.world_size:
+            continue
+        other = place._replace(rank=int(rank))
+        if not _is_used(other, number):
+            with contextlib.suppress(OSError):  # what cannot be removed only takes room
+                for kind in ("index", "blocks"):
+                    other.path(number, kind).unlink()
 
 
 @contextlib.contextmanager

@@ -301,6 +301,34 @@ def test_a_pair_of_which_half_cannot_be_opened_is_not_used(tmp_path: Path) -> No
     assert recover(place, CPU, SingleRank())[0] is not None, "and is free again"
 
 
+def test_an_index_that_cannot_be_read_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, _ = begun(place_of(tmp_path))
+    disk.save(0, content(1), key(1))
+    killed(disk)
+    read = os.pread
+
+    def broken(file: int, count: int, offset: int) -> bytes:
+        if offset:
+            raise OSError("Input/output error")
+        return read(file, count, offset)
+
+    monkeypatch.setattr(os, "pread", broken)
+    with structlog.testing.capture_logs() as logs:
+        assert recover(place_of(tmp_path), CPU, SingleRank()) == (None, [])
+    assert [told["event"] for told in logs] == ["kv_spill_not_kept"]
+
+
+def test_files_of_ranks_that_a_ring_has_not_are_removed_where_nobody_uses_them(tmp_path: Path) -> None:
+    used = SpillFile.open(place_of(tmp_path, rank=2, world_size=3), 0)
+    idle = SpillFile.open(place_of(tmp_path, rank=1, world_size=3), 0)
+    assert used is not None
+    assert idle is not None
+    idle.close()
+    begun(place_of(tmp_path))
+    names = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".blocks")
+    assert names == ["ryzanstein-kv-0-rank-0.blocks", "ryzanstein-kv-0-rank-2.blocks"]
+
+
 def test_an_index_that_cannot_be_written_loses_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
