@@ -1,7 +1,8 @@
 """ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -87,10 +88,27 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def watch_disconnect(receive: Receive, gone: Callable[[BaseException], None]) -> None:
-    """Calls `gone` with `ClientGone` when the client goes. The body has been read."""
+@contextlib.contextmanager
+def until_gone(scope: Scope, receive: Receive, gone: Callable[[], None]) -> Iterator[None]:
+    """Calls `gone` when the client goes meanwhile. The body has been read."""
+    watch: Callable[[Callable[[], None] | None], None] | None = scope.get("extensions", {}).get(GONE)
+    if watch is None:
+        watcher = asyncio.create_task(_watch(receive, gone))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+    else:
+        watch(gone)
+        try:
+            yield
+        finally:
+            watch(None)
+
+
+async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
     await disconnected(receive)
-    gone(ClientGone())
+    gone()
 
 
 async def send_json(send: Send, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
@@ -116,6 +134,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     (`streams/progress.py`)."""
 
 
+GONE = "ryzanstein.gone"
+"""Name of an ASGI extension: a function that takes what is called when the client of a request goes, at once if it has
+gone; None: nothing is. Thousands of streams wait for that without a task each."""
 WRITE = "ryzanstein.write"
 """Name of an ASGI extension: a function that writes a part of a body at once, as `send` would behind those before it;
 False: it cannot now, and has written nothing. A stream writes by it from a callback, and wakes no task."""

@@ -14,6 +14,7 @@ there is nothing left to ask with, and a client that ends its half is taken for 
 
 import asyncio
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ import httptools
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.core.asgi import WRITE
+from services.gateway.core.asgi import GONE, WRITE
 from services.gateway.server.connections import (
     EXPECTATION,
     HOST,
@@ -82,6 +83,7 @@ class GuardedHttp(HttpToolsProtocol):
     __slots__ = (
         "_declined",
         "_ended",
+        "_gone",
         "_head_count",
         "_head_size",
         "_hosts",
@@ -114,6 +116,8 @@ class GuardedHttp(HttpToolsProtocol):
         self._progressed = False
         self._declined = False
         """Whether the request offers a protocol that is not spoken here."""
+        self._gone: Callable[[], None] | None = None
+        """What the request that is being answered has called when its client goes."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered; uvicorn's `cycle` is the one that was read last."""
 
@@ -295,10 +299,20 @@ class GuardedHttp(HttpToolsProtocol):
             super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        cycle.scope["extensions"] = {WRITE: partial(_write, cycle)}  # type: ignore[dict-item]
+        self._running, self._gone = cycle, None
+        extensions: Any = {WRITE: partial(_write, cycle), GONE: partial(self._watch, cycle)}
+        cycle.scope["extensions"] = extensions
         _shrink(cycle.message_event)
         super()._start_asgi_task(cycle, app)
+
+    def _watch(self, cycle: RequestResponseCycle, gone: Callable[[], None] | None) -> None:
+        """`GONE`, of one answer."""
+        if cycle is self._running:
+            self._gone = gone
+        if gone is not None:
+            self.flow.resume_reading()  # a body that came whole may have paused it; who goes is read
+            if cycle.disconnected:
+                gone()
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -312,6 +326,8 @@ class GuardedHttp(HttpToolsProtocol):
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
+            if self._gone is not None:
+                self._gone()
 
     def _refuse(self, refusal: Refusal) -> None:
         """Says why, unless an answer is being written, and ends the connection."""

@@ -21,7 +21,7 @@ from services.gateway.api.models.shapes import (
     events_between,
 )
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import Chunk, EventStream, watch_disconnect
+from services.gateway.core.asgi import Chunk, EventStream, until_gone
 from services.gateway.core.errors import describe
 from services.gateway.core.pagination import NeighbourQuery
 from services.gateway.core.settings import GatewaySettings
@@ -223,32 +223,30 @@ async def pull(ask: Ask) -> Done:
 async def stream_events(ask: Ask) -> None:
     """Until the client goes, its key is good no longer, or the gateway stops."""
     gone = asyncio.Event()
-    watcher = asyncio.create_task(watch_disconnect(ask.receive, lambda _: gone.set()))
     stream = EventStream(ask.send)
     catalog = ask.parts.catalog
     known: dict[str, ModelStatus] = {}
     silent = 0.0
-    try:
-        while not gone.is_set():
-            news = catalog.registry.news
-            now, after = time.time(), catalog.statuses(SETTLE)
-            found = events_between(known, after, catalog.registry.specs, now)
-            known = after
-            if found or not stream.started:
-                await stream.write([Chunk(msgspec.json.encode(one)) for one in found])
-                silent = now
-            elif now - silent >= KEEP_ALIVE:
-                await stream.comment()
-                silent = now
-            await _rest(news, gone)
-            ask.backend.check_draining()
-            ask.backend.authenticator.check(ask.principal)
-    except Exception as error:
-        if stream.started:
-            await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
-        raise
-    finally:
-        watcher.cancel()
+    with until_gone(ask.scope, ask.receive, gone.set):
+        try:
+            while not gone.is_set():
+                news = catalog.registry.news
+                now, after = time.time(), catalog.statuses(SETTLE)
+                found = events_between(known, after, catalog.registry.specs, now)
+                known = after
+                if found or not stream.started:
+                    await stream.write([Chunk(msgspec.json.encode(one)) for one in found])
+                    silent = now
+                elif now - silent >= KEEP_ALIVE:
+                    await stream.comment()
+                    silent = now
+                await _rest(news, gone)
+                ask.backend.check_draining()
+                ask.backend.authenticator.check(ask.principal)
+        except Exception as error:
+            if stream.started:
+                await stream.write([Chunk(msgspec.json.encode(describe(error, ask.request_id)))], end=True)
+            raise
 
 
 async def _rest(news: asyncio.Event, gone: asyncio.Event) -> None:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions, /v1/completions and /v1/embeddings; models, and generations by their id."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from services.gateway.core.asgi import (
     header,
     read_body,
     send_json,
-    watch_disconnect,
+    until_gone,
     write_of,
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
@@ -75,11 +74,10 @@ def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
     if endpoint == "embeddings" or ENDPOINTS[endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
-    watcher = asyncio.create_task(watch_disconnect(receive, run.end))
     try:
-        yield
+        with until_gone(scope, receive, lambda: run.end(ClientGone())):
+            yield
     finally:
-        watcher.cancel()
         run.close()
 
 

@@ -1,11 +1,12 @@
-"""The ASGI extension by which a stream writes without its task, over real sockets."""
+"""The ASGI extensions of streams, which write and hear of a client that goes without a task, over real sockets."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import httpx
+import pytest
 
-from services.gateway.core.asgi import write_of
+from services.gateway.core.asgi import read_body, until_gone, write_of
 from services.gateway.server.connections import Door, Limits
 from services.gateway.server.http1 import guarded_http
 from shared.service.endpoints import Receive, Scope, Send
@@ -18,17 +19,27 @@ END = {"type": "http.response.body", "body": b"end"}
 
 Write = Callable[[bytes], bool]
 Answer = Callable[[Write, Receive, Send], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 async def ask(answer: Answer, client: Callable[[str], Awaitable[None]]) -> None:
     """Serves `answer` at an address that `client` is given."""
-    errors: list[BaseException] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         write = write_of(scope)
         assert write is not None
+        await answer(write, receive, send)
+
+    await serve(app, client)
+
+
+async def serve(inner: App, client: Callable[[str], Awaitable[None]]) -> None:
+    """As `ask`, an application. Raises what it raises."""
+    errors: list[BaseException] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await answer(write, receive, send)
+            await inner(scope, receive, send)
         except BaseException as error:
             errors.append(error)
             raise
@@ -138,3 +149,77 @@ async def test_nothing_is_written_to_a_client_that_has_gone() -> None:
         await gone.wait()
 
     await ask(answer, client)
+
+
+@pytest.mark.parametrize("length", [0, 200_000], ids=["no body", "a body that pauses reading"])
+async def test_a_request_hears_that_its_client_goes(length: int) -> None:
+    waiting, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert len(await read_body(scope, receive, 1 << 20, 10.0)) == length
+        tasks = len(asyncio.all_tasks())
+        with until_gone(scope, receive, gone.set):
+            assert len(asyncio.all_tasks()) == tasks
+            waiting.set()
+            await gone.wait()
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % length)
+        writer.write(length * b"x")
+        await waiting.wait()
+        assert not gone.is_set()
+        writer.close()
+        await gone.wait()
+
+    await serve(app, client)
+
+
+async def test_a_request_hears_of_a_client_that_has_gone_before() -> None:
+    begun, heard = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        with until_gone(scope, receive, heard.set):
+            assert heard.is_set()
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        await begun.wait()
+        writer.close()
+        await heard.wait()
+
+    await serve(app, client)
+
+
+async def test_who_is_answered_hears_nothing_of_the_request_behind_it() -> None:
+    heard: list[int] = []
+    waiting, over = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        number = int(scope["path"][1:])
+        with until_gone(scope, receive, lambda: heard.append(number)):
+            if number == 2:
+                waiting.set()
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                over.set()
+                return
+        await send(BEGIN)
+        await send(END)
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n" % number for number in (1, 2)))
+        await waiting.wait()
+        writer.close()
+        await over.wait()
+
+    await serve(app, client)
+    assert heard == [2]
