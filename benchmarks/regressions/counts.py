@@ -32,7 +32,7 @@ from services.executor.leader.frames import Gathering
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.gateway.core.adapters import AdapterRegistry
-from services.gateway.core.asgi import WRITE
+from services.gateway.core.asgi import CONNECTION
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.registry import ModelRegistry
@@ -186,9 +186,15 @@ async def _answered(tokens: int, api: str, *, stream: bool) -> int:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    def write(part: bytes) -> bool:
-        sent.append({"body": part})
-        return True
+    class Open:
+        """A connection that takes everything, and whose client stays."""
+
+        def write(self, part: bytes) -> bool:
+            sent.append({"body": part})
+            return True
+
+        def watch(self, gone: Callable[[], None] | None) -> None:
+            pass
 
     received: list[bool] = []
     scope = {
@@ -197,7 +203,7 @@ async def _answered(tokens: int, api: str, *, stream: bool) -> int:
         "path": path,
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
         "query_string": b"",
-        "extensions": {WRITE: write},
+        "extensions": {CONNECTION: Open()},
     }
     with counting() as calls:
         task = asyncio.create_task(parts.app(cast(Any, scope), receive, send))

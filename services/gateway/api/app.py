@@ -197,6 +197,8 @@ class GatewayApp:
 class _Exchange:
     """One request and its answer."""
 
+    __slots__ = ("_more_headers", "_scope", "_send", "began", "request_id", "status")
+
     def __init__(self, scope: Scope, send: Send) -> None:
         self.began = time.perf_counter()
         self.status = 0

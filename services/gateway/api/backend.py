@@ -6,8 +6,8 @@ everything         everything         nothing new         everything
 """
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import msgspec
@@ -65,6 +65,26 @@ class Parts(msgspec.Struct, frozen=True):
     keys: KeyManagement
 
 
+class _Active:
+    """Counts what is being worked on: a context manager, the same one around everything, for thousands wait in it."""
+
+    __slots__ = ("count", "idle")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def __enter__(self) -> None:
+        self.count += 1
+        self.idle.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.count -= 1
+        if not self.count:
+            self.idle.set()
+
+
 class Backend:
     """Opened by the service, asked by the routes, which are built before NATS is connected. What is refused is refused
     here: `parts` and `started` raise `Unavailable` before it is open, and `parts` once it is closed."""
@@ -73,9 +93,7 @@ class Backend:
         self.authenticator = authenticator
         self._parts: Parts | None = None
         self._draining = self._closed = False
-        self._active = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._active = _Active()
 
     def open(self, parts: Parts) -> None:
         """From now on requests are taken."""
@@ -112,24 +130,16 @@ class Backend:
     @property
     def active_now(self) -> int:
         """Requests, and generations on WebSockets, that are being worked on."""
-        return self._active
+        return self._active.count
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Around the work for one request."""
-        self._active += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
+        return self._active
 
     async def idle(self, within: float) -> bool:
         """Waits until no request is being worked on; False when that takes longer than `within` seconds."""
         try:
-            await asyncio.wait_for(self._idle.wait(), within)
+            await asyncio.wait_for(self._active.idle.wait(), within)
         except TimeoutError:
             return False
         return True

@@ -1,8 +1,8 @@
 """ASGI in small pieces: bodies with a limit, JSON answers, event streams, the client's going."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -88,27 +88,56 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-@contextlib.contextmanager
-def until_gone(scope: Scope, receive: Receive, gone: Callable[[], None]) -> Iterator[None]:
-    """Calls `gone` when the client goes meanwhile. The body has been read."""
-    watch: Callable[[Callable[[], None] | None], None] | None = scope.get("extensions", {}).get(GONE)
-    if watch is None:
-        watcher = asyncio.create_task(_watch(receive, gone))
-        try:
-            yield
-        finally:
-            watcher.cancel()
-    else:
-        watch(gone)
-        try:
-            yield
-        finally:
-            watch(None)
+class Connection(Protocol):
+    """What a server of this gateway offers beside `receive` and `send`, of one request: thousands of streams wait, and
+    take neither a task each to hear of their client nor one to write."""
+
+    def write(self, part: bytes) -> bool:
+        """Writes a part of a body at once, as `send` would behind those before it; False: it cannot now, and has
+        written nothing."""
+        ...
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        """`gone` is called when the client goes, at once if it has gone; None: nothing is called any more."""
+        ...
 
 
-async def _watch(receive: Receive, gone: Callable[[], None]) -> None:
-    await disconnected(receive)
-    gone()
+CONNECTION = "ryzanstein.connection"
+"""Name of the ASGI extension that is a `Connection`."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None: its server offers none."""
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    return connection
+
+
+class UntilGone:
+    """Context manager: `gone` is called when the client goes meanwhile. The body has been read."""
+
+    __slots__ = ("_connection", "_gone", "_receive", "_watcher")
+
+    def __init__(self, scope: Scope, receive: Receive, gone: Callable[[], None]) -> None:
+        self._connection = connection_of(scope)
+        self._receive = receive
+        self._gone = gone
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        if self._connection is None:
+            self._watcher = asyncio.create_task(self._watch())
+        else:
+            self._connection.watch(self._gone)
+
+    def __exit__(self, *_: object) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._connection is not None:
+            self._connection.watch(None)
+
+    async def _watch(self) -> None:
+        await disconnected(self._receive)
+        self._gone()
 
 
 async def send_json(send: Send, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
@@ -134,20 +163,6 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     (`streams/progress.py`)."""
 
 
-GONE = "ryzanstein.gone"
-"""Name of an ASGI extension: a function that takes what is called when the client of a request goes, at once if it has
-gone; None: nothing is. Thousands of streams wait for that without a task each."""
-WRITE = "ryzanstein.write"
-"""Name of an ASGI extension: a function that writes a part of a body at once, as `send` would behind those before it;
-False: it cannot now, and has written nothing. A stream writes by it from a callback, and wakes no task."""
-
-
-def write_of(scope: Scope) -> Callable[[bytes], bool] | None:
-    """What its server offers under `WRITE`."""
-    write: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(WRITE)
-    return write
-
-
 class EventStream:
     """Server-sent events (WHATWG HTML, section 9.2). Begins with the first write."""
 
@@ -157,8 +172,12 @@ class EventStream:
         (b"x-accel-buffering", b"no"),
     )
 
-    def __init__(self, send: Send) -> None:
+    __slots__ = ("_connection", "_send", "started")
+
+    def __init__(self, send: Send, connection: Connection | None = None) -> None:
+        """`connection`: what `write_now` needs."""
         self._send = send
+        self._connection = connection
         self.started = False
 
     async def comment(self) -> None:
@@ -174,6 +193,10 @@ class EventStream:
             body = b"retry: %d\n" % RETRY
         body += self.body(chunks)
         await self._send({"type": "http.response.body", "body": body, "more_body": not end})
+
+    def write_now(self, chunks: Sequence[Chunk]) -> bool:
+        """As `write`, in no coroutine; False: they cannot be written now, and nothing is."""
+        return self._connection is not None and self._connection.write(self.body(chunks))
 
     def body(self, chunks: Sequence[Chunk]) -> bytes:
         """`chunks` as they are written: the position is the event's id, and of one with a comment that alone is
@@ -203,9 +226,12 @@ class LineStream:
         (b"x-accel-buffering", b"no"),
     )
 
-    def __init__(self, send: Send, *, positions: bool = False) -> None:
-        """`positions`: whether each line, an object, has its id as `position`."""
+    __slots__ = ("_connection", "_positions", "_send", "started")
+
+    def __init__(self, send: Send, connection: Connection | None = None, *, positions: bool = False) -> None:
+        """`connection`: what `write_now` needs. `positions`: whether each line, an object, has its id as `position`."""
         self._send = send
+        self._connection = connection
         self._positions = positions
         self.started = False
 
@@ -215,6 +241,10 @@ class LineStream:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(self._HEAD)})
         await self._send({"type": "http.response.body", "body": self.body(chunks), "more_body": not end})
+
+    def write_now(self, chunks: Sequence[Chunk]) -> bool:
+        """As `EventStream.write_now`."""
+        return self._connection is not None and self._connection.write(self.body(chunks))
 
     def body(self, chunks: Sequence[Chunk]) -> bytes:
         """As `EventStream.body`."""

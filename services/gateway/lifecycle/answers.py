@@ -153,7 +153,8 @@ class Answers:
                 await answer.admission.begin(answer.may_cost)
             self._by_identity[answer.identity] = answer
             behind = self._generations.journal.number
-            answer.record = msgspec.structs.replace(answer.record, log_behind=behind)
+            # In place: what shows the answer holds it too, and a second one for each would take as much again.
+            msgspec.structs.force_setattr(answer.record, "log_behind", behind)
             if record_first:
                 stored = await self._recorded(answer.record)
                 if answer.ended:

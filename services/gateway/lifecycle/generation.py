@@ -96,7 +96,7 @@ class Generation:
     _gap_replays: int = 0
     _behind: bool = False
     """Whether a newer attempt speaks already, and tokens of the older one are missing."""
-    _rejected: set[tuple[str, int, int]] = field(default_factory=set)
+    _rejected: frozenset[tuple[str, int, int]] = frozenset()
 
     def __post_init__(self, now: float, age: float) -> None:
         self.claim, self.suspected = self.request.claim, self.request.suspected
@@ -393,7 +393,7 @@ class Generation:
         ring = (group, epoch, entry.attempt)
         if entry.finish or ring in self._rejected:
             return Decision.NOTHING
-        self._rejected.add(ring)
+        self._rejected |= {ring}
         return Decision.REJECT
 
     def _follow_attempt(self, entry: TokenEntry) -> bool:
@@ -449,7 +449,7 @@ class Generation:
     def _let_go(self) -> Decision:
         """The ring that is listened to was told to end its attempt, or has lost it. What follows is another ring's:
         its owner's next attempt, or this one, of which other entries have been left out here."""
-        self._rejected.add((self.group, self.epoch, self.stream.attempt))
+        self._rejected |= {(self.group, self.epoch, self.stream.attempt)}
         self.stream.ended = False
         self.state, self.group, self.epoch, self.computed = "queued", "", 0, 0
         return Decision.REREAD

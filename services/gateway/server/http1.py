@@ -15,14 +15,13 @@ there is nothing left to ask with, and a client that ends its half is taken for 
 import asyncio
 import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import httptools
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.core.asgi import GONE, WRITE
+from services.gateway.core.asgi import CONNECTION
 from services.gateway.server.connections import (
     EXPECTATION,
     HOST,
@@ -300,13 +299,13 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running, self._gone = cycle, None
-        extensions: Any = {WRITE: partial(_write, cycle), GONE: partial(self._watch, cycle)}
+        extensions: Any = {CONNECTION: _Connection(self, cycle)}
         cycle.scope["extensions"] = extensions
         _shrink(cycle.message_event)
         super()._start_asgi_task(cycle, app)
 
-    def _watch(self, cycle: RequestResponseCycle, gone: Callable[[], None] | None) -> None:
-        """`GONE`, of one answer."""
+    def watch(self, cycle: RequestResponseCycle, gone: Callable[[], None] | None) -> None:
+        """`Connection.watch`, of one answer."""
         if cycle is self._running:
             self._gone = gone
         if gone is not None:
@@ -353,12 +352,29 @@ class GuardedHttp(HttpToolsProtocol):
             self.transport.close()
 
 
-def _write(cycle: RequestResponseCycle, part: bytes) -> bool:
-    """`WRITE`, of one answer: as the `send` of `cycle` where that would not wait."""
-    if not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected or cycle.flow.write_paused:
-        return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-    return True
+class _Connection:
+    """`asgi.Connection`, of one answer."""
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: GuardedHttp, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+
+    def write(self, part: bytes) -> bool:
+        cycle = self._cycle  # as its `send` where that would not wait
+        if (
+            not cycle.chunked_encoding
+            or cycle.response_complete
+            or cycle.disconnected
+            or cycle.flow.write_paused
+        ):
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        self._protocol.watch(self._cycle, gone)
 
 
 def guarded_http(limits: Limits, door: Door) -> type[GuardedHttp]:

@@ -128,7 +128,7 @@ class TextOutput(Output):
         self._record = record
         self._stops = StopStrings(record.stop, included=record.include_stop)
         self._min_tokens = request.sampling.min_tokens
-        self._stop_token_ids = frozenset(request.stop_token_ids)
+        self._stop_token_ids = request.stop_token_ids
         self._logprobs = request.sampling.logprobs >= 0
         self._scored: list[ScoredToken] = []
         self._awaits_prompt = request.prompt_logprobs >= 0

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from services.gateway.core.asgi import Chunk
-from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
@@ -171,6 +171,10 @@ class Run:
         self._ended = reason
         if (waiter := self._waiter) is not None and not waiter.done():
             waiter.set_result(None)
+
+    def client_gone(self) -> None:
+        """Lets the reader fail with `ClientGone`."""
+        self.end(ClientGone())
 
     async def begin(self, *, record_first: bool = False) -> None:
         """Hands the generations in, unless this is a reading that has joined; with `record_first` not before the

@@ -21,7 +21,7 @@ from services.gateway.api.models.shapes import (
     events_between,
 )
 from services.gateway.api.openapi.operation import Operation
-from services.gateway.core.asgi import Chunk, EventStream, until_gone
+from services.gateway.core.asgi import Chunk, EventStream, UntilGone
 from services.gateway.core.errors import describe
 from services.gateway.core.pagination import NeighbourQuery
 from services.gateway.core.settings import GatewaySettings
@@ -227,7 +227,7 @@ async def stream_events(ask: Ask) -> None:
     catalog = ask.parts.catalog
     known: dict[str, ModelStatus] = {}
     silent = 0.0
-    with until_gone(ask.scope, ask.receive, gone.set):
+    with UntilGone(ask.scope, ask.receive, gone.set):
         try:
             while not gone.is_set():
                 news = catalog.registry.news

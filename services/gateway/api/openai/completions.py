@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import msgspec
@@ -13,12 +13,12 @@ from services.gateway.core.asgi import (
     Chunk,
     EventStream,
     LineStream,
+    UntilGone,
+    connection_of,
     disconnected,
     header,
     read_body,
     send_json,
-    until_gone,
-    write_of,
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
@@ -50,14 +50,7 @@ class CompletionsRoute:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        intake = self._backend.parts.intake
-        settings = self._settings
-        context = msgspec.structs.replace(context_of(scope, settings), gone=partial(disconnected, receive))
-        run = await intake.prepare(
-            self._endpoint,
-            await read_body(scope, receive, settings.body_limit, settings.body_timeout),  # kept in no name
-            context,
-        )
+        run = await self._prepared(scope, receive)
         with reading(run, scope, receive):
             await run.begin()
             if run.stream:
@@ -65,20 +58,34 @@ class CompletionsRoute:
             else:
                 await send_json(send, 200, await run.collect())
 
+    async def _prepared(self, scope: Scope, receive: Receive) -> Run:
+        """What it is made of is held no longer than that takes."""
+        settings = self._settings
+        context = msgspec.structs.replace(context_of(scope, settings), gone=partial(disconnected, receive))
+        body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
+        return await self._backend.parts.intake.prepare(self._endpoint, body, context)
 
-@contextlib.contextmanager
-def reading(run: Run, scope: Scope, receive: Receive) -> Iterator[None]:
+
+class _Reading(UntilGone):
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Run, scope: Scope, receive: Receive) -> None:
+        super().__init__(scope, receive, run.client_gone)
+        self._run = run
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._run.close()
+
+
+def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     endpoint = run.answer.record.endpoint
     if endpoint == "embeddings" or ENDPOINTS[endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
-    try:
-        with until_gone(scope, receive, lambda: run.end(ClientGone())):
-            yield
-    finally:
-        run.close()
+    return _Reading(run, scope, receive)
 
 
 def context_of(scope: Scope, settings: GatewaySettings) -> Context:
@@ -124,11 +131,10 @@ async def stream(run: Run, scope: Scope, send: Send, *, positions: bool = False)
     what it is and not as a success."""
     dialect = ENDPOINTS[run.answer.record.endpoint]
     lines = dialect.stream is LineStream
-    events = LineStream(send, positions=positions) if lines else EventStream(send)
-    write = write_of(scope)
-    write_now = None if write is None else lambda batch: write(events.body(batch))
+    connection = connection_of(scope)
+    events = LineStream(send, connection, positions=positions) if lines else EventStream(send, connection)
     try:
-        async with contextlib.aclosing(run.chunks(write_now)) as chunks:
+        async with contextlib.aclosing(run.chunks(events.write_now if connection else None)) as chunks:
             async for batch in chunks:
                 await events.write(batch)
         await events.write([DONE] if run.ends_with_done and dialect.done else [], end=True)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from services.gateway.core.asgi import read_body, until_gone, write_of
+from services.gateway.core.asgi import UntilGone, connection_of, read_body
 from services.gateway.server.connections import Door, Limits
 from services.gateway.server.http1 import guarded_http
 from shared.service.endpoints import Receive, Scope, Send
@@ -26,9 +26,9 @@ async def ask(answer: Answer, client: Callable[[str], Awaitable[None]]) -> None:
     """Serves `answer` at an address that `client` is given."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        write = write_of(scope)
-        assert write is not None
-        await answer(write, receive, send)
+        connection = connection_of(scope)
+        assert connection is not None
+        await answer(connection.write, receive, send)
 
     await serve(app, client)
 
@@ -158,7 +158,7 @@ async def test_a_request_hears_that_its_client_goes(length: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert len(await read_body(scope, receive, 1 << 20, 10.0)) == length
         tasks = len(asyncio.all_tasks())
-        with until_gone(scope, receive, gone.set):
+        with UntilGone(scope, receive, gone.set):
             assert len(asyncio.all_tasks()) == tasks
             waiting.set()
             await gone.wait()
@@ -183,7 +183,7 @@ async def test_a_request_hears_of_a_client_that_has_gone_before() -> None:
         begun.set()
         while (await receive())["type"] != "http.disconnect":
             pass
-        with until_gone(scope, receive, heard.set):
+        with UntilGone(scope, receive, heard.set):
             assert heard.is_set()
 
     async def client(address: str) -> None:
@@ -203,7 +203,7 @@ async def test_who_is_answered_hears_nothing_of_the_request_behind_it() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         number = int(scope["path"][1:])
-        with until_gone(scope, receive, lambda: heard.append(number)):
+        with UntilGone(scope, receive, lambda: heard.append(number)):
             if number == 2:
                 waiting.set()
                 while (await receive())["type"] != "http.disconnect":
