@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.beyond_memory import measure_pages, measure_restores, measure_weights
+from benchmarks.engine.beyond_memory import PROMPTS, measure_pages, measure_restores, measure_weights
 from services.executor.native.library import why_not
 from tests.unit.executor.cpu.exact_ring import needs_disk
 from tests.unit.executor.model.tiny import make_model
@@ -27,8 +27,8 @@ def test_restores_before_and_beside(tmp_path: Path) -> None:
     assert [
         sum(cell.strip().replace(".", "").isdecimal() for cell in line.split("│"))
         for line in lines
-        if "'s" in line
-    ] == [3, 3]
+        if "a token of" in line or "a prompt of" in line
+    ] == [3] * (2 + len(PROMPTS))
 
 
 def test_pages_in_a_file(tmp_path: Path) -> None:
