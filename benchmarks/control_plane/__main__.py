@@ -220,7 +220,7 @@ def main(
         int,
         typer.Option(help="A stack with so many on its port takes turns in the closed loop.", min=1, max=64),
     ] = 1,
-    schedulers: Annotated[int, typer.Option(help="The same for schedulers.", min=1, max=64)] = 1,
+    schedulers: Annotated[int, typer.Option(help="The same for schedulers.", min=1, max=16)] = 1,
     against: Annotated[
         Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
     ] = None,

@@ -113,9 +113,8 @@ class Ours:
             dtype="auto",
             engine=engine,
             grpc_port=0 if grpc else None,
-            schedulers=schedulers,
         )
-        self._stack = LocalStack(plan, StackSettings(gateways=gateways))
+        self._stack = LocalStack(plan, StackSettings(gateways=gateways, schedulers=schedulers))
         self.port = 0
 
     async def start(self) -> None:

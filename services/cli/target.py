@@ -47,6 +47,8 @@ class StackSettings(LocalSettings):
     """Executor groups that share this host's memory; 0: those of the stack."""
     gateways: int = Field(default=1, ge=1, le=64)
     """Gateway processes on one port, among which the system divides connections (Linux)."""
+    schedulers: int = Field(default=1, ge=1, le=16)
+    """Scheduler processes, which share the queue; with two requests go on while one is started again."""
     tls_certificate: str = ""
     """File of the API's certificate chain (PEM); the API is at https:// then."""
     tls_key: str = ""

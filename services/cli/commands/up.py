@@ -54,6 +54,15 @@ def up(
             show_default="1",
         ),
     ] = None,
+    schedulers: Annotated[
+        int | None,
+        typer.Option(
+            help="Scheduler processes; with 2 requests go on while one is started again.",
+            min=1,
+            max=16,
+            show_default="1",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bf16 or fp32.", metavar="auto|bf16|fp32")] = "auto",
     weight_dtype: Annotated[
         str | None,
@@ -147,7 +156,8 @@ def up(
     files = {name: str(path.resolve()) for name, path in tls.items() if path is not None}
     _check_choice("--tool-parser", tool_parser, TOOL_PARSERS)
     _check_choice("--reasoning-parser", reasoning_parser, REASONING_PARSERS)
-    settings = load_settings(StackSettings, data_dir=data_dir, gateways=gateways, **files)
+    counts = {"gateways": gateways, "schedulers": schedulers}
+    settings = load_settings(StackSettings, data_dir=data_dir, **counts, **files)
     first, further, adapters = _models(model or [], models_file)
     plan = StackPlan(
         model=first,

@@ -159,7 +159,6 @@ class StackPlan(msgspec.Struct, frozen=True):
     tp: int
     replicas: int
     dtype: str
-    schedulers: int = 1
     weight_dtype: str | None = None
     """How weights are kept on GPUs; None: as the executors' own settings say."""
     kv_dtype: str | None = None
@@ -336,7 +335,7 @@ class LocalStack:
     def _make_children(self) -> list[Child]:
         children = [
             self._child("health-monitor", 0, []),
-            *(self._child("scheduler", number, []) for number in range(self.plan.schedulers)),
+            *(self._child("scheduler", number, []) for number in range(self._settings.schedulers)),
             *(
                 self._child("gateway", number, self._gateway_arguments(number))
                 for number in range(self._settings.gateways)
