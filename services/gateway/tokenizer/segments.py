@@ -1,11 +1,15 @@
 """Prompts that begin alike are tokenized once: a system prompt, the earlier turns of a conversation.
 
 A tokenizer of the `tokenizers` library first cuts a text at its special tokens; normalizer, pre-tokenizer and model
-then see each part alone. So the tokens of a text are those of its segments, each from one special token to the next,
-one behind the other, and the tokens of long segments are kept:
+then see each part alone. So the tokens of a text are those of its segments, each from one special token to another,
+one behind the other, and the tokens of segments are kept:
 
-    <|start|>system\\nYou are ... <|end|>\\n   <|start|>user\\nWhat is ... <|end|>\\n   <|start|>assistant\\n
-    kept from the request before             tokenized, and kept                    short: tokenized
+    <|start|>system\\nYou are ...   <|end|>\\n<|start|>user\\nWhat is ...   <|end|>\\n<|start|>assistant\\n
+    kept from the request before   tokenized, and kept                   kept from the request before
+
+Long ones, documents and earlier turns, are forgotten when others were used later. Of short ones nearly all are new
+and never come again; a few, a short system prompt and the header of the answer, come with every request. So they are
+kept apart, and forgotten all at once: that a few are tokenized again then costs less than an order of their use.
 
 The library looks for the leftmost of its added tokens, and of those that begin there for the longest, in the text as it
 came, but for tokens that are looked for in the normalized parts. A token that takes spaces around it along, or counts
@@ -24,18 +28,24 @@ import tokenizers
 
 from shared.limits import TOKENIZED_SEGMENTS
 
-SHORTEST = 256
-"""Characters of a segment that is kept: what is shorter is tokenized sooner than it is looked for."""
+SHORTEST = 32
+"""Characters of a segment, but for the last one: what is shorter goes with what follows."""
+LONG = 256
+"""Characters of a segment that is kept by its digest, in the order of use."""
+MOST_SHORT = 512
+"""Shorter segments that are kept: their texts and tokens take a few hundred bytes each, at most 2 KiB."""
 _EACH = 200
-"""Bytes that a kept segment takes beside its tokens."""
+"""Bytes that a long segment takes beside its tokens."""
 
 
 class Segments:
-    """Tokenizes for one model, from any thread; keeps the tokens of long segments, those used last."""
+    """Tokenizes for one model, from any thread; keeps the tokens of segments."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, most_bytes: int = TOKENIZED_SEGMENTS.value) -> None:
+        """`most_bytes`: of long segments."""
         self._tokenizer = tokenizer
         self._most = most_bytes
+        self._short: dict[str, array[int]] = {}
         self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -48,34 +58,30 @@ class Segments:
         """The tokens of `text`, nothing put around it."""
         if self._pattern is None or len(text) < SHORTEST:
             return self._encoded([text])[0]
-        segments = self._cut(text)
-        names = [_name(segment) if len(segment) >= SHORTEST else b"" for segment in segments]
-        with self._lock:
-            known = [self._known(name) if name else None for name in names]
+        segments = self._cut(self._pattern, text)
+        known = [self._known(segment) for segment in segments]
         new = iter(
             self._encoded([one for one, tokens in zip(segments, known, strict=True) if tokens is None])
         )
         found = list[int]()
-        for name, tokens in zip(names, known, strict=True):
+        for segment, tokens in zip(segments, known, strict=True):
             if tokens is None:
                 ids = next(new)
                 found += ids
-                if name:
-                    self._keep(name, array("I", ids))
+                self._keep(segment, array("I", ids))
             else:
                 found += tokens
         return found
 
-    def _cut(self, text: str) -> list[str]:
-        """Long segments each for itself, those between them together."""
-        assert self._pattern is not None
-        cuts = [match.start() for match in self._pattern.finditer(text) if match[0] in self._begins]
-        found, short = list[str](), 0
-        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            if end - begin >= SHORTEST:
-                found += [text[short:begin], text[begin:end]] if short < begin else [text[begin:end]]
-                short = end
-        return [*found, text[short:]] if short < len(text) else found
+    def _cut(self, pattern: "re.Pattern[str]", text: str) -> list[str]:
+        """One behind the other, so that texts which begin alike are cut alike there."""
+        found, begin = list[str](), 0
+        for match in pattern.finditer(text):
+            if match.start() - begin >= SHORTEST and match[0] in self._begins:
+                found.append(text[begin : match.start()])
+                begin = match.start()
+        found.append(text[begin:])
+        return found
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         """In a batch even alone: so the library lets go of the interpreter meanwhile, and leaves out offsets."""
@@ -85,13 +91,23 @@ class Segments:
             encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
-    def _known(self, name: bytes) -> "array[int] | None":
-        tokens = self._kept.get(name)
-        if tokens is not None:
-            self._kept.move_to_end(name)
+    def _known(self, segment: str) -> "array[int] | None":
+        if len(segment) < LONG:
+            return self._short.get(segment)
+        name = _name(segment)
+        with self._lock:
+            tokens = self._kept.get(name)
+            if tokens is not None:
+                self._kept.move_to_end(name)
         return tokens
 
-    def _keep(self, name: bytes, tokens: "array[int]") -> None:
+    def _keep(self, segment: str, tokens: "array[int]") -> None:
+        if len(segment) < LONG:
+            if len(self._short) >= MOST_SHORT:
+                self._short.clear()
+            self._short[segment] = tokens
+            return
+        name = _name(segment)
         with self._lock:
             if name in self._kept:
                 return

@@ -10,7 +10,7 @@ are encoded apart, and none has a special token that the template has not writte
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from services.gateway.tool_calls.families import FAMILIES
@@ -58,7 +58,7 @@ class SpecialText:
     ) -> Marked:
         """The very same where no special token's text is in it."""
         given = (messages, tools, variables)
-        if not any(self._all.search(text) for text in _texts(given)):
+        if not any(map(self._all.search, _texts(given))):
             return Marked(messages, tools, variables, "")
         taken = {mark for text in _texts(given) for mark in _MARK.findall(text)}
         mark = next((mark for mark in _MARKS if mark not in taken), _MARKS[0])
@@ -126,17 +126,18 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     return [_mapped(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in `value`, keys among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
+def _texts(value: Any) -> list[str]:
+    """All texts in `value`, keys among them, in no order."""
+    found, inside = list[str](), [value]
+    for one in inside:  # which grows meanwhile
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            inside += one
+        elif one is not None and isinstance(one, (dict, Mapping)):  # a dict is known faster
+            inside += one
+            inside += one.values()
+    return found
 
 
 def _pattern(texts: Iterable[str]) -> "re.Pattern[str]":

@@ -45,6 +45,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads for each 
 
 _EACH = 64
 """Bytes of text that take as long as one text more."""
+_PLAIN = TemplateOptions()
 
 
 class Rendered(NamedTuple):
@@ -131,16 +132,20 @@ class ModelTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        marked, options = await self._marked(Conversation(messages, tools, options or TemplateOptions()))
+        marked, options = await self._marked(Conversation(messages, tools, options or _PLAIN))
         text = await self._renderer.render(marked.messages, marked.tools, options)
         return Rendered(pieces(text, marked.mark))
 
     async def _marked(self, conversation: Conversation) -> tuple[Marked, TemplateOptions]:
         messages, tools, options = conversation
-        size = sum(_EACH + len(message.get("content") or "") for message in messages)
+        size = 0
+        for message in messages:
+            size += _EACH + len(message.get("content") or "")
         mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
-        marked = await self._encoding.run(size, mark)
-        return marked, msgspec.structs.replace(options, variables=marked.variables)
+        marked = mark() if size <= INLINE else await self._encoding.run(size, mark)
+        return marked, msgspec.structs.replace(
+            options, variables=marked.variables
+        ) if marked.mark else options
 
     async def render_turns(self, conversation: Conversation, trained: Sequence[int]) -> list[TrainedText]:
         """The texts in which the assistant's messages `trained` (their indices) are learned. Raises
@@ -184,8 +189,11 @@ class ModelTokenizer:
 
     async def encode_rendered(self, rendered: Rendered) -> list[int]:
         """The tokens of a rendered conversation. Raises `QueueFull`."""
-        found = await self.encode_all(rendered.pieces, special=False)
-        return found[0] if len(found) == 1 else [token for piece in found for token in piece]
+        texts = rendered.pieces
+        if len(texts) == 1 and len(texts[0]) <= INLINE:  # nearly always
+            return self._segments.encode(texts[0])
+        found = await self.encode_all(texts, special=False)
+        return [token for piece in found for token in piece]
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """A plain text as a prompt, with the special tokens that the model wants around it where `special`. Raises

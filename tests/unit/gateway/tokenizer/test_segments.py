@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from services.gateway.tokenizer.segments import SHORTEST, Segments
+from services.gateway.tokenizer.segments import MOST_SHORT, SHORTEST, Segments
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|im", "<s>", "</s>"]
 WORDS = [
@@ -128,7 +128,29 @@ def test_a_beginning_is_tokenized_once() -> None:
     segments.encode(first)
     assert counting.seen == len(first)
     segments.encode(first + "<|im_start|>assistant\n")
-    assert counting.seen < len(first) + SHORTEST
+    assert counting.seen == len(first) + len("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_short_system_prompt_and_the_header_of_the_answer_are_tokenized_once() -> None:
+    counting = Counting(with_specials(byte_level()))
+    segments = Segments(counting)  # type: ignore[arg-type]
+    question = "<|im_end|>\n<|im_start|>user\nWhat is {} and {}?"
+    chat = (
+        "<|im_start|>system\nYou are a helpful assistant." + question + "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for number in range(3):
+        counting.seen = 0
+        text = chat.format(number, number)
+        assert segments.encode(text) == whole(counting._tokenizer, text)
+        assert counting.seen == (len(question.format(number, number)) if number else len(text))
+
+
+def test_few_short_segments_are_kept() -> None:
+    segments = Segments(with_specials(byte_level()))
+    for number in range(3 * MOST_SHORT):
+        segments.encode(f"{LONG}<s>{number:0{SHORTEST}}")
+        assert len(segments._short) <= MOST_SHORT
+    assert len(segments._kept) == 1
 
 
 def test_a_token_that_takes_spaces_along_leaves_the_text_whole() -> None:
