@@ -95,7 +95,7 @@ class ContinuousBatcher:
         self._tables = BlockTables(spec, settings, self._root)
         self.drafter = drafter or Drafter(spec, settings)
         self._planner = StepPlanner(spec, settings, self._tables)
-        self._lookahead = Lookahead(spec, self._tables, self._planner, self.drafter)
+        self._lookahead = Lookahead(self._tables, self._planner, self.drafter)
         self._steps = StepsUnderWay(self._tables, self._planner)
         self._live: dict[str, Sequence] = {}
         self.interactive = 0
@@ -143,6 +143,7 @@ class ContinuousBatcher:
         root = salted_root(self._root, request.cache_salt, request.adapter)
         vector = self._vector(request)
         sequence = Sequence(request, self._arrivals, self._spec.block_size, root, vector)
+        sequence.most_tokens = min(sequence.most_tokens, self._longest + 1)
         sequence.times = StageTimes(now)
         if request.adapter and request.adapter not in self._directories:
             sequence.awaits.add("adapter")
@@ -520,17 +521,29 @@ class ContinuousBatcher:
 
     def _tell(self, drawn: Seq[tuple[Sequence, list[SampledToken]]]) -> None:
         """Tells the consumers of new tokens, which the sequences have already."""
-        owed, longest, ended = self._owed, self._longest, SequenceState.ENDED
+        owed, ended = self._owed, SequenceState.ENDED
         for sequence, new in drawn:
             if sequence.state is ended:
                 continue
-            if sequence.times.first_token and sequence.goes_on(longest):  # nearly always
-                owed.setdefault(sequence.request.consumer, []).append(sequence.news(new))
+            tokens = sequence.tokens
+            if (  # nearly always: it goes on, with one more token and nothing else to tell; without a call for each
+                len(new) == 1
+                and new[0].logprobs is None
+                and sequence.announced
+                and len(tokens) < sequence.most_tokens
+                and tokens[-1] not in sequence.stops
+                and sequence.sampling.grammar is None
+                and sequence.scores is None
+            ):
+                request = sequence.request
+                position = len(tokens) - sequence.prompt_tokens - 1
+                entry = TokenEntry(request.generation_id, request.attempt, position, [new[0].token])
+                owed.setdefault(request.consumer, []).append(entry)
             else:
                 self._receive(sequence, new)
 
     def _receive(self, sequence: Sequence, new: list[SampledToken]) -> None:
-        """`_tell` of one that has its first token, or may have its last."""
+        """`_tell` of any: of one that has its first token, or may have its last."""
         finish = sequence.finish_reason(self._spec.context_length)
         if finish or not sequence.times.first_token:
             self._stages.drawn(sequence, self._now, finished=bool(finish))

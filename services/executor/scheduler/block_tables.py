@@ -96,15 +96,16 @@ class BlockTables:
 
     def free_blocks(self, running: Iterable[Sequence]) -> int:
         """Blocks for full ones that can be had at once and are not promised to a running sequence."""
-        size, missing = self._size, 0  # after every step, of every sequence: without a call for each
-        for sequence in running:
-            if self._compresses:
-                blocks = len(sequence.tokens) // size - sequence.num_sealed - len(sequence.cold)
-            else:
-                blocks = -(-len(sequence.tokens) // size) - len(sequence.table)
-            if blocks > 0:
-                missing += blocks
-        return max(0, self._allocator.available_kept - missing)
+        return max(0, self._allocator.available_kept - self._promised(running))
+
+    def _promised(self, running: Iterable[Sequence]) -> int:
+        """What these miss together; for all that run, and often: without a call for each."""
+        size = self._size
+        if self._compresses:
+            missing = [len(s.tokens) // size - s.num_sealed - len(s.cold) for s in running]
+        else:
+            missing = [-(-len(s.tokens) // size) - len(s.table) for s in running]
+        return sum([blocks for blocks in missing if blocks > 0])
 
     def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
         """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
@@ -133,11 +134,11 @@ class BlockTables:
 
     def _has_room(self, sequence: Sequence, found: Beginning, running: Collection[Sequence]) -> bool:
         room, hot = self._allocator.room_after([*found.blocks, *found.snapshot])
-        missing = [self.missing(s) for s in running]
-        needed = self.missing(sequence) - sum(1 for place in found.blocks if place >= 0)
-        needed += sum(1 for place in found.snapshot if place < 0)
-        writing = sum(1 for s in running if len(s.tokens) > len(s.table) * self._size)
-        return room >= needed + sum(missing) + self.reserve(len(missing)) and hot > writing
+        needed = self.missing(sequence) - sum([place >= 0 for place in found.blocks])
+        needed += sum([place < 0 for place in found.snapshot])
+        size = self._size
+        writing = sum([len(s.tokens) > len(s.table) * size for s in running])
+        return room >= needed + self._promised(running) + self.reserve(len(running)) and hot > writing
 
     def _shareable(self, sequence: Sequence) -> int:
         """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""
@@ -211,17 +212,6 @@ class BlockTables:
             return False
         digest = sequence.chain.digest(position)
         return any(position < len(other.chain) and other.chain.digest(position) == digest for other in others)
-
-    def uncovered(self, sequences: Iterable[Sequence]) -> set[Sequence]:
-        """Those of whose tokens not all can be computed with the blocks that they have: one in a block's tokens of
-        those that decode."""
-        size, compresses = self._size, self._compresses
-        return {
-            s
-            for s in sequences
-            if len(s.table) * size < len(s.tokens)
-            or (compresses and len(s.tokens) // size > s.num_sealed + len(s.cold))
-        }
 
     def cover(self, sequence: Sequence, tokens: int) -> bool:
         """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written

@@ -184,12 +184,17 @@ class Drafter:
                 continue
             if drafts:
                 new = self._accept(chunk, new)
-            else:  # nearly always: nothing to compare
-                sequence.append(new[0].token)
+            else:  # nearly always: nothing to compare, and no call for each
+                token, sampling = new[0].token, sequence.sampling
+                sequence.tokens.append(token)
+                if sampling.counts is None and sampling.bans is None and sampling.grammar is None:
+                    sampling.position += 1
+                else:
+                    sampling.advance(token)
                 sequence.num_computed += length
                 guesser = sequence.guesser
                 if self._proposals or (guesser is not None and guesser.guesses):
-                    self._learn(sequence, [new[0].token])
+                    self._learn(sequence, [token])
                 if guesser is not None:
                     guesser.copies = False
             drawn.append((sequence, new))

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.engine import SampledToken
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.block_tables import BlockTables
@@ -59,8 +59,7 @@ class Successor(NamedTuple):
 class Lookahead:
     """Decides whether a step may be planned ahead."""
 
-    def __init__(self, spec: EngineSpec, tables: BlockTables, planner: StepPlanner, drafter: Drafter) -> None:
-        self._longest = min(spec.context_length - 1, spec.capacity)
+    def __init__(self, tables: BlockTables, planner: StepPlanner, drafter: Drafter) -> None:
         self._tables = tables
         self._planner = planner
         self._drafter = drafter
@@ -82,14 +81,14 @@ class Lookahead:
 
     def _successors(self, step: Step) -> list[Successor]:
         """Empty where one of them cannot be foreseen."""
-        found, ended, longest = [], 0, self._longest
+        found, ended = [], 0
         for row, chunk in enumerate(step.sampled):
             sequence, length, _, _ = chunk
             if sequence.state is not SequenceState.RUNNING:
                 ended += 1  # while this step was under way
                 continue
             longer = len(sequence.tokens) + 1
-            if sequence.ending is not Ending.NONE or longer >= sequence.most_tokens or longer > longest:
+            if sequence.ending is not Ending.NONE or longer >= sequence.most_tokens:
                 continue  # it is over with one more token, whatever that is
             if not sequence.sampling.foreseeable:
                 return []

@@ -133,9 +133,9 @@ class Sequence:
         self.sampling = SamplingState(
             request.sampling, request.prompt, request.generated, request.stop_token_ids
         )
-        self._stops = frozenset(request.stop_token_ids)
+        self.stops = frozenset(request.stop_token_ids)
         self.most_tokens = self.prompt_tokens + request.max_tokens
-        """With which it is over, whatever they are."""
+        """With which it is over, whatever they are; less where the context or the KV cache ends before that."""
         self.awaits = {"grammar"} if request.grammar is not None else set[str]()
         """What has to be there before it can wait for a place: its grammar's automaton, its adapter's files."""
         self.state = SequenceState.HELD if self.awaits else SequenceState.WAITING
@@ -176,7 +176,8 @@ class Sequence:
         self.speculates = True
         """Whether it may carry drafts: until a row behind one has failed."""
         self.times = StageTimes()
-        self._announced = False
+        self.announced = False
+        """Whether its consumer was told of a token, and so of what was found in the cache."""
 
     def is_late(self, now: float) -> bool:
         """Whether nobody waits for its first token any more, at `now` (unix seconds)."""
@@ -213,18 +214,7 @@ class Sequence:
         if grammar is not None and grammar.complete:
             return "stop"
         last = self.tokens[-1] if self.output_tokens else None
-        return finish_reason(self.request, self._stops, self.output_tokens, last, context_length)
-
-    def goes_on(self, longest: int) -> bool:
-        """Whether neither its grammar nor its last token, its length, or that of the `longest` that may have one more
-        token ends it: `finish_reason` in short, for after every step."""
-        grammar, tokens = self.sampling.grammar, self.tokens
-        return (
-            len(tokens) <= longest
-            and len(tokens) < self.most_tokens
-            and tokens[-1] not in self._stops
-            and (grammar is None or not grammar.complete)
-        )
+        return finish_reason(self.request, self.stops, self.output_tokens, last, context_length)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -237,8 +227,8 @@ class Sequence:
         logprobs: list[TokenLogprobs] | None = None,
     ) -> TokenEntry:
         """What the consumer is told: `tokens` are the newest, already appended."""
-        cached = 0 if self._announced else self.cached_tokens
-        self._announced = True
+        cached = 0 if self.announced else self.cached_tokens
+        self.announced = True
         told = self.scores is not None and (tokens or finish == "length")
         scores = self.scores.take() if told and self.scores is not None else b""
         return TokenEntry(
@@ -254,12 +244,6 @@ class Sequence:
 
     def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
         """`entry` of `new` tokens, already appended."""
-        if len(new) == 1 and new[0].logprobs is None:  # nearly always
-            tokens = [new[0].token]
-            if self._announced and self.scores is None:
-                position = len(self.tokens) - self.prompt_tokens - 1
-                return TokenEntry(self.request.generation_id, self.request.attempt, position, tokens, finish)
-            return self.entry(tokens, finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
 

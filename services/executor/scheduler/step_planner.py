@@ -236,11 +236,12 @@ class StepPlanner:
     def _add_decodes(self, step: _Step, batch_lane: bool) -> None:
         """One token for every running sequence of the lanes that has only one to compute."""
         running, only, running_state = self._running_in(batch_lane), step.only, SequenceState.RUNNING
-        uncovered = self._tables.uncovered(running)
+        size, compresses = self._spec.block_size, self._spec.num_cold > 0
         for sequence in running:  # a step is mostly this: without a call for each
             if not step.budget:
                 return
-            if len(sequence.tokens) - sequence.num_computed != 1 or sequence.state is not running_state:
+            length = len(sequence.tokens)
+            if length - sequence.num_computed != 1 or sequence.state is not running_state:
                 continue
             if sequence.alone if only is None else sequence is not only:
                 continue
@@ -248,7 +249,10 @@ class StepPlanner:
                 continue
             if (sequence.restoring or sequence.snapshot) and not self._tables.restore(sequence):
                 continue
-            if sequence in uncovered and not self._grow(step, sequence):
+            lacks = len(sequence.table) * size < length or (
+                compresses and length // size > sequence.num_sealed + len(sequence.cold)
+            )  # one in a block's tokens of those that decode
+            if lacks and not self._grow(step, sequence):
                 continue
             if sequence.scores is not None or sequence.named is not None:
                 step.add(sequence, 1)
@@ -291,8 +295,10 @@ class StepPlanner:
     def _add_prefills(self, step: _Step, batch_lane: bool) -> None:
         """Fills the token budget with prompts of the lanes, most urgent first. An admitted one may need one
         token only."""
-        running = reversed(self._running_in(batch_lane))
-        prefills = [s for s in running if len(s.tokens) - s.num_computed > 1 and step.takes(s)]
+        prefills = []
+        if len(step.chunks) < len(self.running):  # else all of them decode
+            running = reversed(self._running_in(batch_lane))
+            prefills = [s for s in running if len(s.tokens) - s.num_computed > 1 and step.takes(s)]
         admitting = True
         while step.budget:
             while prefills and prefills[-1].state is not SequenceState.RUNNING:

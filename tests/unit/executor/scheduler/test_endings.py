@@ -1,7 +1,7 @@
 """How generations end, and what a newer attempt does to an older one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.executor.core.engine import EngineSpec, SampledToken
@@ -41,13 +41,19 @@ def test_max_tokens_and_context_length_end_with_length() -> None:
 def test_what_goes_on_is_what_nothing_ends(
     prompt: int, most: int, context: int, blocks: int, stop: int
 ) -> None:
-    spec = EngineSpec(BLOCK, blocks, context, VOCAB)
-    longest = min(spec.context_length - 1, spec.capacity)
-    sequence = Sequence(ask("a", prompt, most, stop_token_ids=[stop]), 0, BLOCK, b"")
+    spec, request = EngineSpec(BLOCK, blocks, context, VOCAB), ask("a", prompt, most, stop_token_ids=[stop])
+    batcher = ContinuousBatcher(spec, BatchSettings())
+    assume(batcher.add(request) is None)
+    sequence = Sequence(request, 0, BLOCK, b"")
     for token in [1, 2, 3, 1, 2, 3, 1, 2, 3][:most]:
+        assert batcher.schedule() is not None
+        (entry,) = batcher.update([SampledToken(token)])["gateway"]
         sequence.append(token)
         ended = sequence.finish_reason(context) or kv_exhausted(len(sequence.tokens), spec)
-        assert sequence.goes_on(longest) is not bool(ended)
+        assert (entry.position, entry.tokens) == (sequence.output_tokens - 1, [token])
+        assert bool(entry.finish) is bool(ended)
+        if ended:
+            return
 
 
 def test_a_continuation_starts_after_the_tokens_it_has() -> None:
