@@ -1,4 +1,5 @@
-"""Work in the background: tasks that are held until they end, pauses before a restart, and turns among tenants."""
+"""Work in the background: tasks that are held until they end, pauses before a restart, what shows no sign of life any
+more, and turns among tenants."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -94,6 +95,57 @@ class Backoff:
         self._began = None
         self._pause = min(self._pause * 2, self._longest)
         return self._pause
+
+
+class Alive:
+    """Something that a `Watchdog` watches; its owner sets `seen` to the loop's time at each sign of life."""
+
+    __slots__ = ("lost", "patience", "seen")
+
+    def __init__(self, lost: Callable[[], object], patience: float, seen: float) -> None:
+        self.lost = lost
+        self.patience = patience
+        self.seen = seen
+
+
+class Watchdog:
+    """Tells of what shows no sign of life for its `patience`, with one timer for all. A sign arms nothing: the timer
+    looks when the first one could be lost, and at what has shown signs since, once more when that could be."""
+
+    def __init__(self) -> None:
+        self._watched: set[Alive] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, lost: Callable[[], object], patience: float) -> Alive:
+        """Calls `lost` once, `patience` seconds after the last sign, unless `forget` is called before."""
+        alive = Alive(lost, patience, asyncio.get_running_loop().time())
+        self._watched.add(alive)
+        self._arm()
+        return alive
+
+    def forget(self, alive: Alive) -> None:
+        """Safe to call twice, and after it is lost."""
+        self._watched.discard(alive)
+        if not self._watched and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        due = min(alive.seen + alive.patience for alive in self._watched)
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(due, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        for alive in [one for one in self._watched if one.seen + one.patience <= now]:
+            self._watched.discard(alive)
+            alive.lost()
+        if self._watched:
+            self._arm()
 
 
 class RoundRobin(Generic[Job]):

@@ -42,6 +42,7 @@ from shared.nats.errors import (
     without_password,
 )
 from shared.nats.permissions import inbox_of
+from shared.tasks import Watchdog
 from shared.tls import PlainServer, TlsClient, client_context
 
 
@@ -208,6 +209,8 @@ class Bus:
         self._stored: StoredPublisher | None = None
         self._unanswered: list[asyncio.Future[Any]] = []
         """What was waited for when the connection broke."""
+        self.watchdog = Watchdog()
+        """Of the consumers that the broker keeps for this connection."""
 
     @classmethod
     async def connect(cls, settings: CommonSettings, name: str) -> "Bus":

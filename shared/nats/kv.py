@@ -16,7 +16,7 @@ from nats.js.kv import KeyValue
 from shared.errors import BrokerFull, BrokerUnavailable
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
 from shared.nats.errors import BROKER_ERRORS, broker_error, reason_of, translated
-from shared.nats.streams import create_replicated, ensure_stream, read_stream, when_led
+from shared.nats.streams import StreamWatch, create_replicated, ensure_stream, read_stream, when_led
 from shared.nats.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,6 +36,8 @@ WATCH_PAUSE = 0.2
 TRIES = 10
 """Of a change that others overtake."""
 _SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
+_MARKER = "Nats-Marker-Reason"
+"""Of a deletion by the server itself, once a value has lived for as long as it may."""
 _WRONG_LAST_SEQUENCE = 10071  # error code of the JetStream API
 
 
@@ -209,9 +211,9 @@ class Bucket(Generic[T]):
             async for update in watcher:
                 if update is None:
                     return
-                key = self._key(update.key)
+                key = self._key_of(update)
                 seen.add(key)
-                value = self._decode(key, update.value) if update.operation is None else None
+                value = None if _deleted(update) else self._decode(key, update.data)
                 if value is None:
                     found.pop(key, None)
                 else:
@@ -235,7 +237,7 @@ class Bucket(Generic[T]):
         before that revision."""
         with self._writing():
             await self._bus.jetstream().purge_stream(
-                f"KV_{self._name}", seq=before or None, subject=f"$KV.{self._name}.{self._token(key)}"
+                f"KV_{self._name}", seq=before or None, subject=self._subject(self._token(key))
             )
 
     async def _pages(self, keys: str, *, headers_only: bool) -> AsyncGenerator[tuple[str, Msg], None]:
@@ -246,13 +248,13 @@ class Bucket(Generic[T]):
             mem_storage=True,
             headers_only=headers_only or None,
         )
-        prefix = f"$KV.{self._name}."
-        reading = read_stream(self._bus, f"KV_{self._name}", prefix + keys, config, timeout=READ_TIMEOUT)
+        subject = self._subject(keys)
+        reading = read_stream(self._bus, f"KV_{self._name}", subject, config, timeout=READ_TIMEOUT)
         with translated(f"read the bucket {self._name}"):
             async with contextlib.aclosing(reading) as messages:
                 async for message in messages:
-                    if _OPERATION not in (message.headers or {}):
-                        yield self._key(message.subject.removeprefix(prefix)), message
+                    if not _deleted(message):
+                        yield self._key_of(message), message
 
     async def watch(self) -> AsyncIterator[tuple[str, T | None] | None]:
         """Yields every present (key, value), then None once, then each change; a value of None is a deletion.
@@ -285,37 +287,26 @@ class Bucket(Generic[T]):
                                 first = False
                                 yield None
                             continue
-                        key = self._key(update.key)
-                        deleted = update.operation is not None
-                        value = None if deleted else self._decode(key, update.value)
+                        key, deleted = self._key_of(update), _deleted(update)
+                        value = None if deleted else self._decode(key, update.data)
                         if value is None and not deleted:
                             continue
                         current = known if present is None else present
                         (current.discard if deleted else current.add)(key)
-                        yield key, value, update.revision or 0
+                        yield key, value, update.metadata.sequence.stream
             except BROKER_ERRORS as error:
                 log.debug("watch_lost", bucket=self._name, error=reason_of(error))
             known |= present or set()
             await asyncio.sleep(WATCH_PAUSE)
 
-    @contextlib.asynccontextmanager
-    async def _watcher(self, keys: str = ">") -> AsyncIterator[KeyValue.KeyWatcher]:
-        """A watcher of the keys that match, which ends when the connection was lost, or a cluster has lost a server:
-        the broker may have forgotten it, and nats-py would notice that only after many seconds. Always stopped:
-        else it would stay."""
-        watcher = await self._store.watch(keys)
-        stopping: set[asyncio.Task[None]] = set()
+    def _watcher(self, keys: str = ">") -> contextlib.AbstractAsyncContextManager[StreamWatch]:
+        return StreamWatch.open(self._bus, f"KV_{self._name}", self._subject(keys))
 
-        def end(*_: object) -> None:
-            stopping.add(asyncio.create_task(_stop(watcher)))
+    def _subject(self, keys: str) -> str:
+        return f"$KV.{self._name}.{keys}"
 
-        forgets = (self._bus.on_reconnect(end), self._bus.on_election(end))
-        try:
-            yield watcher
-        finally:
-            for forget in forgets:
-                forget()
-            await _stop(watcher)
+    def _key_of(self, message: Msg) -> str:
+        return self._key(message.subject.removeprefix(self._subject("")))
 
     def _token(self, key: str) -> str:
         return key if self._plain else escape(key)
@@ -360,9 +351,9 @@ async def _exists(bus: Bus, stream: str) -> bool:
     return True
 
 
-async def _stop(watcher: KeyValue.KeyWatcher) -> None:
-    with contextlib.suppress(*BROKER_ERRORS):  # it has been stopped before, or the connection is closed
-        await watcher.stop()  # type: ignore[no-untyped-call]
+def _deleted(message: Msg) -> bool:
+    headers = message.headers or {}
+    return _OPERATION in headers or _MARKER in headers
 
 
 async def _find_or_create(bus: Bus, name: str, ttl: float | None) -> KeyValue:

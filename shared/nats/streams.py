@@ -1,18 +1,27 @@
-"""Streams as they must be: created, or brought up to date, also while a cluster has no leader yet; and read."""
+"""Streams as they must be: created, or brought up to date, also while a cluster has no leader yet; read and watched."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import nats.errors
 from nats.aio.msg import Msg
-from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.aio.subscription import Subscription
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    Header,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from shared.errors import ConfigurationError
 from shared.nats import subjects
-from shared.nats.bus import LEADER_PAUSE, Bus
+from shared.nats.bus import DEFAULT_PENDING_BYTES, LEADER_PAUSE, Bus
 from shared.nats.errors import (
     BROKER_ERRORS,
     broker_error,
@@ -178,3 +187,138 @@ async def read_stream(
             await bus.client.publish(
                 f"$JS.API.CONSUMER.DELETE.{stream}.{name}"
             )  # else it goes by itself, later
+
+
+HEARTBEAT = 9.0
+"""Seconds of silence after which the broker says that a watch's consumer is there."""
+MISSED = 20 / 9
+"""Heartbeats without a sign after which it is not: two, and some time for the third."""
+UNUSED = 30.0
+"""Seconds after which the broker forgets the consumer of a watch that nobody listens to any more."""
+
+
+class _End:
+    """In the place of a message: none follows."""
+
+
+class StreamWatch:
+    """The newest message of each subject that matches, then None once, then each message as it is stored.
+
+    An ordered consumer, as nats-py has one too; but that asks itself four times a second, for each one, whether it owes
+    the broker an answer. Here the broker's question, its flow control, is answered once the reader has taken what was
+    sent before it. So what waits for the reader is what the broker sends without an answer: 32 MiB at most.
+
+    It ends, without an error, when a message was lost on the way, when the broker shows no sign of the consumer for
+    `MISSED` heartbeats, when the connection was lost, and when a cluster has lost a server: the broker may have
+    forgotten the consumer, and its silence would tell only after many seconds. A new watch shows everything anew.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        """Made by `open`."""
+        self._bus = bus
+        self._waiting: asyncio.Queue[Msg | _End | None] = asyncio.Queue()
+        """Bounded by flow control."""
+        self._delivered = 0
+        """Messages so far, as the consumer counts them."""
+        self._taken = 0
+        """By the reader."""
+        self._question, self._asked_behind = "", 0
+        """Where the answer that is owed goes, and the message that is to be taken before; empty: none is."""
+        self._shown = self._ended = False
+        self._alive = bus.watchdog.watch(self.end, HEARTBEAT * MISSED)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, bus: Bus, stream: str, subject: str) -> AsyncIterator["StreamWatch"]:
+        """Nothing listens behind the block, and the broker forgets the consumer `UNUSED` seconds later. Raises one of
+        `BROKER_ERRORS`."""
+        watch = cls(bus)
+        forgets = (bus.on_reconnect(watch.end), bus.on_election(lambda _: watch.end()))
+        subscription: Subscription | None = None
+        try:
+            inbox = bus.client.new_inbox()
+            subscription = await bus.client.subscribe(
+                inbox, cb=watch._take, pending_bytes_limit=DEFAULT_PENDING_BYTES
+            )
+            await watch._begin(stream, subject, inbox)
+            yield watch
+        finally:
+            bus.watchdog.forget(watch._alive)
+            for forget in forgets:
+                forget()
+            if subscription is not None:
+                with contextlib.suppress(*BROKER_ERRORS):  # the connection is closed
+                    await subscription.unsubscribe()
+
+    async def _begin(self, stream: str, subject: str, inbox: str) -> None:
+        config = ConsumerConfig(
+            filter_subject=subject,
+            deliver_subject=inbox,
+            deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+            ack_policy=AckPolicy.NONE,
+            flow_control=True,
+            idle_heartbeat=HEARTBEAT,
+            inactive_threshold=UNUSED,
+            mem_storage=True,
+            num_replicas=1,
+        )
+        info = await self._bus.jetstream().add_consumer(stream, config)
+        if not info.num_pending and not (info.delivered and info.delivered.consumer_seq):
+            self._all_shown()
+
+    def __aiter__(self) -> "StreamWatch":
+        return self
+
+    async def __anext__(self) -> Msg | None:
+        message = await self._waiting.get()
+        if isinstance(message, _End):
+            raise StopAsyncIteration
+        if message is not None:
+            self._taken += 1
+            await self._answer()
+        return message
+
+    def end(self) -> None:
+        """What waits is shown before. Safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._waiting.put_nowait(_End())
+
+    async def _take(self, message: Msg) -> None:
+        """In the order in which the broker has sent them."""
+        if self._ended:
+            return
+        self._alive.seen = asyncio.get_running_loop().time()
+        if (message.headers or {}).get(Header.STATUS) == "100":
+            await self._on_status(message)
+            return
+        about = message.metadata
+        self._delivered += 1
+        if about.sequence.consumer != self._delivered:
+            self.end()
+            return
+        self._waiting.put_nowait(message)
+        if not about.num_pending:
+            self._all_shown()
+
+    async def _on_status(self, message: Msg) -> None:
+        headers = message.headers or {}
+        question = message.reply or headers.get(Header.CONSUMER_STALLED)
+        if question:
+            self._question, self._asked_behind = question, self._delivered
+            await self._answer()
+        elif headers.get(Header.LAST_CONSUMER) != str(self._delivered):
+            self.end()  # what came last was lost
+        else:  # an idle heartbeat: the broker has nothing more to show
+            self._all_shown()
+
+    async def _answer(self) -> None:
+        if self._question and self._taken >= self._asked_behind:
+            question, self._question = self._question, ""
+            with contextlib.suppress(*BROKER_ERRORS):  # the connection is closed
+                await self._bus.client.publish(question)
+
+    def _all_shown(self) -> None:
+        if not self._shown:
+            self._shown = True
+            self._waiting.put_nowait(None)

@@ -9,8 +9,6 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tests.simulation.deployment import nats_client
-
 SLOWER = 5.0
 """Times as long as in production, unless a scenario says otherwise."""
 
@@ -85,6 +83,7 @@ class Pace(NamedTuple):
 
 
 PACES = (
+    Pace("shared.nats.streams", "HEARTBEAT", 9.0, "says that a watch's consumer is there"),
     Pace("services.health_monitor.service", "TICK", 0.5, "looks for silence, which takes 4 beats"),
     Pace("services.health_monitor.service", "GATHER", 0.2, "gathers beats"),
     Pace("services.health_monitor.detector", "STALL", 1.0, "a monitor that did not tick blames nobody"),
@@ -122,7 +121,6 @@ def constants() -> Iterator[tuple[Pace, Any]]:
 
 def apply_paces(slower: float) -> None:
     """In a process that does nothing but simulate. Idempotent."""
-    nats_client.install(5.0 * slower)
     for pace, module in constants():
         if not hasattr(module, pace.name):
             raise AttributeError(f"{pace.module} has no {pace.name}: correct `PACES`")

@@ -1,10 +1,13 @@
 """Work in the background: task sets and pauses before restarts."""
 
 import asyncio
+import random
 
 from structlog.testing import capture_logs
 
-from shared.tasks import Backoff, TaskSet
+from shared.tasks import Alive, Backoff, TaskSet, Watchdog
+from tests.simulation.core.loop import SimulatedLoop
+from tests.simulation.core.processes import OUTSIDE
 
 
 async def test_an_error_in_the_background_is_told_and_the_others_go_on() -> None:
@@ -60,3 +63,30 @@ def test_pauses_grow_until_something_has_lived_for_a_while() -> None:
         waits.append(pauses.next(now))
     assert waits == [0.2, 0.4, 0.8, 0.2, 0.4]
     assert [pauses.next(now) for _ in range(8)][-1] == 10.0, "while it cannot be started at all"
+
+
+def test_what_shows_no_sign_of_life_is_told_once_its_time_is_up() -> None:
+    OUTSIDE.forget()
+    loop = SimulatedLoop(random.Random(1))
+    told: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        begun, watchdog = loop.time(), Watchdog()
+
+        def watch(name: str, patience: float) -> Alive:
+            return watchdog.watch(lambda: told.append((name, loop.time() - begun)), patience)
+
+        living, _, forgotten = watch("living", 5.0), watch("silent", 8.0), watch("forgotten", 1.0)
+        watch("impatient", 2.0)
+        watchdog.forget(forgotten)
+        for _ in range(4):
+            await asyncio.sleep(3.0)
+            living.seen = loop.time()
+        await asyncio.sleep(60.0)
+        watchdog.forget(living)
+        assert watchdog._timer is None
+
+    loop.run_until_complete(main())
+    loop.close()
+    OUTSIDE.forget()
+    assert told == [("impatient", 2.0), ("silent", 8.0), ("living", 17.0)]
