@@ -60,7 +60,8 @@ class _State:
 
 def threshold() -> int:
     """The number of the level that holds now."""
-    return _State.change().at(_State.usual, time.time)
+    change = _State.change()
+    return change.at(_State.usual, time.time) if change.number else _State.usual
 
 
 def level() -> Level:

@@ -1,8 +1,11 @@
 """The ASGI application: routes, and around them request ids, errors, logs and metrics."""
 
 import contextlib
+import logging
 import secrets
 import time
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -36,7 +39,7 @@ from services.gateway.api.sessions import session_routes
 from services.gateway.api.websocket import RESPONSES_ROUTE, StreamSocket
 from services.gateway.auth.authenticator import ANONYMOUS, PUBLIC_PATHS, Principal, token_of
 from services.gateway.auth.browsers import Browsers, listed
-from services.gateway.core.asgi import header, send_json
+from services.gateway.core.asgi import request_headers, send_json
 from services.gateway.core.errors import (
     CLIENT_GONE,
     ClientGone,
@@ -51,6 +54,7 @@ from services.gateway.intake.headers import check_request_id
 from services.gateway.tracing.requests import begin_request, end_request
 from shared import tracing
 from shared.errors import InvalidRequest
+from shared.service import logs
 from shared.service.endpoints import OpsApp, Receive, Scope, Send
 
 log = structlog.get_logger(__name__)
@@ -146,30 +150,35 @@ class GatewayApp:
         if public and scope["type"] == "http":
             await self._ops(scope, receive, send)
             return
+        exchange = _Exchange(scope, send)
         # Counted from here on: what a connection brought before it was closed to more is answered.
-        answer = self._traced if tracing.on() and scope["type"] == "http" else self._exchange
-        with self._backend.active() if scope["type"] == "http" else contextlib.nullcontext():
-            await answer(scope, receive, _Exchange(scope, send))
+        with self._around(scope, exchange):
+            try:
+                exchange.take_request_id()
+                self._browsers.check(scope, everybody=self._backend.authenticator.open)
+                scope["state"]["principal"] = self._principal(scope)
+                app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
+                await app(scope, receive, exchange.send)
+            except Exception as error:
+                await exchange.fail(error)
+            finally:
+                self._account(scope, exchange)
 
-    async def _traced(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
-        span = begin_request(scope)
-        try:
-            with tracing.active(span):
-                await self._exchange(scope, receive, exchange)
-        finally:
-            end_request(span, scope, exchange.status, _route(scope))
+    def _around(self, scope: Scope, exchange: "_Exchange") -> AbstractContextManager[None]:
+        """An exchange, which it counts and traces."""
+        if scope["type"] != "http":
+            return contextlib.nullcontext()
+        return self._traced(scope, exchange) if tracing.on() else self._backend.active()
 
-    async def _exchange(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:
-        try:
-            exchange.take_request_id()
-            self._browsers.check(scope, everybody=self._backend.authenticator.open)
-            scope["state"]["principal"] = self._principal(scope)
-            app = self._direct.get((scope.get("method", ""), scope["path"]), self._router)
-            await app(scope, receive, exchange.send)
-        except Exception as error:
-            await exchange.fail(error)
-        finally:
-            self._account(scope, exchange)
+    @contextlib.contextmanager
+    def _traced(self, scope: Scope, exchange: "_Exchange") -> Iterator[None]:
+        with self._backend.active():
+            span = begin_request(scope)
+            try:
+                with tracing.active(span):
+                    yield
+            finally:
+                end_request(span, scope, exchange.status, _route(scope))
 
     def _principal(self, scope: Scope) -> Principal:
         """Who asks. Anybody may load a page, which asks for the key with which it asks for everything else."""
@@ -182,16 +191,16 @@ class GatewayApp:
             return
         seconds = time.perf_counter() - exchange.began
         route, model = _route(scope), scope["state"].get("model", "")
-        self._metrics.requests.labels(route, model, exchange.status).inc()
-        self._metrics.duration.labels(route).observe(seconds)
-        log.info(
-            "request",
-            method=scope["method"],
-            path=scope["path"][:256],
-            status=exchange.status,
-            model=model,
-            milliseconds=round(seconds * 1000, 1),
-        )
+        self._metrics.answered(route, model, exchange.status, seconds)
+        if logs.threshold() <= logging.INFO:
+            log.info(
+                "request",
+                method=scope["method"],
+                path=scope["path"][:256],
+                status=exchange.status,
+                model=model,
+                milliseconds=round(seconds * 1000, 1),
+            )
 
 
 class _Exchange:
@@ -209,9 +218,9 @@ class _Exchange:
 
     def take_request_id(self) -> None:
         """The client's, where it sent one. Raises `InvalidParameter`."""
-        given = check_request_id(header(self._scope, b"x-request-id"))
-        if given:
-            self.request_id = given
+        given = request_headers(self._scope).get(b"x-request-id")
+        if given is not None:
+            self.request_id = check_request_id(given.decode("latin-1"))
             self._remember()
 
     def _remember(self) -> None:
@@ -220,17 +229,20 @@ class _Exchange:
         self._more_headers = state.setdefault("answer_headers", {})
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
 
-    async def send(self, message: Any) -> None:
+    def send(self, message: Any) -> Awaitable[None]:
         if message["type"] in ("http.response.start", "websocket.accept"):
-            self.status = message.get("status", 101)
-            more = {"x-request-id": self.request_id, **self._more_headers}
-            if self._scope["path"].startswith(MESSAGES):
-                more |= anthropic_headers(self._scope, self.request_id, more)
-            message["headers"] = [
-                *message.get("headers", ()),
-                *((name.encode(), value.encode()) for name, value in more.items()),
-            ]
-        await self._send(message)
+            self._begin(message)
+        return self._send(message)
+
+    def _begin(self, message: Any) -> None:
+        self.status = message.get("status", 101)
+        more = {"x-request-id": self.request_id, **self._more_headers}
+        if self._scope["path"].startswith(MESSAGES):
+            more |= anthropic_headers(self._scope, self.request_id, more)
+        headers = list(message.get("headers", ()))
+        for name, value in more.items():
+            headers.append((name.encode(), value.encode()))
+        message["headers"] = headers
 
     async def fail(self, error: Exception) -> None:
         """Answers with `error`, if there was no answer yet."""

@@ -210,8 +210,8 @@ class _Connection(Session[ClientMessage]):
         if turn.message.type != "generate":
             return
         status = 200 if error is None else status_of(ClientGone() if isinstance(error, Cancelled) else error)
-        self._metrics.requests.labels(self.route, turn.run.model if turn.run else "", status).inc()
-        self._metrics.duration.labels(self.route).observe(time.perf_counter() - turn.began)
+        model = turn.run.model if turn.run else ""
+        self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         message: dict[str, Any] = {"type": "done", "id": name}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from services.gateway.core.asgi import header
+from services.gateway.core.asgi import request_headers
 from services.gateway.core.errors import AuthenticationFailed
 from shared.errors import Unavailable
 from shared.keys import KeyLimits, KeyRecord, digest_of, parse
@@ -101,7 +101,8 @@ class Authenticator:
 
     def authenticate(self, token: str | None) -> Principal:
         """Who brings this key. Raises `AuthenticationFailed`, and `Unavailable` until the keys are known."""
-        self._check_known()
+        if not self._known:
+            raise _unknown_yet()
         if not self._closed:
             return ANONYMOUS
         if not token:
@@ -123,7 +124,8 @@ class Authenticator:
         """For a connection that was let in earlier: raises as `authenticate` where its key is good no longer."""
         if principal.vouched:
             return
-        self._check_known()
+        if not self._known:
+            raise _unknown_yet()
         if not principal.key:
             if self._closed:
                 self.authenticate(None)
@@ -140,13 +142,6 @@ class Authenticator:
             return Principal(key, tenant, vouched=True)
         return Principal(key, tenant, record.limits, vouched=True)
 
-    def _check_known(self) -> None:
-        if not self._known:
-            raise Unavailable(
-                "The gateway is starting and does not know the API keys yet; try again in a moment.",
-                retry_after=1,
-            )
-
     def _check_state(self, record: KeyRecord) -> float:
         """Returns the time of the check."""
         now = self._clock()
@@ -157,16 +152,24 @@ class Authenticator:
         return now
 
 
+def _unknown_yet() -> Unavailable:
+    return Unavailable(
+        "The gateway is starting and does not know the API keys yet; try again in a moment.", retry_after=1
+    )
+
+
 PUBLIC_PATHS = frozenset(OpsApp.paths)
 """Answered without a key: what load balancers and Prometheus ask for. /metrics can be closed by a setting."""
 
 
 def token_of(scope: Scope) -> str | None:
     """The key in `Authorization: Bearer`, else in `api-key` (Azure's clients) or `x-api-key` (Anthropic's)."""
-    scheme, _, token = (header(scope, b"authorization") or "").partition(" ")
+    headers = request_headers(scope)
+    scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
-    return header(scope, b"api-key") or header(scope, b"x-api-key")
+    other = headers.get(b"api-key") or headers.get(b"x-api-key")
+    return None if other is None else other.decode("latin-1")
 
 
 class KeyWatch:

@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from services.gateway.core.asgi import header
+from services.gateway.core.asgi import header, request_headers
 from services.gateway.core.errors import RouteError
 from shared.service.endpoints import Scope
 
@@ -48,7 +48,9 @@ class Browsers:
         """`everybody`: no key is asked for. Raises `RouteError`."""
         if not everybody and not self._given:
             return
-        host = header(scope, b"host")
+        headers = request_headers(scope)
+        given = headers.get(b"host")
+        host = None if given is None else given.decode("latin-1")
         if host is not None and not self._allows_host(host.lower()):
             raise RouteError(
                 f"The Host '{host[:256]}' is not allowed here; ask for the gateway by its address, add the name to "
@@ -56,7 +58,8 @@ class Browsers:
                 status=403,
                 reason="host_not_allowed",
             )
-        if everybody and (scope["type"] == "websocket" or scope["method"] not in SAFE):
+        of_a_page = b"origin" in headers
+        if everybody and of_a_page and (scope["type"] == "websocket" or scope["method"] not in SAFE):
             self._check_origin(scope, host or "")
 
     def _allows_host(self, host: str) -> bool:

@@ -14,35 +14,59 @@ RETRY = 500
 """Milliseconds after which a client that was cut off should come back: shorter than the grace it has."""
 
 
+def request_headers(scope: Scope) -> Mapping[bytes, bytes]:
+    """A request's headers by their lower-case names; of those that came several times the first. Made once for each
+    request, and dropped by `forget_headers`."""
+    state = scope.setdefault("state", {})
+    headers: Mapping[bytes, bytes] | None = state.get("headers")
+    if headers is None:
+        headers = state["headers"] = dict(reversed(scope["headers"]))
+    return headers
+
+
+def forget_headers(scope: Scope) -> None:
+    """For a request that waits long, as thousands do."""
+    scope["state"].pop("headers", None)
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     """A request header by its lower-case name."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
+    value = request_headers(scope).get(name)
+    return None if value is None else value.decode("latin-1")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) -> bytes:
     """The whole body. Raises `PayloadTooLarge`, before it is read where its length is told;
     `RequestTimeout` when it is not there within `timeout` seconds; `ClientGone`."""
-    _check_content_type(scope)
-    length = header(scope, b"content-length")
+    headers = request_headers(scope)
+    if headers.get(b"content-type") != b"application/json":
+        _check_content_type(scope)
+    length = headers.get(b"content-length")
     if length is not None and length.isdigit() and int(length) > limit:
         raise _too_large(limit)
-    try:
-        async with asyncio.timeout(timeout):
-            body = await _read_all(receive, limit)
-    except TimeoutError:
-        raise RequestTimeout(
-            f"The request body was not complete after {timeout:g} s; send it again, faster or in smaller parts."
-        ) from None
-    if header(scope, b"content-encoding") not in (None, "identity"):
+    connection = connection_of(scope)
+    body = connection.body() if connection is not None else None
+    if body is None:
+        body = await _read_in_time(receive, limit, timeout)
+    elif len(body) > limit:
+        raise _too_large(limit)
+    if headers.get(b"content-encoding", b"identity") != b"identity":
         raise InvalidParameter(
             "Compressed request bodies are not supported; send the body as it is.",
             param="content-encoding",
             reason="unsupported_encoding",
         )
     return body
+
+
+async def _read_in_time(receive: Receive, limit: int, timeout: float) -> bytes:
+    try:
+        async with asyncio.timeout(timeout):
+            return await _read_all(receive, limit)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"The request body was not complete after {timeout:g} s; send it again, faster or in smaller parts."
+        ) from None
 
 
 async def _read_all(receive: Receive, limit: int) -> bytes:
@@ -91,6 +115,11 @@ async def disconnected(receive: Receive) -> None:
 class Connection(Protocol):
     """What a server of this gateway offers beside `receive` and `send`, of one request: thousands of streams wait, and
     take neither a task each to hear of their client nor one to write."""
+
+    def body(self) -> bytes | None:
+        """The request's body, once, where it has come as a whole, as nearly every one has by the time that it is asked
+        for; None: it is to be received."""
+        ...
 
     def write(self, part: bytes) -> bool:
         """Writes a part of a body at once, as `send` would behind those before it; False: it cannot now, and has

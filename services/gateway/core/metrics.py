@@ -3,10 +3,18 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from shared.messages import RING_CAUSES
-from shared.service.endpoints import LATENCY, MODEL, Alias, Aliases, QuickHistograms, begin_at_zero
+from shared.service.endpoints import (
+    LATENCY,
+    MODEL,
+    Alias,
+    Aliases,
+    QuickHistogram,
+    QuickHistograms,
+    begin_at_zero,
+)
 
 PREFIX = "ryzanstein_gateway"
 REASONS = ("stop", "length", "abort", "error")
@@ -48,15 +56,19 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, namespace=PREFIX, registry=registry)
         gauge = partial(Gauge, namespace=PREFIX, registry=registry)
-        histogram = partial(Histogram, namespace=PREFIX, registry=registry)
 
         def histograms(name: str, about: str, bounds: Sequence[float] = LATENCY) -> QuickHistograms:
             return QuickHistograms(f"{PREFIX}_{name}", about, ["model"], bounds, registry)
 
-        self.requests = counter("requests", "Requests answered.", ["route", "model", "status"])
-        self.duration = histogram(
-            "request_seconds", "From the request's head to its last byte.", ["route"], buckets=LATENCY
+        self._requests = counter("requests", "Requests answered.", ["route", "model", "status"])
+        self._duration = QuickHistograms(
+            f"{PREFIX}_request_seconds",
+            "From the request's head to its last byte.",
+            ["route"],
+            LATENCY,
+            registry,
         )
+        self._answered: dict[tuple[str, str, int], tuple[Counter, QuickHistogram]] = {}
         self.first_token = histograms(
             "first_token_seconds", "Time to first token, from the request's body on; without batch jobs."
         )
@@ -121,6 +133,16 @@ class GatewayMetrics:
             ["model"],
         )
         self._by_model: dict[str, ModelMetrics] = {}
+
+    def answered(self, route: str, model: str, status: int, seconds: float) -> None:
+        """A request is over; `seconds` from its head to the last byte of its answer. All but those are few."""
+        known = self._answered.get((route, model, status))
+        if known is None:
+            requests = self._requests.labels(route, model, status)
+            known = self._answered[route, model, status] = requests, self._duration.labels(route)
+        requests, duration = known
+        requests.inc()
+        duration.observe(seconds)
 
     def connection_refused(self, port: str, reason: str) -> None:
         """`port` and `reason` are of `REFUSALS`."""

@@ -361,6 +361,15 @@ class _Connection:
         self._protocol = protocol
         self._cycle = cycle
 
+    def body(self) -> bytes | None:
+        cycle = self._cycle  # as its `receive` where that would not wait
+        if cycle.more_body or cycle.disconnected or cycle.response_complete or cycle.waiting_for_100_continue:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        return body
+
     def write(self, part: bytes) -> bool:
         cycle = self._cycle  # as its `send` where that would not wait
         if (

@@ -103,8 +103,7 @@ COUNT = Operation(
 async def count_tokens(ask: Ask) -> TokenCount:
     intake = await ask.counted()
     body = await ask.body(ask.settings.body_limit)
-    context = context_of(ask.scope, ask.settings)
-    context = msgspec.structs.replace(context, gone=partial(disconnected, ask.receive))
+    context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
     return TokenCount(await intake.messages.count(body, context))
 
 

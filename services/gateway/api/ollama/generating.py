@@ -167,9 +167,7 @@ async def embeddings(ask: Ask) -> object:
 async def _taken(ask: Ask, decoder: msgspec.json.Decoder[AskedT]) -> tuple[AskedT, bytes, Context]:
     """The request, with the model by the name that it has here, as it came, and what its headers say."""
     parts = ask.parts
-    context = msgspec.structs.replace(
-        context_of(ask.scope, ask.settings), gone=partial(disconnected, ask.receive)
-    )
+    context = context_of(ask.scope, ask.settings, gone=partial(disconnected, ask.receive))
     body = await ask.body(ask.settings.body_limit)
     request = decode(body, decoder, names=NAMES)
     return (

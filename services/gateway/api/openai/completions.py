@@ -2,13 +2,16 @@
 
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from services.gateway.api.backend import Ask, Backend
 from services.gateway.api.dialects import ENDPOINTS
+from services.gateway.auth.authenticator import Principal
 from services.gateway.core.asgi import (
     Chunk,
     EventStream,
@@ -16,8 +19,10 @@ from services.gateway.core.asgi import (
     UntilGone,
     connection_of,
     disconnected,
+    forget_headers,
     header,
     read_body,
+    request_headers,
     send_json,
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
@@ -61,8 +66,9 @@ class CompletionsRoute:
     async def _prepared(self, scope: Scope, receive: Receive) -> Run:
         """What it is made of is held no longer than that takes."""
         settings = self._settings
-        context = msgspec.structs.replace(context_of(scope, settings), gone=partial(disconnected, receive))
+        context = context_of(scope, settings, gone=partial(disconnected, receive))
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
+        forget_headers(scope)
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
 
 
@@ -88,8 +94,36 @@ def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[
     return _Reading(run, scope, receive)
 
 
-def context_of(scope: Scope, settings: GatewaySettings) -> Context:
-    """What the headers say. Raises `InvalidParameter`."""
+_OF_CONTEXT = frozenset(
+    (
+        b"idempotency-key",
+        b"last-event-id",
+        b"x-ryzanstein-progress",
+        b"x-session-id",
+        b"x-ryzanstein-background",
+    )
+)
+
+
+def context_of(
+    scope: Scope, settings: GatewaySettings, *, gone: Callable[[], Awaitable[object]] | None = None
+) -> Context:
+    """What the headers say; `gone` as in `Context`. Raises `InvalidParameter`."""
+    state = scope["state"]
+    principal: Principal = state["principal"]
+    none_said = _OF_CONTEXT.isdisjoint(request_headers(scope))
+    return Context(
+        state["request_id"],
+        tenant=principal.tenant,
+        principal=principal,
+        answer_headers=state["answer_headers"],
+        gone=gone,
+        **({} if none_said else _said(scope, settings)),
+    )
+
+
+def _said(scope: Scope, settings: GatewaySettings) -> dict[str, Any]:
+    """The fields of `Context` that headers are about."""
     key = check_idempotency_key(header(scope, b"idempotency-key"))
     after = positions_of(scope)
     if after is not None and not key:
@@ -100,17 +134,13 @@ def context_of(scope: Scope, settings: GatewaySettings) -> Context:
             reason="invalid_header",
         )
     progress = header(scope, b"x-ryzanstein-progress")
-    return Context(
-        scope["state"]["request_id"],
-        check_session_id(header(scope, b"x-session-id")),
-        background=check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
-        key=key,
-        tenant=scope["state"]["principal"].tenant,
-        after=after,
-        principal=scope["state"]["principal"],
-        answer_headers=scope["state"]["answer_headers"],
-        return_progress=progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
-    )
+    return {
+        "session": check_session_id(header(scope, b"x-session-id")),
+        "background": check_background(header(scope, b"x-ryzanstein-background"), settings.background_limit),
+        "key": key,
+        "after": after,
+        "return_progress": progress is not None and check_flag(progress, "X-Ryzanstein-Progress"),
+    }
 
 
 def positions_of(scope: Scope) -> list[int] | None:

@@ -176,6 +176,59 @@ async def test_a_request_hears_that_its_client_goes(length: int) -> None:
     await serve(app, client)
 
 
+async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of() -> None:
+    taken, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        assert connection is not None
+        assert connection.body() == b"whole"
+        taken.set()
+        assert (await receive())["type"] == "http.disconnect"
+        gone.set()
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\nwhole")
+        await taken.wait()
+        writer.close()
+        await gone.wait()
+
+    await serve(app, client)
+
+
+@pytest.mark.parametrize(
+    "expect", [b"", b"Expect: 100-continue\r\n"], ids=["in parts", "once it is asked for"]
+)
+async def test_a_body_that_is_still_to_come_is_received(expect: bytes) -> None:
+    begun, read = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        assert connection is not None
+        assert connection.body() is None
+        begun.set()
+        assert await read_body(scope, receive, 100, 10.0) == b"in parts"
+        read.set()
+        await send(BEGIN)
+        await send(END)
+
+    async def client(address: str) -> None:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        first = b"" if expect else b"in "
+        writer.write(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 8\r\n%b\r\n%b" % (expect, first))
+        await begun.wait()
+        if expect:
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"in parts"[len(first) :])
+        await read.wait()
+        writer.close()
+
+    await serve(app, client)
+
+
 async def test_a_request_hears_of_a_client_that_has_gone_before() -> None:
     begun, heard = asyncio.Event(), asyncio.Event()
 
