@@ -16,6 +16,7 @@ from services.gateway.tokenizer.detokenizer import (
     FilteredDetokenizer,
     StreamDetokenizer,
     TokenBytes,
+    TokenTexts,
 )
 from services.gateway.tokenizer.encoding import INLINE, Encoding
 from services.gateway.tokenizer.segments import Segments
@@ -103,6 +104,11 @@ class ModelTokenizer:
         }
         self._special_text = SpecialText([] if special_tokens_in_messages else self._special)
         self._bytes = TokenBytes(self._tokenizer, byte_level="ByteLevel" in str(file.decoder))
+        adds_bytes = isinstance(file.decoder, dict) and file.decoder.get("type") == "ByteLevel"
+        self._texts = (
+            {skip: TokenTexts(self._tokenizer, skip) for skip in (False, True)} if adds_bytes else {}
+        )
+        """Of single tokens, without and with the special ones, where a text is their sum."""
         self._segments = Segments(self._tokenizer)
         self._bound = TokenBound(file, self._tokenizer)
         del file
@@ -264,6 +270,8 @@ class ModelTokenizer:
         if skip_special_tokens and (shown := self.specials(keep)):
             hidden = frozenset(self._special.values()) - frozenset(shown.values())
             return FilteredDetokenizer(self.detokenizer([], skip_special_tokens=False), hidden)
+        if (texts := self._texts.get(skip_special_tokens)) is not None:
+            return StreamDetokenizer(self._tokenizer, [], skip_special_tokens, texts)
         context = list(prompt[-CONTEXT_TOKENS:])
         if self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens).endswith("\ufffd"):
             context = []  # it ends within a character: the decoder could not tell it from the output

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from services.gateway.tokenizer import detokenizer as detokenization
-from services.gateway.tokenizer.detokenizer import CONTEXT_TOKENS, MOST_PENDING
+from services.gateway.tokenizer.detokenizer import CONTEXT_TOKENS, MOST_PENDING, StreamDetokenizer, TokenTexts
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
@@ -111,8 +111,10 @@ def test_hidden_tokens_neither_pile_up_nor_eat_a_space() -> None:
     assert detokenizer.feed([the, *[end] * 100, cat]) == "the cat"
 
 
-@pytest.mark.parametrize("token", [INVALID, 1], ids=["invalid", "hidden"])
-def test_decoding_takes_linear_time(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tokenizer", "token"), [(TINY, INVALID), (METASPACE, 1)], ids=["invalid", "hidden"])
+def test_decoding_takes_linear_time(
+    tokenizer: ModelTokenizer, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted in tokens that are decoded: each step decodes what its stream holds, and that does not grow."""
     decoded = 0
 
@@ -121,20 +123,36 @@ def test_decoding_takes_linear_time(token: int, monkeypatch: pytest.MonkeyPatch)
             self._stream = DecodeStream(ids=ids or [], skip_special_tokens=skip_special_tokens)
             self._held = len(ids or [])
 
-        def step(self, tokenizer: Tokenizer, ids: list[int]) -> str | None:
+        def step(self, tokenizer: Tokenizer, ids: list[int] | int) -> str | None:
             nonlocal decoded
-            self._held += len(ids)
+            count = 1 if isinstance(ids, int) else len(ids)
+            self._held += count
             decoded += self._held
             text = self._stream.step(tokenizer, ids)
             if text:
-                self._held = len(ids)
+                self._held = count
             return text
 
     monkeypatch.setattr(detokenization, "DecodeStream", Counted)
-    detokenizer = TINY.detokenizer([], skip_special_tokens=True)
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
     for _ in range(2000):
         detokenizer.feed([token])
-    assert decoded <= 2000 * 2 * (MOST_PENDING + CONTEXT_TOKENS)
+    assert 0 < decoded <= 2000 * 2 * (MOST_PENDING + CONTEXT_TOKENS)
+
+
+@given(tokens=st.lists(st.sampled_from([0, INVALID, *range(2, 258)]), max_size=60), most=st.integers(0, 40))
+def test_texts_of_single_tokens_change_nothing(tokens: list[int], most: int) -> None:
+    """Neither where they are whole nor where they are not, nor where no more of them are kept."""
+    library = Tokenizer.from_str(tiny_files()["tokenizer.json"].decode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(detokenization, "KNOWN_TEXTS", most)
+        texts = TokenTexts(library, skip_special_tokens=False)
+        with_texts = StreamDetokenizer(library, [], skip_special_tokens=False, texts=texts)
+        alone = StreamDetokenizer(library, [], skip_special_tokens=False)
+        for token in tokens:
+            assert with_texts.feed([token]) == alone.feed([token])
+        assert with_texts.flush() == alone.flush()
+    assert len(texts) <= most
 
 
 def test_bytes_of_a_token_are_what_it_stands_for() -> None:
