@@ -24,16 +24,16 @@ A row is scored once, and nothing is taken from other prompts' blocks, for the s
 from array import array
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from services.executor.core.engine import DraftPlan
 from services.executor.core.prompt_results import Floats, PromptRows, Scores
 from services.executor.core.sampling_state import SamplingState
-from services.executor.core.step_plan import Int32Array, StepPlan, to_bytes
+from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
 from services.executor.scheduler.sequence import Ending, Sequence
 from shared.messages import GenerationRequest, TokenEntry
@@ -119,50 +119,47 @@ def build_plan(
     there are copies.
     """
     ordered = in_order(batch)
-    singles = [chunk for chunk in ordered if chunk.length == 1 and not chunk.drafts]
-    longer = ordered[len(singles) :]
-    samples = [chunk.samples for chunk in ordered]
-    computed = [chunk.sequence.num_computed for chunk in singles]
-    tokens = [_ints([c.sequence.tokens[at] for c, at in zip(singles, computed, strict=True)])]
-    positions = [_ints(computed)]
-    blocks = _ints([c.sequence.table[at // block_size] for c, at in zip(singles, computed, strict=True)])
-    slots = [_in_blocks(blocks, positions[0], block_size)]
-    for chunk in longer:
-        start = chunk.sequence.num_computed
-        tokens += [_ints(chunk.sequence.tokens[start : start + chunk.length]), _ints(chunk.drafts)]
-        positions.append(np.arange(start, chunk.end, dtype=np.int32))
-        slots.append(_slots(chunk.sequence, start, chunk.end, block_size))
-    widths = [1] * len(singles) + [chunk.width for chunk in longer]
-    ends = [at + 1 for at in computed] + [chunk.end for chunk in longer]
-    tables = [
-        (
-            table_of(chunk.sequence, end, block_size)
-            if chunk.sequence.cold
-            else chunk.sequence.table[: -(-end // block_size)]
-        ).tobytes()
-        for chunk, end in zip(ordered, ends, strict=True)
-    ]
-    filled = [
-        (chunk.sequence, chunk.sequence.num_computed, end)
-        for chunk, end in zip(ordered, ends, strict=True)
-        if chunk.sequence.cold
-    ]
+    tokens, positions, slots, ends = (array("i") for _ in range(4))
+    tables: list[bytes] = []
+    filled: list[tuple[Sequence, int, int]] = []
+    decodes = 0
+    for sequence, length, _, drafts in ordered:  # without a call of ours for a single token
+        start = sequence.num_computed
+        end = start + length + len(drafts)
+        if end - start == 1:
+            decodes += 1
+            tokens.append(sequence.tokens[start])
+            positions.append(start)
+            slots.append(sequence.table[start // block_size] * block_size + start % block_size)
+        else:
+            tokens += sequence.tokens[start : start + length]
+            tokens.extend(drafts)
+            positions.extend(range(start, end))
+            slots += _slots(sequence, start, end, block_size)
+        ends.append(end)
+        if sequence.cold:
+            filled.append((sequence, start, end))
+            tables.append(table_of(sequence, end, block_size).tobytes())
+        else:
+            tables.append(sequence.table[: (end - 1) // block_size + 1].tobytes())
+    widths = [1] * decodes + [chunk.width for chunk in ordered[decodes:]]
+    sampled = [chunk for chunk in ordered if chunk.samples]
     plan = StepPlan(
         step=step,
-        num_decodes=len(singles),
-        token_ids=to_bytes(np.concatenate(tokens)),
-        positions=to_bytes(np.concatenate(positions)),
-        slots=to_bytes(np.concatenate(slots)),
-        query_lens=to_bytes(widths),
-        context_lens=to_bytes(ends),
-        block_tables=to_bytes(np.frombuffer(b"".join(tables), np.int32)),
-        sample_rows=to_bytes(_sample_rows(ordered, widths, samples)),
+        num_decodes=decodes,
+        token_ids=tokens.tobytes(),
+        positions=positions.tobytes(),
+        slots=slots.tobytes(),
+        query_lens=array("i", widths).tobytes(),
+        context_lens=ends.tobytes(),
+        block_tables=b"".join(tables),
+        sample_rows=_sample_rows(ordered, widths, len(sampled)).tobytes(),
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size),
         restores=to_bytes(copies.restores),
         save_keys=copies.keys,
     )
-    return plan, [chunk for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
+    return plan, sampled
 
 
 def table_of(sequence: Sequence, end: int, block_size: int) -> "array[int]":
@@ -218,32 +215,26 @@ def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
     return len(plan.token_ids) // 4 - plan.num_decodes - drafting
 
 
-def _sample_rows(ordered: list[Chunk], widths: list[int], samples: list[bool]) -> Int32Array:
-    if len(ordered) == sum(widths) and all(samples):  # nearly always
-        return np.arange(len(ordered), dtype=np.int32)
-    last: Int32Array = (np.cumsum(widths, dtype=np.int32) - np.int32(1))[samples]
-    drafts = [len(chunk.drafts) for chunk, sampled in zip(ordered, samples, strict=True) if sampled]
-    if not any(drafts):
-        return last
-    pairs = zip(last.tolist(), drafts, strict=True)
-    return _ints([row for end, count in pairs for row in range(end - count, end + 1)])
+def _sample_rows(ordered: list[Chunk], widths: list[int], sampled: int) -> "array[int]":
+    """Rows of the flat batch: of each chunk that is sampled, its last token's and those of its drafts."""
+    if len(ordered) == sampled == sum(widths):  # nearly always
+        return array("i", range(sampled))
+    rows: array[int] = array("i")
+    end = 0
+    for chunk, width in zip(ordered, widths, strict=True):
+        end += width
+        if chunk.samples:
+            rows.extend(range(end - 1 - len(chunk.drafts), end))
+    return rows
 
 
-def _ints(values: "list[int] | tuple[int, ...] | array[int]") -> Int32Array:
-    return np.array(values, dtype=np.int32)
-
-
-def _in_blocks(blocks: Int32Array, positions: Int32Array, block_size: int) -> Int32Array:
-    """Slots of the tokens at these positions, each in its block: block id * block size + offset."""
-    return blocks * np.int32(block_size) + positions % block_size
-
-
-def _slots(sequence: Sequence, start: int, end: int, block_size: int) -> Int32Array:
-    """Slots of the tokens at the positions [start, end)."""
-    positions = np.arange(start, end, dtype=np.int32)
-    first = start // block_size
-    blocks = _ints(sequence.table[first : -(-end // block_size)])
-    return _in_blocks(blocks[positions // block_size - first], positions, block_size)
+def _slots(sequence: Sequence, start: int, end: int, block_size: int) -> "array[int]":
+    """Slots of the tokens at the positions [start, end): block id * block size + offset."""
+    slots: array[int] = array("i")
+    for at in range(start // block_size, (end - 1) // block_size + 1):
+        first = sequence.table[at] * block_size - at * block_size
+        slots.extend(range(first + max(start, at * block_size), first + min(end, (at + 1) * block_size)))
+    return slots
 
 
 def in_draft_order(members: Seq[Sequence]) -> list[Sequence]:
@@ -261,26 +252,26 @@ def build_draft_plan(
     ordered = in_draft_order(members)
     ends = [len(sequence.tokens) for sequence in ordered]
     widths = [end - sequence.followed for sequence, end in zip(ordered, ends, strict=True)]
-    tables = b"".join(
+    tables = [
         s.table[: -(-(end + count) // block_size)].tobytes() for s, end in zip(ordered, ends, strict=True)
-    )
+    ]
     parts = [(s, s.followed, end) for s, end in zip(ordered, ends, strict=True)]
     plan = StepPlan(
         step=step,
         num_decodes=widths.count(1),
-        token_ids=to_bytes(np.concatenate([_ints(s.tokens[start:]) for s, start, _ in parts])),
-        positions=to_bytes(np.concatenate([np.arange(start, end) for _, start, end in parts])),
-        slots=to_bytes(np.concatenate([_slots(*part, block_size) for part in parts])),
+        token_ids=b"".join([s.tokens[start:].tobytes() for s, start, _ in parts]),
+        positions=b"".join([array("i", range(start, end)).tobytes() for _, start, end in parts]),
+        slots=b"".join([_slots(*part, block_size).tobytes() for part in parts]),
         query_lens=to_bytes(widths),
         context_lens=to_bytes([end + count for end in ends]),
-        block_tables=to_bytes(np.frombuffer(tables, np.int32)),
-        sample_rows=to_bytes(np.cumsum(widths) - 1),
+        block_tables=b"".join(tables),
+        sample_rows=array("i", [end - 1 for end in accumulate(widths)]).tobytes(),
         saves=to_bytes(copies.saves),
         of_draft=True,
         save_keys=copies.keys,
     )
-    behind = [_slots(s, end, end + count - 1, block_size) for s, _, end in parts]
-    return DraftPlan(plan, count, to_bytes(np.concatenate(behind))), [Row(s, s.sampling) for s in ordered]
+    behind = [_slots(s, end, end + count - 1, block_size).tobytes() for s, _, end in parts]
+    return DraftPlan(plan, count, b"".join(behind)), [Row(s, s.sampling) for s in ordered]
 
 
 _VECTOR: Callable[[Sequence], PromptRows | None] = attrgetter("vector")
