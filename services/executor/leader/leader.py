@@ -126,6 +126,9 @@ async def check_name(bus: Bus, card: ModelCard, group: str) -> None:
 
 LOOP_BEAT = 0.5
 """Seconds between two beats of the event loop, or half the time between two heartbeats where that is longer."""
+LOAD_INTERVAL = 0.05
+"""Seconds between two times that the load is put on the board while steps follow each other: heartbeats and metrics,
+which read it there, come seldom."""
 
 
 class Leader:
@@ -151,6 +154,8 @@ class Leader:
         self._handed_back = False
         self._drain_by = 0.0
         self._load_version = 0
+        self._reported_at = float("-inf")
+        """When the load was last put on the board; monotonic seconds."""
         self._recent = RecentFrames()
         self._gathering = Gathering()
         self._fingerprint = ""
@@ -298,7 +303,7 @@ class Leader:
         self._gathering.add(acknowledgements(batch.requests, set(accepted), self._fingerprint))
         await self._tell()
         self._wake.set()
-        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._report_load())
+        return DispatchReply(self._spec.group, self._spec.epoch, accepted, refused, self._load())
 
     def _on_compiled(self, request: GenerationRequest, grammar: GrammarState | RyzansteinError) -> None:
         self._batcher.release(request, grammar)
@@ -317,18 +322,20 @@ class Leader:
             return ControlReply(False, f"The executor of the group {group} is stopping; start it again.")
         return ControlReply(ok=True)
 
-    def _report_load(self) -> GroupLoad:
-        """Puts the load on the board; returns it for a reply."""
-        self._show_activity()
+    def _load(self) -> GroupLoad:
         self._load_version += 1
-        load = msgspec.structs.replace(
+        return msgspec.structs.replace(
             self._batcher.load(),
             version=self._load_version,
             slots=self._batcher.places,
             step_seconds=self._steps.throughput.step_seconds,
             prompt_tokens_per_second=self._steps.throughput.prompt_tokens_per_second,
         )
-        self._board.set_load(load)
+
+    def _report_load(self) -> None:
+        """Puts the load, and what the ring has done so far, on the board."""
+        self._reported_at = time.monotonic()
+        self._board.set_load(self._load())
         totals, batcher = self._board.totals, self._batcher
         totals.cached_tokens, totals.preemptions = batcher.cached_tokens, batcher.preemptions
         totals.drafted_tokens, totals.accepted_tokens = batcher.drafter.drafted, batcher.drafter.accepted
@@ -336,7 +343,6 @@ class Leader:
         totals.model_drafted_tokens, totals.model_accepted_tokens = of_model.drafted, of_model.accepted
         totals.draft_passes, totals.draft_seconds = of_model.passes, of_model.seconds
         totals.adapter_loads, totals.adapter_evictions = batcher.adapter_loads, batcher.adapter_evictions
-        return load
 
     def _show_activity(self) -> None:
         """How many requests somebody waits for: trainers on this host are suspended meanwhile."""
@@ -408,7 +414,9 @@ class Leader:
                 await self._pause()
             while self._steps.under_way:
                 entries = await self._steps.finish(ahead=not (self._draining or self._replaced))
-                self._report_load()
+                self._show_activity()
+                if time.monotonic() - self._reported_at >= LOAD_INTERVAL:
+                    self._report_load()
                 self._gathering.add(entries)
 
     async def _pause(self) -> None:
@@ -417,6 +425,7 @@ class Leader:
         await self._tell()
         if not self._batcher.has_work:
             self._steps.throughput.rest()
+        self._show_activity()
         self._report_load()
         if self._batcher.has_work:
             await asyncio.sleep(0.001)  # a hand-over holds the blocks that are waited for
