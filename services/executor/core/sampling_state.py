@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Sequence as Seq
 from copy import copy
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -36,7 +37,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 def random_bits(seed: int, position: int) -> int:
     """64 random bits, a pure function of the two unsigned 64-bit numbers."""
-    return _mix(_mix(seed + _GAMMA) + (position + 1) * _GAMMA)
+    return _mix(_stream(seed) + (position + 1) * _GAMMA)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -45,6 +46,12 @@ def uniform(seed: int, position: int) -> float:
     52 bits and not 53, so that `uniform * total` is below `total` whatever the rounding.
     """
     return (random_bits(seed, position) >> 12) * 2.0**-52
+
+
+@lru_cache(maxsize=4096)
+def _stream(seed: int) -> int:
+    """Where the stream of a seed begins: the same for all its positions."""
+    return _mix(seed + _GAMMA)
 
 
 def _mix(value: int) -> int:
@@ -388,6 +395,8 @@ def token_bans_of(params: SamplingParams, stops: Sequence[int], generated: Seque
 
 def problem_with_bans(params: SamplingParams, stops: Sequence[int], vocab_size: int) -> str | None:
     """What is wrong with them, as half a sentence; None when they can be sampled with."""
+    if not (params.allowed_token_ids or params.bad_words or params.min_tokens):
+        return None
     tokens = [*params.allowed_token_ids, *(token for word in params.bad_words for token in word)]
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         return "allowed_token_ids or bad_words has a token outside the model's vocabulary"

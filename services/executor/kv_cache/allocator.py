@@ -238,12 +238,9 @@ class BlockAllocator:
 
         Returns the block that holds its content from now on, which takes its place in the table.
         """
-        for private in (block, block if kept is None else kept):
-            if self._references[private] != 1 or private in self._index:
-                raise ValueError(
-                    f"block {private} cannot be sealed: it has {self._references[private]} references"
-                )
+        self._check_private(block)
         if kept is not None:
+            self._check_private(kept)
             self._drop(block)
             block = kept
         elif self._pool(block) is not self._kept:
@@ -255,6 +252,10 @@ class BlockAllocator:
             return known
         self._index.put(block, key)
         return block
+
+    def _check_private(self, block: int) -> None:
+        if self._references[block] != 1 or block in self._index:
+            raise ValueError(f"block {block} cannot be sealed: it has {self._references[block]} references")
 
     def release(
         self,

@@ -102,10 +102,10 @@ def _joined(first: TokenEntry, then: TokenEntry) -> TokenEntry | None:
 def in_frames(entries: list[TokenEntry]) -> Iterator[list[TokenEntry]]:
     """`entries` in order, in as many frames as keep what they hold beside tokens within `FRAME_BYTES` each; one entry
     may hold more alone."""
-    sizes = [len(entry.vector) + len(entry.prompt_scores) for entry in entries]
-    if sum(sizes) <= FRAME_BYTES:  # nearly always
+    if not [entry for entry in entries if entry.vector or entry.prompt_scores]:  # nearly always
         yield entries
         return
+    sizes = [len(entry.vector) + len(entry.prompt_scores) for entry in entries]
     frame: list[TokenEntry] = []
     held = 0
     for entry, size in zip(entries, sizes, strict=True):

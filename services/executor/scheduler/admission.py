@@ -1,6 +1,8 @@
 """Whether a request can be taken at all: what a ring refuses before it costs anything, and what has ended before."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 
@@ -49,7 +51,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
             )
 
 
-_TEXTS = (
+_NAMES = (
     "generation_id",
     "request_id",
     "model",
@@ -63,6 +65,7 @@ _TEXTS = (
     "adapter",
 )
 """Fields of a request that a ring keeps, and says again in events and logs."""
+_TEXTS: Callable[[GenerationRequest], tuple[str, ...]] = attrgetter(*_NAMES)
 
 
 def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError | None:
@@ -166,7 +169,9 @@ def _oversized(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest |
     ]
     if request.grammar is not None:
         sizes.append(("grammar", len(request.grammar.text), limits.GRAMMAR_BYTES, None))
-    sizes += [(name, len(getattr(request, name)), limits.RING_TEXT, None) for name in _TEXTS]
+    texts = _TEXTS(request)
+    if sum(map(len, texts)) > limits.RING_TEXT.value:  # seldom
+        sizes += [(name, len(text), limits.RING_TEXT, None) for name, text in zip(_NAMES, texts, strict=True)]
     sizes += [("bad_words", len(word), limits.BAD_WORD_TOKENS, None) for word in sampling.bad_words[:256]]
     for name, size, limit, most in sizes:
         if size > (limit.value if most is None else most):

@@ -106,6 +106,8 @@ class ContinuousBatcher:
         """Where the files of adapters are, by digest."""
         self._ended = admission.RecentlyEnded()
         self._owed: Entries = {}
+        self._leaving = False
+        """Whether some sequence is to end once no step computes it."""
         self._arrivals = 0
         self._now = 0.0
         self._stages = Stages(board)
@@ -230,7 +232,9 @@ class ContinuousBatcher:
             if sequence is None or -1 < attempt < sequence.request.attempt or -1 < claim < sequence.claim:
                 continue
             sequence.ending = Ending.CANCELLED if attempt < 0 else Ending.WITHDRAWN
-            if not sequence.in_flight:
+            if sequence.in_flight:
+                self._leaving = True
+            else:
                 self._end(sequence, sequence.ending_entry())
 
     def expire(self, now: float) -> bool:
@@ -556,8 +560,12 @@ class ContinuousBatcher:
 
     def _settle(self) -> None:
         """Ends the sequences that were cancelled or replaced while steps computed them."""
-        for sequences in (self._planner.running, self._planner.waiting):
-            for sequence in [s for s in sequences if s.ending is not Ending.NONE and not s.in_flight]:
+        if not self._leaving:  # nearly always
+            return
+        leaving = [s for s in (*self._planner.running, *self._planner.waiting) if s.ending is not Ending.NONE]
+        self._leaving = any(sequence.in_flight for sequence in leaving)
+        for sequence in leaving:
+            if not sequence.in_flight:
                 self._end(sequence, sequence.ending_entry())
 
     # --- ends ------------------------------------------------------------------------------------
@@ -574,7 +582,9 @@ class ContinuousBatcher:
         self.interactive -= not sequence.is_batch
         self._ended.add(sequence.request)
         sequence.ending = Ending.REPLACED
-        if not sequence.in_flight:
+        if sequence.in_flight:
+            self._leaving = True
+        else:
             self._end(sequence, None)
 
     def _end(self, sequence: Sequence, entry: TokenEntry | None) -> None:

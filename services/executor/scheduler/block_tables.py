@@ -216,10 +216,15 @@ class BlockTables:
     def cover(self, sequence: Sequence, tokens: int) -> bool:
         """Sees that the sequence's first `tokens` tokens can be computed: that there are blocks that they are written
         to, and blocks for those that they fill. False where blocks run out."""
-        while not self._extend([(sequence, tokens)]):
+        allocator = self._allocator
+        hot, cold = self._lacks(sequence, tokens)
+        while hot > allocator.available_hot or cold > allocator.available_kept:
             if not self.exchange.make_way():
                 self._extend_in_part(sequence, tokens)
                 return False
+        sequence.table.extend(allocator.allocate(hot))
+        if cold:
+            sequence.cold.extend(allocator.allocate_kept(cold))
         return True
 
     def covered(self, sequence: Sequence) -> int:
@@ -272,7 +277,8 @@ class BlockTables:
             return False
         for sequence, hot, cold in longer:
             sequence.table.extend(allocator.allocate(hot))
-            sequence.cold.extend(allocator.allocate_kept(cold))
+            if cold:
+                sequence.cold.extend(allocator.allocate_kept(cold))
         return True
 
     def _extend_in_part(self, sequence: Sequence, tokens: int) -> None:

@@ -178,11 +178,13 @@ class StepsUnderWay:
     def close(self, failed_slots: Collection[int] = (), *, computed: bool = True) -> Step:
         """The oldest is over; it is returned. `computed`: what it has computed counts."""
         step, self.oldest, self.later = self.oldest, self.later, NO_STEP
-        for chunk in step.batch:
-            chunk.sequence.in_flight = False
-        for chunk in self.oldest.batch:
-            chunk.sequence.in_flight = True
-        over = [chunk.sequence for chunk in step.batch if not chunk.sequence.in_flight]
+        over = [chunk.sequence for chunk in step.batch]
+        for sequence in over:
+            sequence.in_flight = False
+        if self.oldest is not NO_STEP:
+            for chunk in self.oldest.batch:
+                chunk.sequence.in_flight = True
+            over = [sequence for sequence in over if not sequence.in_flight]
         for sequence in over:
             if sequence.state is SequenceState.ENDED:
                 self._tables.free(sequence)

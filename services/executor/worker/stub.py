@@ -93,10 +93,15 @@ def stub_named_logprob(position: int, token: int) -> float:
     return -random_bits(token, position) * 2.0**-61
 
 
+_NO_SUMS: Floats = np.zeros((0, STUB_EMBEDDING_SIZE), np.float32)
+
+
 def _sums(plan: StepPlan) -> Floats:
+    if not plan.pools:
+        return _NO_SUMS
     pools = as_int32(plan.pools).reshape(-1, 2).tolist()
     sums = np.zeros((len(pools), STUB_EMBEDDING_SIZE), np.float32)
-    tokens = as_int32(plan.token_ids).tolist() if pools else []
+    tokens = as_int32(plan.token_ids).tolist()
     for at, (first, end) in enumerate(pools):
         sums[at] = np.sum([stub_state(token) for token in tokens[first:end]], axis=0)
     return sums
@@ -225,7 +230,7 @@ class StubEngine:
         self._fail = fail
         self._busy_until = 0.0
         self._loaded = False
-        self._pooled: Floats = np.zeros((0, STUB_EMBEDDING_SIZE), np.float32)
+        self._pooled = _NO_SUMS
         self._scored = no_scores()
         self._adapters = [""] * settings.max_adapters
         """Digests by slot."""
