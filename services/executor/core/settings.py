@@ -498,6 +498,11 @@ def thread_count(settings: ExecutorSettings) -> int:
     return settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.ranks_here)
 
 
+def spare_cores(settings: ExecutorSettings) -> int:
+    """Cores that each rank has beside those that its threads compute on."""
+    return max(0, len(os.sched_getaffinity(0)) // settings.ranks_here - thread_count(settings))
+
+
 def cores_of(settings: ExecutorSettings, rank: int) -> list[int]:
     """The core of each of a rank's threads; empty where they are not to be kept on one. With fewer threads than
     cores the system places them better: it knows what else runs."""

@@ -8,7 +8,7 @@ outlives the ring (`spill_file.py`).
     save ──▶ waiting (in memory) ──▶ file        by a thread of its own: a step never waits for a write
                └──────── load ────────┘          checked against the checksum of what was saved last
 
-What cannot be read, or is not what was saved, is lost: `load` returns None, and never wrong bytes.
+What cannot be read, or is not what was saved, is lost, and never wrong bytes.
 
 `BlockCopier` executes the copies of a plan; `block_pool.py` says why in this order.
 """
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from services.executor.collectives.base import Collectives
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.kv_cache.prefix_index import BlockKey
-from services.executor.kv_cache.restore import LayeredRestore
+from services.executor.kv_cache.restore import LayeredRestore, restore
 from services.executor.kv_cache.spill_file import KeptBlock, SpillFile
 from services.executor.kv_cache.store import KvStore
 from shared.errors import ConfigurationError
@@ -76,9 +76,19 @@ class Spill(Protocol):
 class SpillStore:
     """Slots [0, num_host) in memory and [num_host, num_host + num_disk) on disk, `block_bytes` each at most."""
 
-    def __init__(self, num_host: int, num_disk: int, block_bytes: int, directory: Path | None = None) -> None:
-        """`directory`: where the file goes; None: where the system keeps temporary files. Raises
-        `ConfigurationError` when a file cannot be made there."""
+    def __init__(
+        self,
+        num_host: int,
+        num_disk: int,
+        block_bytes: int,
+        directory: Path | None = None,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """`directory`: where the file goes; None: where the system keeps temporary files. `beside`: whether steps
+        begin while blocks are restored, the same on all ranks. Raises `ConfigurationError` when a file cannot be made
+        there."""
+        self.beside = beside
         self._num_host = num_host
         self._host: dict[int, bytes] = {}
         self.disk = DiskSlots(block_bytes, directory) if num_disk else None
@@ -94,13 +104,7 @@ class SpillStore:
             self.save(slot, store.save(block), key)
 
     def load_blocks(self, store: KvStore, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-        return [self._load_block(store, slot, block) for slot, block in pairs]
-
-    def _load_block(self, store: KvStore, slot: int, block: int) -> bool:
-        content = self.load(slot)
-        if content is not None:
-            store.load(block, content)
-        return content is not None
+        return restore(store, self, pairs)
 
     def save(self, slot: int, content: bytes, key: BlockKey | None = None) -> None:
         """Keeps `content` in `slot`, whatever was there before; `key`: see `save_blocks`."""
@@ -108,12 +112,6 @@ class SpillStore:
             self._host[slot] = content
         elif self.disk is not None:
             self.disk.save(slot - self._num_host, content, key)
-
-    def load(self, slot: int) -> bytes | None:
-        """What was saved to `slot` last; None where it is lost."""
-        if slot < self._num_host:
-            return self._host.get(slot)
-        return None if self.disk is None else self.disk.load(slot - self._num_host)
 
     def find(self, slot: int) -> bytes | int | None:
         """See `restore.Slots`."""
@@ -126,9 +124,9 @@ class SpillStore:
         if self.disk is not None:
             self.disk.expect(slot - self._num_host, offset, size)
 
-    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+    def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         """See `restore.Slots`."""
-        return self.disk is not None and self.disk.read_into(slot - self._num_host, room, offset)
+        return self.disk is not None and self.disk.read_into(slot - self._num_host, rooms, offset)
 
     def close(self) -> None:
         """Frees memory and disk. Safe to call twice."""
@@ -194,22 +192,17 @@ class DiskSlots:
         with contextlib.suppress(OSError):  # it is advice
             os.posix_fadvise(self._file, slot * self._block_bytes + offset, size, os.POSIX_FADV_WILLNEED)
 
-    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
-        """Fills `room` from byte `offset` of a slot on, unchecked; whether it could."""
-        done = 0
+    def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
+        """Fills `rooms` from byte `offset` of a slot on, unchecked; whether it could."""
         try:
-            while done < len(room):
-                at = slot * self._block_bytes + offset + done
-                count = os.preadv(self._file, [room[done:]], at)
-                if not count:
-                    break
-                done += count
+            count = os.preadv(self._file, rooms, slot * self._block_bytes + offset)
         except OSError as error:
             self._complain(error)
             return False
-        return done == len(room)
+        return count == sum(map(len, rooms))
 
     def load(self, slot: int) -> bytes | None:
+        """What was saved to `slot` last; None where it is lost."""
         checksum = self.find(slot)
         if not isinstance(checksum, int):
             return checksum
@@ -330,7 +323,8 @@ class BlockCopier:
     def can_begin(self, plan: StepPlan) -> bool:
         """Whether there are restores that the forward pass may begin before, and that may fail behind it: what it
         computes of recurrent states cannot be computed again."""
-        return bool(plan.restores) and isinstance(self._spill, SpillStore) and self._store.states is None
+        beside = isinstance(self._spill, SpillStore) and self._spill.beside
+        return bool(plan.restores) and beside and self._store.states is None
 
     def finish(self, plan: StepPlan, restore: LayeredRestore) -> list[int]:
         """What `run` returns."""

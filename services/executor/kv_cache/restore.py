@@ -1,29 +1,40 @@
-"""Restores of a plan beside its forward pass: layers are computed while blocks of later ones are still on their way.
+"""Restores of a plan: spilled blocks are read into the store's memory, without a copy between.
 
-    this thread      layer 0 │ layer 1 │ layer 2 │ ...      each waits for `ready` to pass it
-    reader       pages 0-3 of all blocks │ pages 4-7 │ ...  then the checksums of what came from disk
+    restore      all blocks, in the order of their slots, which the disk has one behind the other
+    beside       this thread      layer 0 │ layer 1 │ layer 2 │ ...      each waits for `ready` to pass it
+                 reader       pages 0-3 of all blocks │ pages 4-7 │ ...
 
 The reader brings the page layers in the order in which layers attend to them, as many at a time as make a read worth
-its while. Whether all blocks were there is known at the end alone: a step that has read what was lost has computed with
-zeros, and nobody uses its result.
+its while: with small blocks all at once. Whether all blocks were there is known at the end alone: a step that has read
+what was lost has computed with anything, and nobody uses its result. What is lost is zeros then.
 """
 
 import ctypes
+import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import structlog
-import torch
+from numpy.typing import NDArray
 
 from services.executor.kv_cache.store import KvStore
 
 log = structlog.get_logger(__name__)
 
-READ_BYTES = 64 << 10
-"""Of one block that are read at a time, at least: a disk takes as long for less."""
+READ_BYTES = 256 << 10
+"""Of one block that are read at a time, at least: a disk reads whole blocks one behind the other several times as fast
+as parts of 64 KiB."""
+SMALL_BYTES = 4096
+"""What is less of a page layer, as scales are, is read with the first of them, of all layers at once."""
+_MOST_ROOMS = os.sysconf("SC_IOV_MAX")
 _ALL = 1 << 62
+
+Part = tuple[int, NDArray[np.uint8]]
+"""See `KvStore.parts_of_pages`."""
 
 
 class Slots(Protocol):
@@ -37,8 +48,8 @@ class Slots(Protocol):
         """Has the system read that part of a slot ahead."""
         ...
 
-    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
-        """Fills `room` from byte `offset` of a slot on; whether it could."""
+    def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
+        """Fills `rooms`, one behind the other, from byte `offset` of a slot on; whether it could."""
         ...
 
 
@@ -55,8 +66,92 @@ def layers_ready(pages_of_layers: Sequence[int], there: set[int]) -> int:
     return next(missing, _ALL)
 
 
+def runs_of(parts: Sequence[Part]) -> list[list[Part]]:
+    """`parts` that follow each other in a block, together, as many as one read takes."""
+    runs: list[list[Part]] = []
+    for part in sorted(parts, key=lambda part: part[0]):
+        if runs and _end(runs[-1]) == part[0] and len(runs[-1]) < _MOST_ROOMS:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _end(run: Sequence[Part]) -> int:
+    offset, room = run[-1]
+    end: int = offset + room.shape[1]
+    return end
+
+
+def restore(store: KvStore, slots: Slots, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Puts slots into blocks, (slot, block) each, and says of each whether it was there. The blocks are full ones in
+    their last format."""
+    blocks = _Blocks(store, slots, pairs)
+    parts = list(chain.from_iterable(blocks.parts))
+    blocks.bring(runs_of(parts))
+    return blocks.settle()
+
+
+class _Blocks:
+    """Those that one plan restores."""
+
+    def __init__(self, store: KvStore, slots: Slots, pairs: Sequence[tuple[int, int]]) -> None:
+        self.parts = store.parts_of_pages()
+        self._slots = slots
+        self._count = len(pairs)
+        first = store.first_whole
+        self._rows = sorted((slot, block - first, row) for row, (slot, block) in enumerate(pairs))
+        self._found = {row: slots.find(slot) for slot, _, row in self._rows}
+
+    def bring(self, runs: Sequence[Sequence[Part]]) -> None:
+        for slot, block, row in self._rows:
+            content = self._found[row]
+            if isinstance(content, bytes):
+                _place(content, block, runs)
+            elif content is not None and not self._read(slot, block, runs):
+                self._found[row] = None
+
+    def _read(self, slot: int, block: int, runs: Sequence[Sequence[Part]]) -> bool:
+        return all(
+            self._slots.read_into(slot, [room[block].data for _, room in run], run[0][0]) for run in runs
+        )
+
+    def expect(self, runs: Sequence[Sequence[Part]]) -> None:
+        """Has the system read them ahead."""
+        for slot, _, row in self._rows:
+            if isinstance(self._found[row], int):
+                for run in runs:
+                    self._slots.expect(slot, run[0][0], _end(run) - run[0][0])
+
+    def settle(self) -> list[bool]:
+        """Of each pair whether its block is there, once all has been brought; one that is not is zeros."""
+        there = [True] * self._count
+        parts = sorted(chain.from_iterable(self.parts), key=lambda part: part[0])
+        for _, block, row in self._rows:
+            there[row] = _is_whole(self._found[row], [room[block].data for _, room in parts])
+            if not there[row]:
+                for _, room in parts:
+                    room[block] = 0
+        return there
+
+
+def _place(content: bytes, block: int, runs: Sequence[Sequence[Part]]) -> None:
+    whole = np.frombuffer(content, np.uint8)
+    for offset, room in chain.from_iterable(runs):
+        room[block] = whole[offset : offset + room.shape[1]]
+
+
+def _is_whole(content: bytes | int | None, rooms: Sequence[memoryview]) -> bool:
+    if isinstance(content, bytes):
+        return len(content) == sum(map(len, rooms))
+    checksum = 0
+    for room in rooms if content is not None else ():
+        checksum = zlib.crc32(room, checksum)
+    return content == checksum
+
+
 class LayeredRestore:
-    """The restores of one plan. Begins at once, in a thread of its own."""
+    """`restore` beside a step. Begins at once, in a thread of its own."""
 
     def __init__(
         self,
@@ -66,17 +161,12 @@ class LayeredRestore:
         pages_of_layers: Sequence[int],
         tick: Callable[[], None],
     ) -> None:
-        """`pairs`: (slot, block) each; blocks are full ones in their last format. `pages_of_layers`: the page layer
-        that each layer of the model attends to. `tick`: called as bytes arrive."""
+        """`pages_of_layers`: the page layer that each layer of the model attends to. `tick`: called as bytes
+        arrive."""
         self._store, self._slots, self._tick = store, slots, tick
         self._pairs = list(pairs)
         self._pages_of_layers = list(pages_of_layers)
-        self._extents = store.extents()
         self._ready = (ctypes.c_int64 * 1)()
-        size = max(offset + size for extents in self._extents for offset, size in extents)
-        self._packed = torch.zeros((len(self._pairs), size), dtype=torch.uint8)
-        self._rows = [memoryview(row.numpy()) for row in self._packed]
-        self._found: list[bytes | int | None] = []
         self.lost = [True] * len(self._pairs)
         """Of each pair, once it is over: whether its block could not be brought."""
         self._thread = threading.Thread(target=self._run, name="restore KV blocks", daemon=True)
@@ -101,64 +191,41 @@ class LayeredRestore:
 
     def _run(self) -> None:
         try:
-            self._found = [self._slots.find(slot) for slot, _ in self._pairs]
-            self._bring()
-            self.lost = [not self._is_whole(row) for row in range(len(self._pairs))]
+            blocks = _Blocks(self._store, self._slots, self._pairs)
+            self._bring(blocks)
+            self.lost = [not there for there in blocks.settle()]
         except Exception as error:  # the step must not wait for ever
             log.exception("kv_restore_failed", exc_info=error)
         finally:
             self._ready[0] = _ALL
 
-    def _bring(self) -> None:
-        chunks, there = self._chunks(), set[int]()
-        blocks = torch.tensor([block for _, block in self._pairs])
-        for row, content in enumerate(self._found):
-            if isinstance(content, bytes):
-                self._rows[row][: len(content)] = content
-        self._expect(chunks[0])
+    def _bring(self, blocks: _Blocks) -> None:
+        chunks, there = self._chunks(blocks.parts), set[int]()
+        runs = self._runs_of_chunks(blocks.parts, chunks)
         for number, pages in enumerate(chunks):
-            self._expect([page for later in chunks[number + 1 : number + 2] for page in later])
-            for row in self._from_disk():
-                self._read(row, pages)
-            for page in pages:
-                self._store.unpack_layer(page, blocks, self._packed)
+            for later in runs[number + 1 : number + 2]:
+                blocks.expect(later)
+            blocks.bring(runs[number])
             there |= {*pages}
             self._ready[0] = layers_ready(self._pages_of_layers, there)
             self._tick()
 
-    def _chunks(self) -> list[list[int]]:
+    def _chunks(self, parts: Sequence[Sequence[Part]]) -> list[list[int]]:
         """All page layers, in turn."""
-        order = in_order_of_use(self._pages_of_layers, len(self._extents))
-        least = min(sum(size for _, size in self._extents[page]) for page in order)
+        order = in_order_of_use(self._pages_of_layers, len(parts))
+        least = min(sum(room.shape[1] for _, room in parts[page]) for page in order)
         per = max(1, READ_BYTES // least)
         return [order[first : first + per] for first in range(0, len(order), per)]
 
-    def _from_disk(self) -> list[int]:
-        return [row for row, content in enumerate(self._found) if isinstance(content, int)]
-
-    def _parts(self, pages: Sequence[int]) -> list[tuple[int, int]]:
-        """The bytes of a block that are these page layers', (offset, size) each, joined where they can be."""
-        parts: list[tuple[int, int]] = []
-        for offset, size in sorted(extent for page in pages for extent in self._extents[page]):
-            if parts and sum(parts[-1]) == offset:
-                parts[-1] = (parts[-1][0], parts[-1][1] + size)
-            else:
-                parts.append((offset, size))
-        return parts
-
-    def _expect(self, pages: Sequence[int]) -> None:
-        for row in self._from_disk():
-            for offset, size in self._parts(pages):
-                self._slots.expect(self._pairs[row][0], offset, size)
-
-    def _read(self, row: int, pages: Sequence[int]) -> None:
-        for offset, size in self._parts(pages):
-            if not self._slots.read_into(
-                self._pairs[row][0], self._rows[row][offset : offset + size], offset
-            ):
-                self._found[row] = None
-                return
-
-    def _is_whole(self, row: int) -> bool:
-        content = self._found[row]
-        return content is not None and (isinstance(content, bytes) or zlib.crc32(self._rows[row]) == content)
+    @staticmethod
+    def _runs_of_chunks(
+        parts: Sequence[Sequence[Part]], chunks: Sequence[Sequence[int]]
+    ) -> list[list[list[Part]]]:
+        """What is read of each block for each of `chunks`."""
+        small = [part for part in chain.from_iterable(parts) if part[1].shape[1] < SMALL_BYTES]
+        large = [
+            [part for page in pages for part in parts[page] if part[1].shape[1] >= SMALL_BYTES]
+            for pages in chunks
+        ]
+        large[0] += small
+        return [runs_of(each) for each in large]

@@ -336,7 +336,7 @@ class KvStore:
         """Blocks in their last format, `blocks` int64 [n] on the store's device (cold ones where there are any), as
         `save` has them: uint8 [n, bytes of each]. Does not wait for the device."""
         rows = [
-            whole.index_select(1, blocks - self._first_whole).transpose(0, 1).flatten(1)
+            whole.index_select(1, blocks - self.first_whole).transpose(0, 1).flatten(1)
             for whole in self._wholes()
         ]
         return torch.cat(rows, dim=1)
@@ -348,31 +348,19 @@ class KvStore:
             layers, _, *rest = whole.shape
             end = start + layers * math.prod(rest)
             part = packed[:, start:end].reshape(-1, layers, *rest).transpose(0, 1)
-            whole.index_copy_(1, blocks - self._first_whole, part)
+            whole.index_copy_(1, blocks - self.first_whole, part)
             start = end
 
-    def extents(self) -> list[list[tuple[int, int]]]:
-        """Of each page layer, where its bytes are among those of a block in its last format, as `save` has them:
-        (offset, size) each."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.shape.num_layers)]
+    def parts_of_pages(self) -> list[list[tuple[int, NDArray[np.uint8]]]]:
+        """Of each page layer its parts of the blocks that have their last format, in host memory: where a part begins
+        among the bytes of a block, as `save` has them, and uint8 [blocks, bytes], from `first_whole` on."""
+        found: list[list[tuple[int, NDArray[np.uint8]]]] = [[] for _ in range(self.shape.num_layers)]
         start = 0
         for layers, whole in self._layers_of_wholes():
-            size = math.prod(whole.shape[2:])
-            for layer in layers:
-                found[layer].append((start, size))
-                start += size
+            for layer, blocks in zip(layers, whole.flatten(2).numpy(), strict=True):
+                found[layer].append((start, blocks))
+                start += blocks.shape[1]
         return found
-
-    def unpack_layer(self, layer: int, blocks: Tensor, packed: Tensor) -> None:
-        """As `unpack`, in one page layer."""
-        start = 0
-        for layers, whole in self._layers_of_wholes():
-            size = math.prod(whole.shape[2:])
-            if layer in layers:
-                at = layers.index(layer)
-                part = packed[:, start + at * size : start + (at + 1) * size]
-                whole[at].index_copy_(0, blocks - self._first_whole, part.reshape(-1, *whole.shape[2:]))
-            start += len(layers) * size
 
     # --- slots -----------------------------------------------------------------------------------
 
@@ -398,7 +386,7 @@ class KvStore:
     # --- parts -----------------------------------------------------------------------------------
 
     @property
-    def _first_whole(self) -> int:
+    def first_whole(self) -> int:
         """The first id of the blocks that have their last format."""
         return self.num_hot if self.num_cold else 0
 

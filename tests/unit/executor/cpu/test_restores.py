@@ -1,6 +1,7 @@
 """A step that begins before the blocks that it reads are there: the same bits, and what is lost is told behind it."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +30,18 @@ class Spilled(SpillStore):
     """On disk; a page layer is read when the one before it has been computed."""
 
     def __init__(self, runner: ModelRunner, directory: Path) -> None:
-        super().__init__(0, 64, runner._store.shape.bytes_per_spilled_block, directory)
-        extents = runner._store.extents()
-        self._page = {offset: page for page, found in enumerate(extents) for offset, _ in found}
+        super().__init__(0, 64, runner._store.shape.bytes_per_spilled_block, directory, beside=True)
+        parts = runner._store.parts_of_pages()
+        self._page = {offset: page for page, found in enumerate(parts) for offset, _ in found}
         self.progress: Progress | None = None
         """Of the step that is waited for; None: nothing is."""
 
-    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+    def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         page, pause = self._page[offset], threading.Event()
         for _ in range(30_000):
             # Every layer ticks, and so does every page layer that was brought.
             if self.progress is None or self.progress.count >= 2 * page:
-                return super().read_into(slot, room, offset)
+                return super().read_into(slot, rooms, offset)
             pause.wait(0.001)
         return False
 
@@ -77,6 +78,7 @@ def test_layers_wait_for_their_own_blocks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec | None
 ) -> None:
     monkeypatch.setattr(restore, "READ_BYTES", 1)  # a page layer at a time
+    monkeypatch.setattr(restore, "SMALL_BYTES", 1)
     case = Case(tmp_path, codec)
     plain, restoring = case.step({0: 5})
     case.spill.progress = progress = Progress.unread()
@@ -97,12 +99,12 @@ def test_a_step_that_reads_none_of_them_waits_for_none(
     _, restoring = case.step({1: 1})
     held, progress = threading.Event(), Progress.unread()
 
-    def read_into(slot: int, room: memoryview, offset: int) -> bool:
+    def read_into(slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         """Nothing comes before all is computed."""
         for _ in range(30_000):
             if progress.count >= LAYERS:
                 held.set()
-                return SpillStore.read_into(case.spill, slot, room, offset)
+                return SpillStore.read_into(case.spill, slot, rooms, offset)
             threading.Event().wait(0.001)
         return False
 
@@ -113,8 +115,34 @@ def test_a_step_that_reads_none_of_them_waits_for_none(
     assert all(any(store.save(block)) for block in np.frombuffer(case.restores, np.int32)[1::2])
 
 
-def test_a_block_that_is_lost_fails_the_step_behind_it_and_the_next_one_does_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", [None, INT8], ids=["bf16", "int8"])
+def test_without_a_core_to_spare_blocks_are_there_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: Codec | None
+) -> None:
+    case = Case(tmp_path, codec)
+    case.spill.beside = False
+    plain, restoring = case.step({0: 5})
+    progress, computed = Progress.unread(), []
+
+    def read_into(slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
+        computed.append(progress.count)
+        return SpillStore.read_into(case.spill, slot, rooms, offset)
+
+    monkeypatch.setattr(case.spill, "read_into", read_into)
+    logits = case.runner.forward(restoring, progress)
+    assert computed == [0] * 8, "each block is read at once"
+    expected = case.runner.forward(plain)
+    assert isinstance(logits, torch.Tensor)
+    assert isinstance(expected, torch.Tensor)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_block_that_is_lost_fails_the_step_and_the_next_one_does_without(
+    tmp_path: Path, beside: bool
+) -> None:
     case = Case(tmp_path, INT8)
+    case.spill.beside = beside
     plain, restoring = case.step({0: 5})
     assert case.spill.disk is not None
     del case.spill.disk._checksums[3]

@@ -19,6 +19,7 @@ from shared.errors import ConfigurationError
 from tests.unit.executor.model.ring import on_ring
 
 SIZE = 64
+SHAPE = StoreShape.uniform(num_layers=2, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def block(value: int) -> bytes:
@@ -30,25 +31,31 @@ def disk(tmp_path: Path) -> DiskSlots:
     return DiskSlots(SIZE, tmp_path / "made")
 
 
-def test_what_was_saved_last_is_loaded_from_memory_and_from_disk(tmp_path: Path) -> None:
-    spill = SpillStore(2, 3, SIZE, tmp_path)
-    for slot in range(5):
-        spill.save(slot, block(9))
-        spill.save(slot, block(slot))
-    assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
-    assert spill.disk is not None
-    spill.disk.flush()
-    assert [spill.load(slot) for slot in range(5)] == [block(slot) for slot in range(5)]
+def test_what_was_saved_last_is_restored_from_memory_and_from_disk(tmp_path: Path) -> None:
+    store = KvStore(SHAPE, 10, torch.device("cpu"))
+    size = SHAPE.bytes_per_block
+    spill = SpillStore(2, 3, size, tmp_path)
+    for block in range(5):
+        store.load(block, bytes([block + 1]) * size)
+        spill.save(block, bytes(size))
+    spill.save_blocks(store, [(block, block) for block in range(5)])
+    pairs = [(slot, 9 - slot) for slot in range(5)]
+    for flushed in (False, True):
+        if flushed and spill.disk is not None:
+            spill.disk.flush()
+        for _, block in pairs:
+            store.load(block, bytes(size))
+        assert spill.load_blocks(store, pairs) == [True] * 5
+        assert [store.save(block) for _, block in pairs] == [bytes([slot + 1]) * size for slot in range(5)]
     assert list(tmp_path.iterdir()) == [], "the file has no name"
     spill.close()
     spill.close()
-    assert spill.load(0) is None
+    assert spill.load_blocks(store, pairs) == [False] * 5
 
 
 def test_what_was_never_saved_is_lost() -> None:
-    spill = SpillStore(1, 0, SIZE)
-    assert spill.load(0) is None
-    assert spill.load(1) is None
+    spill = SpillStore(1, 0, SHAPE.bytes_per_block)
+    assert spill.load_blocks(KvStore(SHAPE, 2, torch.device("cpu")), [(0, 0), (1, 1)]) == [False] * 2
 
 
 @pytest.mark.parametrize("damage", [b"\x00", b""])
@@ -105,21 +112,22 @@ def test_a_slot_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert spill.find(0) == content
     assert spill.find(1) == zlib.crc32(content)
     room = bytearray(5)
+    rooms = [memoryview(room)[:2], memoryview(room)[2:]]
     spill.expect(1, 7, 5)
-    assert spill.read_into(1, memoryview(room), 7)
+    assert spill.read_into(1, rooms, 7)
     assert room == content[7:12]
-    assert not spill.read_into(2, memoryview(room), 0), "there are no bytes behind the last slot"
+    assert not spill.read_into(2, rooms, 0), "there are no bytes behind the last slot"
 
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    assert not spill.read_into(1, memoryview(room), 7)
+    assert not spill.read_into(1, rooms, 7)
     spill.close()
     nowhere = SpillStore(0, 0, SIZE)
     assert nowhere.find(0) is None
     nowhere.expect(0, 0, 1)
-    assert not nowhere.read_into(0, memoryview(room), 0)
+    assert not nowhere.read_into(0, rooms, 0)
 
 
 def test_a_slow_disk_loses_blocks_and_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +158,6 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 # --- a plan's copies -----------------------------------------------------------------------------
-
-SHAPE = StoreShape.uniform(num_layers=2, block_size=4, kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def plan(

@@ -2,6 +2,7 @@
 
 import threading
 import zlib
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -56,12 +57,14 @@ class Fake:
     def expect(self, slot: int, offset: int, size: int) -> None:
         self.expected.append((slot, offset, size))
 
-    def read_into(self, slot: int, room: memoryview, offset: int) -> bool:
+    def read_into(self, slot: int, rooms: Sequence[memoryview], offset: int) -> bool:
         assert self.gate.acquire(timeout=30)
-        self.reads.append((slot, offset, len(room)))
+        self.reads.append((slot, offset, sum(map(len, rooms))))
         if slot in self.broken:
             return False
-        room[:] = self._contents[slot][offset : offset + len(room)]
+        for room in rooms:
+            room[:] = self._contents[slot][offset : offset + len(room)]
+            offset += len(room)
         return True
 
 
@@ -71,9 +74,18 @@ class Fake:
     cold=st.booleans(),
     on_disk=st.sets(st.integers(0, 2)),
     at_once=st.sampled_from([1, 1 << 20]),
+    small=st.sampled_from([1, 64, 1 << 20]),
+    most_rooms=st.sampled_from([1, 3, 1024]),
+    beside=st.booleans(),
 )
 def test_what_is_brought_is_what_was_saved(
-    pages: list[tuple[Pages, object]], cold: bool, on_disk: set[int], at_once: int
+    pages: list[tuple[Pages, object]],
+    cold: bool,
+    on_disk: set[int],
+    at_once: int,
+    small: int,
+    most_rooms: int,
+    beside: bool,
 ) -> None:
     store, expected = store_of(pages, cold=cold), store_of(pages, cold=cold)
     first = 6 if cold else 0
@@ -83,20 +95,44 @@ def test_what_is_brought_is_what_was_saved(
     slots.gate.release(1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restore, "READ_BYTES", at_once)
-        found = LayeredRestore(store, slots, pairs, range(len(pages)), lambda: None)
-        found.join()
-    assert found.lost == [False] * 3
-    assert found.ready > len(pages)
+        patch.setattr(restore, "SMALL_BYTES", small)
+        patch.setattr(restore, "_MOST_ROOMS", most_rooms)
+        if beside:
+            found = LayeredRestore(store, slots, pairs, range(len(pages)), lambda: None)
+            found.join()
+            assert found.lost == [False] * 3
+            assert found.ready > len(pages)
+        else:
+            assert restore.restore(store, slots, pairs) == [True] * 3
+            assert slots.expected == []
+            assert [slot for slot, _, _ in slots.reads] == sorted(slot for slot, _, _ in slots.reads)
     for slot, block in pairs:
         expected.load(block, contents[slot])
     for block in range(first, first + 6):
         assert store.save(block) == expected.save(block)
-    assert slots.reads == slots.expected, "all is read ahead, and once"
+    assert set(slots.expected) <= set(slots.reads), "what is read ahead is read"
+    assert len(set(slots.reads)) == len(slots.reads), "all is read once"
     assert sum(size for _, _, size in slots.reads) == sum(len(contents[slot]) for slot in on_disk)
+
+
+def test_small_blocks_are_read_whole_and_large_ones_in_parts() -> None:
+    store = store_of([(KINDS[0], INT8)] * 3, cold=True)
+    contents = {0: filled(store, 6, 0)}
+    for at_once, reads in ((1 << 20, 1), (1, 4)):  # the last is that of the scales
+        slots = Fake(contents, {0})
+        slots.gate.release(1000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restore, "READ_BYTES", at_once)
+            patch.setattr(restore, "SMALL_BYTES", 64)
+            LayeredRestore(store, slots, [(0, 6)], [0, 1, 2], lambda: None).join()
+        assert len(slots.reads) == reads
+        assert len(slots.expected) == (2 if reads > 1 else 0), "those behind the first"
+        assert store.save(6) == contents[0]
 
 
 def test_layers_are_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restore, "READ_BYTES", 1)
+    monkeypatch.setattr(restore, "SMALL_BYTES", 1)
     store = store_of([(KINDS[0], None)] * 3, cold=False)
     slots = Fake({0: filled(store, 0, 0), 1: filled(store, 0, 1)}, {0, 1})
     ticks = threading.Semaphore(0)
@@ -112,7 +148,8 @@ def test_layers_are_ready_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -
     assert found.lost == [False, False]
 
 
-def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it(beside: bool) -> None:
     store = store_of([(KINDS[0], INT8)] * 2, cold=True)
     contents = {slot: filled(store, 6, slot) for slot in range(4)}
     del contents[3]
@@ -120,16 +157,23 @@ def test_what_cannot_be_read_is_lost_and_nothing_waits_for_it() -> None:
     slots.broken, slots.damaged = {1}, {2}
     slots.gate.release(1000)
     pairs = [(slot, 6 + slot) for slot in range(4)]
-    found = LayeredRestore(store, slots, pairs, [0, 1], lambda: None)
-    found.join()
-    assert found.lost == [False, True, True, True]
-    assert found.ready > 2
+    for _, block in pairs:
+        store.load(block, filled(store, block, 7))
+    if beside:
+        found = LayeredRestore(store, slots, pairs, [0, 1], lambda: None)
+        found.join()
+        assert found.lost == [False, True, True, True]
+        assert found.ready > 2
+    else:
+        assert restore.restore(store, slots, pairs) == [True, False, False, False]
     assert store.save(6) == contents[0]
+    for block in (7, 8, 9):
+        assert not any(store.save(block)), "wrong bytes may be no numbers"
 
 
 def test_a_reader_that_fails_loses_all_and_nothing_waits_for_it() -> None:
     store = store_of([(KINDS[0], None)], cold=False)
-    slots = Fake({0: b"too long for a block" * 1000}, set())
+    slots = Fake({0: b"too short"}, set())
     with capture_logs() as log:
         found = LayeredRestore(store, slots, [(0, 0)], [0], lambda: None)
         found.join()

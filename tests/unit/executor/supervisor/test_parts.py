@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from services.executor.core.engine import BadLogits, EngineSpec
-from services.executor.core.settings import ExecutorSettings, cores_of
+from services.executor.core.settings import ExecutorSettings, cores_of, spare_cores
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard, RingState
 from services.executor.ipc.plan_channel import PlanListener, PlanReceiver, PlanSender
@@ -49,6 +49,25 @@ def test_threads_have_cores_of_their_own_where_the_ring_fills_the_machine(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 5, 7})
     settings = load_settings(ExecutorSettings, **changes)
     assert [cores_of(settings, rank) for rank in range(settings.tp)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),
+        ({"threads": 3}, 1),
+        ({"tp": 2}, 0),
+        ({"tp": 2, "threads": 1}, 1),
+        ({"tp": 3}, 0),
+        ({"threads": 9}, 0),
+    ],
+    ids=str,
+)
+def test_cores_that_no_thread_computes_on(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 2, 5, 7})
+    assert spare_cores(load_settings(ExecutorSettings, **changes)) == expected
 
 
 def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
