@@ -56,6 +56,8 @@ _REFILL_SHARE = 4
 _PULL_API = f"$JS.API.CONSUMER.MSG.NEXT.{subjects.INTAKE_STREAM}"
 _STATUS, _PENDING = "Status", "Nats-Pending-Messages"
 _TIME_IS_UP = "408"
+_PARTS, _COUNTS = 9, 4
+"""Of the subject of an acknowledgement without a domain, and where its numbers begin."""
 
 log = structlog.get_logger(__name__)
 
@@ -102,6 +104,20 @@ class IntakeDelivery:
 
     def drop(self) -> None:
         self._intake.drop(self)
+
+
+def delivery_of(reply: str) -> tuple[int, int, float, int]:
+    """(how often a message has been delivered, its place in the stream, when it was published in unix seconds, how many
+    are behind it), of the subject by which it is acknowledged:
+
+        $JS.ACK.[domain.account.]stream.consumer.delivered.place.place at the consumer.nanoseconds.behind[.random]
+
+    nats-py makes three objects and a date of it.
+    """
+    parts = reply.split(".")
+    first = _COUNTS if len(parts) == _PARTS else _COUNTS + 2
+    delivered, order, _, nanoseconds, behind = map(int, parts[first : first + 5])
+    return delivered, order, nanoseconds / 1e9, behind
 
 
 class Admit(Protocol):
@@ -306,12 +322,11 @@ class Intake:
         if self._stopping:
             await message.nak()
             return
-        metadata = message.metadata
-        order = metadata.sequence.stream
-        pull.behind = metadata.num_pending > 0
+        delivered, order, published, left = delivery_of(message.reply)
+        pull.behind = left > 0
         now = asyncio.get_running_loop().time()
         self._metrics.received.labels(pull.lane).inc()
-        if metadata.num_delivered > 1:
+        if delivered > 1:
             self._metrics.redelivered.inc()
         if (held := self._held.get(order)) is not None:  # late with a sign of life: it is still ours
             held.message = message
@@ -338,10 +353,10 @@ class Intake:
             order=order,
             delivery=delivery,
             arrived=now,
-            published=metadata.timestamp.timestamp(),
+            published=published,
         )
         if request.traceparent:
-            item.trace = trace_of(request, pull.lane, metadata.num_delivered)
+            item.trace = trace_of(request, pull.lane, delivered)
         if not self._admit(item, crowded=2 * pull.held > pull.limit):
             item.trace.ended("deferred")
             await self._defer(delivery)

@@ -1,7 +1,8 @@
 """Settles requests that no ring takes: tells the consumer on its token log, then acknowledges.
 
-Rejections of the same moment travel in one frame per consumer. Requests that a ring has taken are acknowledged a few
-milliseconds later, many with one write: until then the broker keeps them, as it does while they are dispatched.
+Rejections of the same moment travel in one frame per consumer. Requests that a ring has taken are acknowledged every
+few milliseconds, many with one write, and at once where the last were some time ago: until then the broker keeps them,
+as it does while they are dispatched.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of
 
 ACK_WAIT = 0.005
-"""Seconds for which acknowledgements gather."""
+"""Seconds between two bursts of acknowledgements, at least."""
 RETRY_PAUSE = 0.5
 """Seconds before what the broker has not taken is tried again."""
 FRAME_ENTRIES = 512
@@ -38,6 +39,8 @@ class Rejections:
         self._due: asyncio.Queue[list[Due]] = asyncio.Queue()
         self._taken: list[Due] = []
         """Requests to be acknowledged together."""
+        self._burst = float("-inf")
+        """When the last were given out to be acknowledged; of the loop's clock."""
 
     def fail(self, item: WaitingRequest, code: str, message: str, *, retryable: bool) -> None:
         """Ends the generation with an error."""
@@ -69,10 +72,16 @@ class Rejections:
         item.trace.ended("settled")
         self._taken.append((item, None))
         if len(self._taken) == 1:
-            asyncio.get_running_loop().call_later(ACK_WAIT, self._acknowledge_taken)
+            loop = asyncio.get_running_loop()
+            wait = self._burst + ACK_WAIT - loop.time()
+            if wait > 0:
+                loop.call_later(wait, self._acknowledge_taken)
+            else:  # behind the others of the same reply
+                loop.call_soon(self._acknowledge_taken)
 
     def _acknowledge_taken(self) -> None:
         if self._taken:
+            self._burst = asyncio.get_running_loop().time()
             self._due.put_nowait(self._taken)
             self._taken = []
 

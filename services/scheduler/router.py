@@ -253,7 +253,6 @@ class Router:
 
     def wake(self) -> None:
         """Something has changed: requests may find a place now."""
-        self._work_waiting.set()
         if not self._woken and not self._stopped:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -300,6 +299,8 @@ class Router:
             except Exception:  # the other models' requests must go on
                 log.exception("placement_failed", model=model)
         self._dispatcher.flush(more_coming=self._more_coming() or self._claiming > 0)
+        if len(self._queue) or self._table.closed:
+            self._work_waiting.set()
 
     def _place_all(self, model: str) -> None:
         """As far as groups have room. Requests that none of those is for that compute their kind of sparse attention
