@@ -9,7 +9,8 @@ Our whole stack on the stub engine, and a load client in C on the same cores tha
 With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop. With --against DIR
 another checkout of this repository takes turns with this one, in the closed loop and at the set speed, and the ratios
 are shown. With --profile each process's CPU time is split by function; with --floor the same stream and the same
-messages are measured where nothing else is done.
+messages are measured where nothing else is done. With --scaling each kind of process has a core of its own, and what
+several of them bring is told by a model of their CPU times.
 """
 
 import asyncio
@@ -43,6 +44,8 @@ from benchmarks.control_plane.load_client import (
     median_run,
     show,
 )
+from benchmarks.control_plane.scaling import Scale, Scaling
+from benchmarks.control_plane.scaling import show as show_scaling
 from benchmarks.control_plane.systems import Dynamo, Ours, System
 from benchmarks.control_plane.systems import dynamo_python as install_dynamo
 from benchmarks.errors import BenchError, told_in_a_sentence, write_json
@@ -176,6 +179,13 @@ async def run_floor(plan: Plan, folder: Path, report: Report) -> Floor:
     )
 
 
+async def run_scaling(plan: Plan, folder: Path, report: Report) -> Scaling:
+    """What several gateways and schedulers bring."""
+    bench = Bench(folder, plan.tokens, plan.connections, plan.seconds, report)
+    scale = Scale(bench, folder, plan.model, plan.tokens, plan.rounds, report)
+    return await scale.run(_today(), _command(), machine(), plan.connections)
+
+
 def _today() -> str:
     return datetime.now(UTC).date().isoformat()
 
@@ -231,6 +241,10 @@ def main(
     profiled: Annotated[
         bool, typer.Option("--profile", help="Split each process's CPU time by function; needs py-spy.")
     ] = False,
+    scaling: Annotated[
+        bool,
+        typer.Option(help="Measure processes on cores of their own, and what several of them bring; Linux."),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything, each run too, to this file.")] = None,
 ) -> None:
     """Requests per second, latencies and CPU time of the control plane.
@@ -263,11 +277,13 @@ def main(
             def report(text: str) -> None:
                 progress.update(task, description=text)
 
-            found: Floor | Profile | Comparison | Outcome
+            found: Floor | Profile | Scaling | Comparison | Outcome
             if floored:
                 found = uvloop.run(run_floor(plan, folder, report))
             elif profiled:
                 found = asyncio.run(run_profile(plan, folder, report))
+            elif scaling:
+                found = asyncio.run(run_scaling(plan, folder, report))
             elif against is not None:
                 found = asyncio.run(run_against(plan, against.resolve(), folder, report))
             else:
@@ -276,7 +292,9 @@ def main(
     raise typer.Exit(int(not _shown(found, limit_ms, console)))
 
 
-def _shown(found: Floor | Profile | Comparison | Outcome, limit_ms: float, console: Console) -> bool:
+def _shown(
+    found: Floor | Profile | Scaling | Comparison | Outcome, limit_ms: float, console: Console
+) -> bool:
     """Prints it; whether every response was right."""
     if isinstance(found, Floor):
         floor.show(found, console)
@@ -284,6 +302,9 @@ def _shown(found: Floor | Profile | Comparison | Outcome, limit_ms: float, conso
     if isinstance(found, Profile):
         show_profile(found, console)
         return True
+    if isinstance(found, Scaling):
+        show_scaling(found, console)
+        return not found.faults
     if isinstance(found, Comparison):
         show_comparison(found, console)
         return found.clean

@@ -39,9 +39,15 @@ class Bench:
         self._runs = 0
 
     async def measure(
-        self, system: System, *, rate: float = 0.0, seconds: float = 0.0, tokens: int = 0
+        self,
+        system: System,
+        *,
+        rate: float = 0.0,
+        seconds: float = 0.0,
+        tokens: int = 0,
+        connections: int = 0,
     ) -> Measured:
-        """One run: a closed loop, or an open one at `rate`."""
+        """One run: a closed loop, or an open one at `rate`; 0: as the bench has it."""
         self._runs += 1
         tokens = tokens or self._tokens
         load = Load(
@@ -50,7 +56,7 @@ class Bench:
             request=system.request(tokens),
             tokens=tokens,
             text=system.text(tokens),
-            connections=OPEN_CONNECTIONS if rate else self._connections,
+            connections=OPEN_CONNECTIONS if rate else connections or self._connections,
             rate=rate,
             seconds=seconds or self._seconds,
             seed=self._runs,

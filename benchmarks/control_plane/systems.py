@@ -73,7 +73,7 @@ def body(model: str, tokens: int, extra: Mapping[str, object]) -> bytes:
 
 
 class Ours:
-    """NATS, gateway, scheduler, health monitor and one executor, as `ryzanstein up` starts them."""
+    """NATS, gateway, scheduler, health monitor and executor, as `ryzanstein up` starts them."""
 
     def __init__(
         self,
@@ -86,11 +86,12 @@ class Ours:
         engine: str = "stub",
         gateways: int = 1,
         schedulers: int = 1,
+        rings: int = 1,
     ) -> None:
         """`model`: whose tokenizer and chat template the gateway uses; None: a token is a byte. It computes with
         the `engine` torch.
         `variables`: RYZANSTEIN_* settings of the services. `grpc`: whether the gateway serves that too."""
-        several = {"gateways": gateways, "schedulers": schedulers}
+        several = {"gateways": gateways, "schedulers": schedulers, "rings": rings}
         self.name = ", ".join(
             ["ryzanstein", *(f"{count} {what}" for what, count in several.items() if count > 1)]
         )
@@ -109,7 +110,7 @@ class Ours:
             host=HOST,
             port=0,
             tp=1,
-            replicas=1,
+            replicas=rings,
             dtype="auto",
             engine=engine,
             grpc_port=0 if grpc else None,
