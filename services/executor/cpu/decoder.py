@@ -101,8 +101,24 @@ class NativeDecoder:
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         """Logits are float32. Raises IndexError, too, for a plan that names what does not exist."""
+        logits, pooled, _ = self._forward(plan, progress, pools, np.empty(0, np.int32))
+        return logits, pooled
+
+    def forward_with_states(
+        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+    ) -> tuple[Tensor, Floats, Tensor]:
+        """`forward`, and of all rows what `layers` read, side by side, float32 [T, layers * hidden]; none: what comes
+        behind the last norm."""
+        taps = np.array(layers or (len(self.packed.layers),), np.int32)
+        return self._forward(plan, progress, pools, taps)
+
+    def _forward(
+        self, plan: StepPlan, progress: Progress, pools: Int32Array, taps: Int32Array
+    ) -> tuple[Tensor, Floats, Tensor]:
+        rows = len(plan.token_ids) // _INT
         logits = torch.empty((len(plan.sample_rows) // _INT, self.vocab_rows), dtype=torch.float32)
         pooled = np.zeros((len(pools), self._model.hidden if len(pools) else 0), np.float32)
+        tapped = torch.empty((rows, len(taps) * self._model.hidden), dtype=torch.float32)
         self._run(
             plan,
             progress,
@@ -110,8 +126,11 @@ class NativeDecoder:
             pools=pools.ctypes.data,
             pooled=pooled.ctypes.data,
             num_pools=len(pools),
+            taps=taps.ctypes.data,
+            tapped=tapped.data_ptr(),
+            num_taps=len(taps),
         )
-        return logits, pooled
+        return logits, pooled, tapped
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         """`forward`, and then `largest` of its logits, which are not written to memory for it."""

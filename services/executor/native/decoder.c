@@ -287,6 +287,7 @@ static void forward(void *argument, int thread)
                          &decoder->tail.adapter_rows);
             left = RZ_NOTHING_LEFT;
         }
+        left = rz_tap_rows(decoder, thread, i, NULL, left);
         wait_for_blocks(step, i);
         if (decoder->step->tokens && !run_layer(decoder, thread, &model->layer[i], left))
             return;
@@ -323,6 +324,12 @@ static int pools_exist(const rz_step *step)
         good &= 0 <= first && first < end && end <= step->tokens;
     }
     return good;
+}
+
+/* Whether every tap is at a layer, or behind the last one. */
+static int taps_exist(const rz_model *model, const rz_step *step)
+{
+    return within(step->taps, step->num_taps, (long)model->layers + 1);
 }
 
 /* Whether every compression is from a hot block to a cold one. */
@@ -384,8 +391,8 @@ static int is_sound(const rz_model *model, const rz_step *step)
     return rows == step->tokens && blocks == step->table_blocks
         && within(step->slots, step->tokens, (long)model->num_hot * model->block_size)
         && within(step->block_tables, blocks, (long)model->num_hot + model->num_cold) && pairs_exist(model, step)
-        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && slots_exist(model, step)
-        && adapters_exist(step) && choices_exist(model, step);
+        && within(step->sample_rows, step->sampled, step->tokens) && pools_exist(step) && taps_exist(model, step)
+        && slots_exist(model, step) && adapters_exist(step) && choices_exist(model, step);
 }
 
 /* Of the step and of its tail. */

@@ -267,9 +267,13 @@ typedef struct {
     int64_t *indices;          /* [sampled] */
     _Atomic int64_t *progress; /* grows by one with each layer; the caller's thread alone writes it */
     const int32_t *pools;      /* [num_pools][2]: first and end of rows that are summed up behind the last norm; none
-                                * is in two pools, and none is sampled, unless there is one for each row of the step */
+                                * is in two pools, and none is sampled */
     float *pooled;             /* [num_pools][hidden] */
     int64_t num_pools;
+    const int32_t *taps;       /* [num_taps]: layers whose inputs are handed over, of all rows; as many as there are
+                                * layers: what comes behind the last norm */
+    float *tapped;             /* [tokens][num_taps][hidden] */
+    int64_t num_taps;
     const int32_t *compressions; /* [num_compressions][2], (hot id, cold id): the blocks that this step fills, compressed
                                   * in each layer behind its writes and before it attends */
     int64_t num_compressions;

@@ -78,16 +78,50 @@ void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pendi
     rz_run_stage(decoder, thread, RZ_NORM, decoder->step->tokens, norm_task, &job);
 }
 
+typedef struct {
+    const rz_decoder *decoder;
+    rz_pending first;
+    const float *weight; /* of the norm; [hidden]; NULL: there is none */
+    float *to;           /* of the first row */
+} tap;
+
+static void tap_task(void *argument, long token, long next, int thread)
+{
+    (void)next, (void)thread;
+    const tap *job = argument;
+    const long hidden = job->decoder->model.hidden;
+    const float *x = job->decoder->space.residual + token * hidden;
+    float *to = job->to + token * job->decoder->step->num_taps * hidden;
+    settle(job->decoder, &job->first, token);
+    if (!job->weight) {
+        memcpy(to, x, (size_t)hidden * sizeof *to);
+        return;
+    }
+    const float scale = rms_scale(x, hidden, job->decoder->model.eps);
+    for (long i = 0; i < hidden; i++)
+        to[i] = x[i] * scale * job->weight[i];
+}
+
+rz_pending rz_tap_rows(rz_decoder *decoder, int thread, int layer, const float *weight, rz_pending first)
+{
+    const rz_step *step = decoder->step;
+    for (long i = 0; i < step->num_taps; i++) {
+        if (step->taps[i] != layer)
+            continue;
+        tap job = { decoder, first, weight, step->tapped + i * decoder->model.hidden };
+        rz_run_stage(decoder, thread, RZ_NORM, step->tokens, tap_task, &job);
+        first = RZ_NOTHING_LEFT;
+    }
+    return first;
+}
+
 void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending first)
 {
     const rz_step *step = decoder->step;
+    first = rz_tap_rows(decoder, thread, decoder->model.layers, decoder->model.final_norm, first);
     norm last = { decoder, decoder->model.final_norm, first, step->sample_rows };
     if (step->num_pools)
         rz_run_stage(decoder, thread, RZ_NORM, (long)step->num_pools, pool_task, &last);
-    if (step->num_pools == step->tokens) { /* a pool for each row: all have been settled */
-        last.first.adds = 0;
-        last.first.scale = 1.0f;
-    }
     rz_run_stage(decoder, thread, RZ_NORM, step->sampled, norm_task, &last);
 }
 

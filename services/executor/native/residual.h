@@ -26,7 +26,11 @@ void rz_norm_rows(rz_decoder *decoder, int thread, const float *weight, rz_pendi
 void rz_keep_rows(rz_decoder *decoder, int thread, rz_pending left, const int32_t *rows, const rz_step *step,
                   const rz_attention_plan *attention, const rz_adapter_rows *adapters);
 
-/* The rows that are sampled, behind the last norm; and the sums of pools. */
+/* Hands over what `layer` reads of all rows, where a tap is there, normed by `weight` or as it is (NULL). Returns what
+ * is left to do. */
+rz_pending rz_tap_rows(rz_decoder *decoder, int thread, int layer, const float *weight, rz_pending left);
+
+/* The rows that are sampled, behind the last norm; the sums of pools, and what is tapped there. */
 void rz_norm_sampled(rz_decoder *decoder, int thread, rz_pending left);
 
 #endif

@@ -16,7 +16,7 @@ int rz_first_of_tail(const rz_model *model)
 
 static int is_worth_it(const rz_tail *tail, const rz_model *model, const rz_step *step)
 {
-    if (tail->from == model->layers || step->num_pools || step->sampled * WORTH > step->tokens)
+    if (tail->from == model->layers || step->num_pools || step->num_taps || step->sampled * WORTH > step->tokens)
         return 0;
     for (int i = 1; i < step->sampled; i++)
         if (step->sample_rows[i] <= step->sample_rows[i - 1])

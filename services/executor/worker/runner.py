@@ -58,12 +58,6 @@ def widths_of(model: Any) -> list[int]:
 NO_POOLS = np.zeros((0, 2), np.int32)
 
 
-def _pool_of_each(plan: StepPlan) -> Int32Array:
-    """int32 [T, 2]: each row a pool of its own."""
-    rows = np.arange(len(as_int32(plan.token_ids)), dtype=np.int32)
-    return np.stack((rows, rows + 1), axis=1)
-
-
 def _capability(device: torch.device) -> str:
     """Which GPUs a kernel is compiled for as for this one."""
     if device.type != "cuda":
@@ -111,8 +105,8 @@ class Draft(Protocol):
         ...
 
     @property
-    def reads_rows(self) -> bool:
-        """Whether it reads the states behind the last norm of what a native decoder computes."""
+    def reads_layers(self) -> Sequence[int] | None:
+        """The layers whose inputs it reads; none: what comes behind the last norm. None where it reads no states."""
         ...
 
     def watching(self, model: Any, plan: StepPlan) -> AbstractContextManager[object]:
@@ -120,7 +114,7 @@ class Draft(Protocol):
         ...
 
     def take(self, plan: StepPlan, states: Tensor) -> None:
-        """`states` [T, hidden] behind the last norm, where it reads them: of the plan's rows."""
+        """`states` [T, layers * hidden] of the plan's rows, as `reads_layers` says."""
         ...
 
     def forward(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
@@ -321,7 +315,7 @@ class ModelRunner:
 
     def _logits(self, plan: StepPlan, progress: Progress) -> Tensor | RowLogits | None:
         wants = np.frombuffer(plan.candidates, WANT)
-        fused = self._decoder is not None and not plan.pools and not plan.score_rows and not self._has_readers
+        fused = self._decoder is not None and not (plan.pools or plan.score_rows or self._read_draft)
         if fused and len(wants) and only_largest(wants):
             return collect_largest(self._compute_largest(plan, progress), self._collectives, self._widths)
         local = self._compute_and_score(plan, progress)
@@ -336,8 +330,9 @@ class ModelRunner:
         return whole.float()
 
     @property
-    def _has_readers(self) -> bool:
-        return self._draft is not None and self._draft.reads_rows
+    def _read_draft(self) -> Draft | None:
+        """The draft model, where it reads states."""
+        return None if self._draft is None or self._draft.reads_layers is None else self._draft
 
     def can_launch(self, rows: int) -> bool:
         """Whether `launch` takes a step of which so many rows are sampled."""
@@ -406,15 +401,15 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
+        if self._native is not None and (draft := self._read_draft) is not None:
+            layers = draft.reads_layers or ()
+            with span(self._native.label):
+                logits, self.pooled, states = self._native.forward_with_states(plan, progress, pools, layers)
+            draft.take(plan, states)
+            return logits
         if self._decoder is not None:
-            # A row is in one pool at most: a step with others has no states to give, which may cost a proposal.
-            every = self._has_readers and not plan.pools
             with span(self._decoder.label):
-                pools = _pool_of_each(plan) if every else pools
                 logits, self.pooled = self._decoder.forward(plan, progress, pools)
-            if every and self._draft is not None:
-                self._draft.take(plan, torch.from_numpy(self.pooled))
-                self.pooled = np.zeros((0, 0), np.float32)
             return logits
         watched = nullcontext() if self._draft is None else self._draft.watching(self._model, plan)
         with span("compute"), watched, _KeptStates(self._model, wanted=len(pools) > 0) as kept:

@@ -92,6 +92,7 @@
 #define rz_store_numbers RZ_OF_LEVEL(rz_store_numbers)
 #define rz_sum_over_ranks RZ_OF_LEVEL(rz_sum_over_ranks)
 #define rz_summarise RZ_OF_LEVEL(rz_summarise)
+#define rz_tap_rows RZ_OF_LEVEL(rz_tap_rows)
 #define rz_tile RZ_OF_LEVEL(rz_tile)
 #define rz_unpack_row RZ_OF_LEVEL(rz_unpack_row)
 #define rz_unpack_rows RZ_OF_LEVEL(rz_unpack_rows)

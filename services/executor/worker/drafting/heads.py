@@ -61,7 +61,7 @@ class HeadShare(Share):
         )
         self.taps = StateTaps(loaded.layers)
         self.head = head
-        self.reads_rows = not loaded.layers
+        self.layers = loaded.layers
         self.rows = 2 * settings.max_batch_tokens + settings.max_sequences * settings.block_size
         """Whose states are kept: those of a sequence's block that is not full, and those of the last steps."""
 
@@ -91,7 +91,7 @@ class DraftHead(DraftModel):
 
     def __init__(self, share: HeadShare, runner: ModelRunner, store: KvStore) -> None:
         super().__init__(share, runner)
-        self.reads_rows = share.reads_rows
+        self.reads_layers = share.layers
         self._head: HeadModel = share.head
         self._taps: StateTaps = share.taps
         self._size = store.block_size
@@ -146,18 +146,13 @@ def load_head(
     target: Share,
     has_room: Enough,
 ) -> HeadShare:
-    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`, and `NotComputed` where what computes the
-    model hands over no states."""
+    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`, and `NotComputed` where the
+    device does not compute heads."""
     from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
 
     if device.type != "cpu":
         raise NotComputed("Draft heads that read hidden states are computed on CPUs alone so far.")
     of_model = settings.draft_model == MTP
-    if target.reads_compressed and not of_model:
-        raise NotComputed(
-            "The native CPU kernels hand over no states of single layers, which an EAGLE-3 head reads; with "
-            "--dtype fp32 PyTorch computes the model, and the head drafts."
-        )
 
     def before_reading(least: int) -> None:
         has_room((), target.dtype, target.facts.context_length, None, least)

@@ -56,8 +56,9 @@ class DraftModel:
         if plan.compressions and not plan.followed:
             self.runner.compress(plan)
 
-    reads_states = reads_rows = False
+    reads_states = False
     """It reads tokens alone."""
+    reads_layers: tuple[int, ...] | None = None
 
     def watching(self, model: Any, plan: StepPlan) -> AbstractContextManager[object]:
         return nullcontext()
