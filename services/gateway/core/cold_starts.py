@@ -72,7 +72,8 @@ class ColdStarts:
         """Tells the schedulers what is waited for. Runs until it is cancelled."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), INTERVAL)
+                async with asyncio.timeout(INTERVAL if self._models or self._told else None):
+                    await self._asked.wait()
             self._asked.clear()
             await self._tell()
             self._fail_hopeless()

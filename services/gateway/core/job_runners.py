@@ -79,7 +79,7 @@ def to_yield(waiting: Iterable[Waiting], running: Iterable[Running], now: float)
 log = structlog.get_logger(__name__)
 
 TICK = 0.5
-"""Seconds between two looks at the leases of others."""
+"""Seconds between two looks at the leases of others, while there are jobs."""
 WAITS = 5.0
 """Seconds that a job waits for any gateway with a place, before one makes room for it."""
 SWEEP_INTERVAL = 60.0
@@ -163,9 +163,9 @@ class Runners(Generic[JobT]):
         if job is None or not self._work.needs(job):
             self._seen.pop(key, None)
             return
-        self._seen[key] = _Seen(job, revision, self._still_since(key, job))
-        if key not in self._running:
+        if key not in self._running or not self._seen:
             self._wake.set()
+        self._seen[key] = _Seen(job, revision, self._still_since(key, job))
 
     def _still_since(self, key: str, job: JobT) -> float:
         """Others than the owner may write the job too."""
@@ -178,7 +178,8 @@ class Runners(Generic[JobT]):
         """Takes jobs, as many as it may. Runs until it is cancelled."""
         while not self._stopping:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK)
+                async with asyncio.timeout(TICK if self._seen else None):
+                    await self._wake.wait()
             self._wake.clear()
             if not self._bus.connected:
                 self._count_anew()
@@ -224,6 +225,7 @@ class Runners(Generic[JobT]):
     async def stop(self) -> None:
         """Leaves its jobs to others, who may begin at once."""
         self._stopping = True
+        self._wake.set()
         running = list(self._running.values())
         await cancel_all([run.task for run in running])
         await asyncio.gather(*(run.runner.release() for run in running))

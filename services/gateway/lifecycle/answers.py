@@ -87,6 +87,8 @@ class Answers:
         self._metrics = metrics
         self._generations = generations
         self._by_identity: dict[str, Answer] = {}
+        self._some = asyncio.Event()
+        """Whether there may be any."""
         self._finding: dict[str, asyncio.Task[Answer]] = {}
         self.large_records = LargeRecords(bus, settings)
         self._writer = RecordWriter(bus, self.writer, generations.journal, self.large_records)
@@ -110,6 +112,9 @@ class Answers:
     async def run(self) -> None:
         """Gives up what nobody listens to. Runs until it is cancelled."""
         while True:
+            if not self._by_identity:
+                self._some.clear()
+                await self._some.wait()
             await asyncio.sleep(SWEEP_INTERVAL)
             self._sweep(time.monotonic())
 
@@ -151,6 +156,8 @@ class Answers:
         try:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
+            if not self._by_identity:
+                self._some.set()
             self._by_identity[answer.identity] = answer
             behind = self._generations.journal.number
             # In place: what shows the answer holds it too, and a second one for each would take as much again.
@@ -305,6 +312,7 @@ class Answers:
         now, bounds = time.monotonic(), limits_of(self._settings)
         answer = followed_answer(record, bounds, ownership, now=now, now_unix=time.time(), keep=keep)
         self._generations.add(answer.generations)
+        self._some.set()
         self._by_identity[answer.identity] = answer
         try:
             await self.read_sources(answer, answer.consumers)

@@ -67,6 +67,8 @@ class Generations:
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
+        self._some = asyncio.Event()
+        """Whether there may be any."""
         self._background = TaskSet("background_work_failed")
         self._readings = TaskSet("background_work_failed")
         """Of logs, again; they end with their source, or are ended."""
@@ -103,6 +105,9 @@ class Generations:
     async def run(self) -> None:
         """Looks after time-outs. Runs until it is cancelled."""
         while True:
+            if not self._by_id:
+                self._some.clear()
+                await self._some.wait()
             await asyncio.sleep(SWEEP_INTERVAL)
             self._sweep(time.monotonic())
 
@@ -164,6 +169,8 @@ class Generations:
                 f"{self._settings.max_generations}; try again in a moment.",
                 retry_after=1,
             )
+        if not self._by_id:
+            self._some.set()
         for generation in generations:
             self._by_id[generation.id] = generation
 

@@ -57,6 +57,11 @@ class Counts:
         else:
             self._elsewhere.pop(news.gateway, None)
 
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to tell, now or later, before another `begin`."""
+        return not self._changed and not self._here
+
     def news(self, now: float) -> InUse | None:
         """What is to be told now; None: nothing."""
         if not self._changed and not (self._here and now - self._told_at >= REPEAT):

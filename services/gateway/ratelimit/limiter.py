@@ -83,6 +83,8 @@ class Limiter:
         self._unlimited = self._default == self._tenant == NO_LIMITS
         self.windows = SharedWindows(bus)
         self.counts = Counts(gateway)
+        self._in_use = asyncio.Event()
+        """Set by whoever takes a place."""
 
     async def start(self) -> None:
         await self.windows.bucket.ensure()
@@ -91,11 +93,19 @@ class Limiter:
     async def run(self) -> None:
         """Tells the other gateways what is in use here. Runs until it is cancelled."""
         while True:
+            await self._in_use.wait()
             await asyncio.sleep(TELL)
             news = self.counts.news(time.monotonic())
             if news is not None:
                 with contextlib.suppress(RyzansteinError):  # it is told again
                     await self._bus.publish(subjects.IN_USE, news)
+            if self.counts.quiet:
+                self._in_use.clear()
+
+    def take_place(self, limits: dict[str, int]) -> tuple[str, int] | None:
+        """As `Counts.begin`."""
+        self._in_use.set()
+        return self.counts.begin(limits, time.monotonic())
 
     def admission(self, principal: Principal, lane: Lane, headers: dict[str, str]) -> "Admission | None":
         """For one request; None where nothing is limited. `headers` gets what the answer should say."""
@@ -198,7 +208,7 @@ class Admission:
         limits = {scope.name: scope.limits.concurrent for scope in self._scopes if scope.limits.concurrent}
         if self._batch or not limits:
             return
-        full = self._limiter.counts.begin(limits, time.monotonic())
+        full = self._limiter.take_place(limits)
         if full is None:
             self._places = limits
             return

@@ -38,6 +38,8 @@ class SharedWindows:
     def __init__(self, bus: Bus) -> None:
         self.bucket = Bucket(bus, subjects.LIMITS_BUCKET, Spent, ttl=TTL)
         self._shared: dict[str, _Shared] = {}
+        self._used = asyncio.Event()
+        """Whether there are any."""
 
     def account(self, name: str, limit: int) -> Account:
         """What this gateway knows of it."""
@@ -62,8 +64,11 @@ class SharedWindows:
     async def run(self) -> None:
         """Tells the others what was given back, and forgets what is not used. Runs until it is cancelled."""
         while True:
+            await self._used.wait()
             await asyncio.sleep(SWEEP)
             await self._sweep(time.time())
+            if not self._shared:
+                self._used.clear()
 
     async def stop(self) -> None:
         """Gives back what was not spent."""
@@ -75,6 +80,7 @@ class SharedWindows:
         shared = self._shared.get(name)
         if shared is None:
             shared = self._shared[name] = _Shared(limit)
+            self._used.set()
         shared.account.limit = limit
         return shared
 

@@ -204,6 +204,19 @@ def test_places_are_exact_here_and_heard_of_elsewhere() -> None:
     assert there.news(9.0) == InUse("b", {"key": 2})
 
 
+def test_nothing_is_to_be_told_once_the_last_end_was() -> None:
+    here = Counts("here")
+    assert here.quiet
+    assert here.begin({"key": 1}, 0.0) is None
+    assert not here.quiet
+    assert here.news(0.0) == InUse("here", {"key": 1})
+    assert not here.quiet  # it is repeated
+    here.end({"key": 1})
+    assert not here.quiet
+    assert here.news(0.1) == InUse("here", {})
+    assert here.quiet
+
+
 def test_gateways_that_vanished_are_forgotten() -> None:
     here = Counts("here")
     for number in range(100):
