@@ -17,6 +17,8 @@ given away for the second time does not go to the same dead scheduler again.
 """
 
 import asyncio
+import contextlib
+import itertools
 import json
 import math
 from collections.abc import Awaitable, Callable
@@ -40,7 +42,7 @@ from shared.nats.errors import BROKER_ERRORS, reason_of, translated
 PULL_MARGIN = 1.0
 """Seconds that the news of a pull's end may take."""
 LOOK = 0.1
-"""Seconds between two looks at held messages and broken pulls."""
+"""Seconds between two looks at held messages that are to be touched, and at broken pulls."""
 TOUCH_SHARE = 0.5
 """A held message is touched when this fraction of `ack_wait` has passed since the last time."""
 TOUCH_SPREAD = 0.25
@@ -142,6 +144,8 @@ class Intake:
         self._bytes = 0
         """Of the held messages together."""
         self._stopping = False
+        self._broken = asyncio.Event()
+        """A pull is, or the pulling is stopped."""
         # A pull stays open when the queue is full, so that those who come too late are told.
         limits = {"interactive": settings.max_waiting + LATECOMERS}
         self._pulls = [
@@ -170,16 +174,32 @@ class Intake:
     async def look_after(self) -> None:
         """Keeps held messages ours and pulls open, until the pulling is stopped."""
         while not self._stopping:
-            await asyncio.sleep(LOOK)
+            await self._pause(asyncio.get_running_loop().time())
             try:
                 await self._touch(asyncio.get_running_loop().time())
                 await self._revive()
             except BROKER_ERRORS as error:
                 log.warning("intake_keepalive_failed", error=reason_of(error))
 
+    async def _pause(self, now: float) -> None:
+        """Until a held message is to be touched, a pull's time is up, or `LOOK` seconds after one has broken: who asks
+        at once may be refused at once."""
+        if any(pull.broken for pull in self._pulls):
+            await asyncio.sleep(LOOK)
+            return
+        half = TOUCH_SHARE * self._settings.ack_wait
+        due = [pull.expires for pull in self._pulls]
+        due += [delivery.touched + half for delivery in itertools.islice(self._held.values(), 1)]
+        with contextlib.suppress(TimeoutError):  # what arrives meanwhile is due after `half`, and not before
+            async with asyncio.timeout(max(LOOK, min(min(due) - now, half))):
+                await self._broken.wait()
+                self._broken.clear()
+                await asyncio.sleep(LOOK)
+
     async def stop_pulling(self) -> None:
         """Takes nothing more; what arrives meanwhile goes back at once."""
         self._stopping = True
+        self._broken.set()
         subscriptions = [pull.subscription for pull in self._pulls if pull.subscription is not None]
         for pull in self._pulls:
             pull.subscription = None
@@ -279,7 +299,7 @@ class Intake:
                 f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox
             )
         except BROKER_ERRORS as error:
-            pull.broken = True
+            self._break(pull)
             log.warning("pull_failed", lane=pull.lane, error=reason_of(error))
 
     def _receiver(self, pull: _LanePull) -> Callable[[Msg], Awaitable[None]]:
@@ -301,11 +321,15 @@ class Intake:
         pull.outstanding = max(0, pull.outstanding - int(left)) if left.isdigit() else 0
         pull.behind = False
         if status != _TIME_IS_UP:
-            pull.broken = True
+            self._break(pull)
 
     def _on_reconnect(self) -> None:
         for pull in self._pulls:
-            pull.broken = True
+            self._break(pull)
+
+    def _break(self, pull: _LanePull) -> None:
+        pull.broken = True
+        self._broken.set()
 
     async def _revive(self) -> None:
         """Opens pulls anew that were lost with a connection, a consumer or a broker."""
