@@ -11,6 +11,7 @@ Several monitors decide side by side. What another has written counts by its evi
 heartbeat that it knows it from: the later evidence wins, and of equal evidence the worse state.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -147,6 +148,10 @@ class Presence:
         for name in due:
             del self._closed[name]
         return due
+
+    def due(self) -> float:
+        """When `cut` tells of the first of them; infinite: never."""
+        return min(self._closed.values(), default=math.inf) + GRACE
 
     def restart_timeouts(self, now: float) -> None:
         """We have not been listening: who was about to be given up may have come back."""
@@ -433,6 +438,12 @@ class Detector:
                 events += self._set_state(group, "gone", message=silent)
         self._forget(now)
         return events
+
+    def due(self) -> float:
+        """When `tick` has something to say unless somebody is heard before; infinite: never."""
+        heard = [one.heard for one in self._instances.values() if one.record.state != "gone"]
+        heard += [one.heard for one in self._groups.values() if one.record.state != "gone"]
+        return min(min(heard, default=math.inf) + self._gone_after, self._presence.due())
 
     def _notice_stall(self, now: float) -> None:
         """Whoever was not listening, since it was stopped or had no processor, blames nobody: what comes in

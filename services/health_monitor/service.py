@@ -36,8 +36,10 @@ class HealthMonitorSettings(CommonSettings):
 
 log = structlog.get_logger(__name__)
 
-TICK = 0.1
-"""Seconds between two looks at who has not been heard of."""
+TICK = 0.25
+"""Seconds between two looks at who has not been heard of, and sooner where somebody's time is up."""
+SOONEST = 0.02
+"""Seconds before the next look, where somebody's time is up at once."""
 GATHER = 0.05
 """Seconds in which changes are gathered before they are written: events do not wait for it."""
 
@@ -132,21 +134,28 @@ class HealthMonitorService(Service):
     async def _tick(self) -> None:
         assert self._registry is not None, "the registry is opened before the first tick"
         while True:
+            pause = TICK
             if self.bus.connected:
-                await self._registry.announce(self._detector.tick(asyncio.get_running_loop().time()))
+                now = asyncio.get_running_loop().time()
+                await self._registry.announce(self._detector.tick(now))
+                pause = min(TICK, max(SOONEST, self._detector.due() - now))
             self._dirty.set()
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(pause)
 
     async def _write(self, registry: Registry) -> None:
         """Writes whenever something may have changed; beats that arrive meanwhile are written together."""
+        clock = asyncio.get_running_loop().time
+        written = float("-inf")
         while True:
             await self._dirty.wait()
+            if (soon := written + GATHER - clock()) > 0:
+                await asyncio.sleep(soon)
             self._dirty.clear()
             detector = self._detector
             services, groups = detector.services(), detector.groups()
             self._count(services, groups)
-            await registry.write(services, groups, detector.hosts(), asyncio.get_running_loop().time())
-            await asyncio.sleep(GATHER)
+            await registry.write(services, groups, detector.hosts(), clock())
+            written = clock()
 
     def _count(self, services: list[ServiceRecord], groups: list[GroupRecord]) -> None:
         """Sets the gauges. Nearly all of its calls find everything as it was."""

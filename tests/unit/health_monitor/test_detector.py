@@ -395,3 +395,16 @@ def test_a_slow_group_is_degraded_and_serves() -> None:
         assert record.state == "ready"
         assert record.weight == 1 or second >= 30
     assert record.weight < 0.5
+
+
+def test_nothing_is_due_before_somebody_has_been_silent_for_long() -> None:
+    seen = detector()
+    assert seen.due() == float("inf")
+    seen.observe(beat(rank(in_flight=False)), 1.0)
+    seen.observe(beat(rank(in_flight=False), instance="executor-2"), 3.0)
+    assert seen.due() == 1.0 + GONE  # the service that was heard first, and is still there
+    assert seen.tick(seen.due()) == []
+    assert [seen.tick(1.0 + GONE + later) for later in (0.5, 1.0, 1.5)] == [[], [], []]
+    assert seen.due() == 3.0 + GONE
+    assert kinds(seen.tick(3.0 + GONE)) == [(1, "down")]
+    assert seen.due() == float("inf")

@@ -134,3 +134,10 @@ def test_a_monitor_that_was_asleep_gives_time_to_come_back(seen: Detector) -> No
     assert seen.tick(later) == []
     assert seen.tick(later + SOON) == []
     assert kinds(seen.tick(later + DUE)) == [(1, "down")]
+
+
+def test_a_closed_connection_is_due_unless_it_is_back(seen: Detector) -> None:
+    seen.closed(event(SERVICE), 0.1)
+    assert seen.due() == 0.1 + GRACE
+    seen.opened(event(SERVICE, start=1))
+    assert seen.due() == 100.0
