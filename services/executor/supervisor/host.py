@@ -151,6 +151,8 @@ class ModelHost:
         self._own: GroupSupervisor | None = None
         self._own_weights = 0
         self._loads: dict[str, _Load] = {}
+        self._some_loads = asyncio.Event()
+        """Whether there may be any."""
         self._pulls: dict[str, _Load] = {}
         """By model."""
         self._asleep: dict[str, ResidentFiles] = {}
@@ -297,6 +299,7 @@ class ModelHost:
         if len(self._loads) >= MOST_GROUPS:
             raise ModelDoesNotFit(f"The host has {MOST_GROUPS} groups already; unload one of them.")
         load = _Load(group, spec, settings_of(self._settings, spec))
+        self._some_loads.set()
         self._loads[group] = load  # before anything is waited for: two that ask at once get one load
         try:
             placed = await self._place_stored(load)
@@ -519,6 +522,9 @@ class ModelHost:
         """That a group has no work any more is told at once: another model may wait for its memory."""
         busy: set[str] = set()
         while True:
+            if not self._loads:
+                self._some_loads.clear()
+                await self._some_loads.wait()
             await asyncio.sleep(max(IDLE_LOOK, self._settings.beat_interval / 10))
             before, busy = busy, {group.group for group in self.groups.values() if group.works}
             if self._loads and not before <= busy:
