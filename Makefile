@@ -37,7 +37,7 @@ PYTEST = $(BIN)/$(if $(COVERED),coverage run,python) -m pytest
 FAILED := .pytest_cache/v/cache/lastfailed
 COMPILED := build/compiled
 COMPILED_TESTS := tests/unit/shared/test_compiled.py tests/unit/executor/kv_cache tests/unit/executor/leader \
-  tests/unit/executor/scheduler
+  tests/unit/executor/scheduler tests/unit/scheduler
 PIP_PROGRESS = awk '/Downloading .* (MB|GB)/ { print; fflush() }'
 # Name before / and tag of the images; more for `docker build`, such as --build-arg BASE_IMAGE=... --network host.
 IMAGES ?= ryzanstein

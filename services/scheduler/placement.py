@@ -29,9 +29,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import msgspec
 import structlog
 
 from services.scheduler.groups import Group, GroupTable
@@ -58,7 +57,7 @@ _CHOSEN = attrgetter("chosen")
 Reason = Literal["pinned", "spilled", "moved", "relieved", "prefix", "adapter", "least_loaded"]
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(NamedTuple):
     """`pinned`: the session's group. `spilled`: that one is too busy or silent, this request goes elsewhere and
     the pin stays. `relieved`: that one is too busy, and the pin moves along. `moved`: that one is no more, so
     the pin must move. `prefix`: the home of the prompt's beginning. `adapter`: a group that has the request's LoRA
