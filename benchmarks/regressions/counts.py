@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.engine.bookkeeping import BLOCK
 from benchmarks.gateway.edge import edge_parts
 from services.executor.core.engine import EngineSpec, SampledToken
-from services.executor.leader.frames import Gathering
+from services.executor.leader.frames import Gathering, acknowledgements
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.gateway.core.adapters import AdapterRegistry
@@ -120,6 +120,19 @@ def steps_ahead(sequences: int, steps: int) -> int:
             assert batcher.schedule_ahead(float(at)) is not None
             gathering.add(batcher.update(answers, 0.01))
             gathering.take(float(at))
+    return calls.count
+
+
+def whole_requests(count: int) -> int:
+    """Calls of that many requests of one token, one after the other: each is taken on, computed and over."""
+    batcher = ContinuousBatcher(EngineSpec(BLOCK, 4096, 8192, 1000), BatchSettings(), "counts")
+    gathering = Gathering()
+    with counting() as calls:
+        for number in range(count):
+            one = request(number, prompt=64, output=1)
+            assert batcher.add(one, float(number)) is None
+            gathering.add(acknowledgements([one], {one.generation_id}))
+            _step(batcher, gathering, [SampledToken(7)], float(number))
     return calls.count
 
 
@@ -250,6 +263,7 @@ def measure() -> dict[str, int]:
         "executor: 100 decode steps of 1 sequence, calls": lambda: decode_steps(1, 100),
         f"executor: 100 decode steps of {AT_ONCE} sequences, calls": lambda: decode_steps(AT_ONCE, 100),
         f"executor: 100 steps of {AT_ONCE} sequences planned ahead, calls": lambda: steps_ahead(AT_ONCE, 100),
+        "executor: 100 requests of 1 token, calls": lambda: whole_requests(100),
         f"gateway: 10 frames of {AT_ONCE} generations, calls": lambda: shared_frames(AT_ONCE, 10),
     }
     for api in APIS:

@@ -169,7 +169,7 @@ class SamplingState:
         self.bans = token_bans_of(params, stops, generated)
         """What may not be drawn; None: there is never anything."""
         self.biases = Biases.of(params.logit_bias)
-        self._raises = any(bias > 0 for bias in params.logit_bias.values())
+        self._raises = bool(params.logit_bias) and max(params.logit_bias.values()) > 0
         self.position = len(generated)
         """Index of the next output token, counted over all attempts."""
         self.greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1
@@ -321,12 +321,13 @@ def problem_with(params: SamplingParams, vocab_size: int) -> str | None:
         ("frequency_penalty", params.frequency_penalty, -1e6, 1e6),
         ("logprobs", params.logprobs, -1, vocab_size),
     )
-    biases = params.logit_bias.items()
-    checks = chain(
-        ranges,
-        ((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in biases),
-        (("a token of logit_bias", token, 0, vocab_size - 1) for token, _ in biases),
-    )
+    checks: Iterable[tuple[str, float, float, float]] = ranges
+    if biases := params.logit_bias.items():
+        checks = chain(
+            ranges,
+            ((f"logit_bias[{token}]", bias, -1e6, 1e6) for token, bias in biases),
+            (("a token of logit_bias", token, 0, vocab_size - 1) for token, _ in biases),
+        )
     for name, value, least, most in checks:
         if not least <= value <= most:  # NaN fails this too
             return f"{name} is {value} and must be between {least:g} and {most:g}"

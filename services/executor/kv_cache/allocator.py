@@ -73,6 +73,7 @@ class BlockAllocator:
         self._references = [0] * self.num_blocks
         self._hot = BlockPool(0, num_hot, int(num_hot * MOST_PINNED))
         self._cold = BlockPool(num_hot, num_cold, int(num_cold * MOST_PINNED))
+        self._compresses = num_cold > 0
         self._kept = self._cold if num_cold else self._hot
         """Full blocks."""
         self._index = PrefixIndex()
@@ -184,7 +185,7 @@ class BlockAllocator:
     def share(self, blocks: Iterable[int]) -> None:
         """Takes one more reference to each of `blocks`, which are in the index."""
         for block in blocks:
-            if block not in self._index:
+            if block not in self._index.blocks:
                 raise ValueError(f"block {block} cannot be shared: it is not full")
             if self._references[block] == 0:
                 self._pool(block).reuse(block)
@@ -222,7 +223,7 @@ class BlockAllocator:
         """
         if count > self._hot.available:
             raise OutOfBlocks(f"{count} KV blocks were asked for and {self._hot.available} can be had")
-        return [self._take(self._hot) for _ in range(count)]
+        return self._take_some(self._hot, count)
 
     def allocate_kept(self, count: int) -> list[int]:
         """As `allocate`, of blocks for full ones."""
@@ -230,7 +231,7 @@ class BlockAllocator:
             raise OutOfBlocks(
                 f"{count} KV blocks for full ones were asked for; there are {self._kept.available}"
             )
-        return [self._take(self._kept) for _ in range(count)]
+        return self._take_some(self._kept, count)
 
     def seal(self, block: int, key: BlockKey, kept: int | None = None) -> int:
         """`block` is full and computed: it is never written again, and others may find and share it. `kept`: where
@@ -238,24 +239,20 @@ class BlockAllocator:
 
         Returns the block that holds its content from now on, which takes its place in the table.
         """
-        self._check_private(block)
+        references, full = self._references, self._index.blocks
+        for private in (block,) if kept is None else (block, kept):
+            if references[private] != 1 or private in full:
+                raise ValueError(f"block {private} cannot be sealed: it has {references[private]} references")
         if kept is not None:
-            self._check_private(kept)
             self._drop(block)
             block = kept
-        elif self._pool(block) is not self._kept:
+        elif (block >= self.num_hot) is not self._compresses:
             raise ValueError(f"block {block} cannot be sealed: no cold block was written with it")
-        known = self._index.find(key)
-        if known is not None:
+        known = self._index.hold(block, key)
+        if known != block:
             self.share([known])
             self._drop(block)
-            return known
-        self._index.put(block, key)
-        return block
-
-    def _check_private(self, block: int) -> None:
-        if self._references[block] != 1 or block in self._index:
-            raise ValueError(f"block {block} cannot be sealed: it has {self._references[block]} references")
+        return known
 
     def release(
         self,
@@ -273,21 +270,22 @@ class BlockAllocator:
         """
         self.room_version += 1
         pinned = bool(session) and self._pins.ttl > 0 and keep >= 0
+        references, full = self._references, self._index.blocks
         for block in reversed(blocks):
-            if self._references[block] < 1:
+            if references[block] < 1:
                 raise ValueError(f"block {block} was released twice")
-            if self._references[block] > 1:
-                self._references[block] -= 1
-            elif block not in self._index:
+            if references[block] > 1:
+                references[block] -= 1
+            elif block not in full:
                 self._drop(block)
             else:
-                self._references[block] = 0
+                references[block] = 0
                 if session or wanted:
                     self._wanted.add(block)
                 if pinned:
                     self._pin(block, session, now, keep)
                 else:
-                    self._pool(block).put_cached(block)
+                    (self._hot if block < self.num_hot else self._cold).put_cached(block)
 
     def expire(self, now: float) -> None:
         """Takes the pins from sessions whose time is over."""
@@ -310,7 +308,7 @@ class BlockAllocator:
 
     def knows(self, digest: bytes) -> bool:
         """Whether the block with that digest is in the cache, or was spilled."""
-        return self._index.knows(digest) or self._tiers.knows(digest)
+        return self._index.knows(digest) or (self._tiers.count > 0 and self._tiers.knows(digest))
 
     @property
     def receivable(self) -> int:
@@ -372,6 +370,14 @@ class BlockAllocator:
         unpinned = self._pool(block).pin(block)
         if unpinned is not None:
             self._pins.remove(unpinned)
+
+    def _take_some(self, pool: BlockPool, count: int) -> list[int]:
+        blocks = pool.take_empty(count)
+        for block in blocks:
+            self._references[block] = 1
+        while len(blocks) < count:
+            blocks.append(self._take(pool))
+        return blocks
 
     def _take(self, pool: BlockPool) -> int:
         block, evicted = pool.take()

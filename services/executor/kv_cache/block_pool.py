@@ -140,6 +140,15 @@ class BlockPool:
             raise IndexError("the pool has no unused block")
         return (self._cached or self._pinned).popitem(last=False)[0], True
 
+    def take_empty(self, most: int) -> list[int]:
+        """As many as `take` would give without an eviction, `most` of them."""
+        empty = self._empty
+        left = max(0, len(empty) - most)
+        taken = empty[left:]
+        taken.reverse()
+        del empty[left:]
+        return taken
+
     @property
     def pins_left(self) -> int:
         """Blocks that may be pinned before the longest unused must give way."""

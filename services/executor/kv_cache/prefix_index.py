@@ -110,8 +110,9 @@ class BlockChain:
 
     def grow(self) -> None:
         """Takes up the blocks that have become full."""
-        for block in range(len(self), len(self._tokens) // self._block_size):
-            self._digests.append(block_digest(self._digests[-1], self._tokens_of(block)))
+        digests = self._digests
+        for block in range(len(digests) - 1, len(self._tokens) // self._block_size):
+            digests.append(block_digest(digests[-1], self._tokens_of(block)))
 
     def key(self, block: int) -> BlockKey:
         """What the sequence's `block`-th block (from 0) holds once it is full."""
@@ -139,6 +140,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._keys: dict[int, BlockKey] = {}
+        self.blocks = self._keys.keys()
+        """Those that are in it."""
 
     def find(self, key: BlockKey) -> int | None:
         """The block that holds `key`. The tokens are compared: a hash alone is not believed."""
@@ -171,13 +174,19 @@ class PrefixIndex:
 
     def put(self, block: int, key: BlockKey) -> bool:
         """Makes `block` findable; False when another block holds the same tokens already."""
+        self.hold(block, key)
+        return block in self._keys
+
+    def hold(self, block: int, key: BlockKey) -> int:
+        """Makes `block` findable, or finds the block that holds `key` already: returns the one that does from now on.
+        It cannot be found where its digest is that of other tokens."""
         if block in self._keys:
             raise ValueError(f"block {block} is in the prefix index already")
-        if key.digest in self._blocks:
-            return False
-        self._blocks[key.digest] = block
+        known = self._blocks.setdefault(key.digest, block)
+        if known != block:
+            return known if self._keys[known] == key else block
         self._keys[block] = key
-        return True
+        return block
 
     def remove(self, block: int) -> BlockKey:
         """Forgets `block`, whose id may be written again; returns what it held."""

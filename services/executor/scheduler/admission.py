@@ -109,6 +109,8 @@ def malformed(request: GenerationRequest, spec: EngineSpec) -> RyzansteinError |
 
 def _task_problem(request: GenerationRequest, spec: EngineSpec) -> InvalidRequest | None:
     """Whether the request asks for what the model does not do, or for two things at once."""
+    if spec.generates and not (request.pools or request.second_segment):
+        return None  # nearly always
     tasks = spec.tasks
     if request.embed and "embed" not in tasks:
         return InvalidRequest("This model gives no vectors; choose one whose pooling is mean, last or cls.")

@@ -509,6 +509,8 @@ class ContinuousBatcher:
         """Whether as many wait before the request as may: what makes way keeps no other out."""
         waiting = (*self._planner.waiting, *self._held.values()) if self._held else self._planner.waiting
         ahead = len(waiting)
+        if ahead < self._settings.max_waiting:
+            return None
         if request.lane != "batch" and not request.prefill:
             ahead = sum(1 for sequence in waiting if not sequence.is_batch)
         return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None

@@ -152,8 +152,9 @@ class BlockTables:
         taken = self._allocator.take([*blocks, *snapshot])
         sequence.table.extend(taken[: len(blocks)])
         sequence.snapshot.extend(taken[len(blocks) :])
-        sequence.restoring = {position: ~place for position, place in enumerate(blocks) if place < 0}
-        sequence.restoring |= {~part: ~place for part, place in enumerate(snapshot) if place < 0}
+        if min(blocks, default=0) < 0 or min(snapshot, default=0) < 0:
+            sequence.restoring = {position: ~place for position, place in enumerate(blocks) if place < 0}
+            sequence.restoring |= {~part: ~place for part, place in enumerate(snapshot) if place < 0}
         self.states.admit(sequence)
         if snapshot:
             sequence.snapshots.append(len(blocks))
@@ -309,16 +310,12 @@ class BlockTables:
         for sequence in sequences:
             full = sequence.num_computed // size
             if full > sequence.num_sealed:
-                sequence.chain.grow()
+                table, chain = sequence.table, sequence.chain
+                chain.grow()
                 for position in range(sequence.num_sealed, full):
                     kept = sequence.cold.pop(0) if self._compresses else None
-                    self._seal(sequence, position, kept)
+                    table[position] = self._allocator.seal(table[position], chain.key(position), kept)
                 sequence.num_sealed = full
-
-    def _seal(self, sequence: Sequence, position: int, kept: int | None = None) -> None:
-        sequence.table[position] = self._allocator.seal(
-            sequence.table[position], sequence.chain.key(position), kept
-        )
 
     def _restored(self, sequence: Sequence, position: int) -> tuple["array[int]", int, BlockKey]:
         """(table, where in it, what it holds) of a position of `Sequence.restoring`."""

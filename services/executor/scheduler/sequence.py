@@ -244,6 +244,8 @@ class Sequence:
 
     def news(self, new: list[SampledToken], finish: FinishReason = "") -> TokenEntry:
         """`entry` of `new` tokens, already appended."""
+        if len(new) == 1 and new[0].logprobs is None:  # nearly always
+            return self.entry([new[0].token], finish)
         logprobs = [token.logprobs for token in new if token.logprobs is not None]
         return self.entry([token.token for token in new], finish, logprobs or None)
 

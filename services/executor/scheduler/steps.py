@@ -119,7 +119,7 @@ def build_plan(
     there are copies.
     """
     ordered = in_order(batch)
-    tokens, positions, slots, ends = (array("i") for _ in range(4))
+    tokens, positions, slots, ends = array("i"), array("i"), array("i"), array("i")
     tables: list[bytes] = []
     filled: list[tuple[Sequence, int, int]] = []
     decodes = 0
@@ -155,7 +155,7 @@ def build_plan(
         block_tables=b"".join(tables),
         sample_rows=_sample_rows(ordered, widths, len(sampled)).tobytes(),
         saves=to_bytes(copies.saves),
-        compressions=compressions_of(filled, block_size),
+        compressions=compressions_of(filled, block_size) if filled else b"",
         restores=to_bytes(copies.restores),
         save_keys=copies.keys,
     )
