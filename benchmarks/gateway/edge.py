@@ -111,7 +111,12 @@ def edge_parts() -> EdgeParts:
         return card
 
     named, kinds = Resolved(card.model), SparseKinds([], [])
-    known = {"card": lambda _: card, "listed": lambda: [card], "is_model": lambda _: True}
+    known = {
+        "card": lambda _: card,
+        "card_at_hand": lambda _: card,
+        "listed": lambda: [card],
+        "is_model": lambda _: True,
+    }
     catalog = cast(Any, SimpleNamespace(**known, resolve=lambda *_: named, sparse_kinds=lambda _: kinds))
     cold_starts = cast(Any, SimpleNamespace(card=loaded))
     parts = Parts(settings, cast(Any, answers), metrics)

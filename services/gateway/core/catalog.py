@@ -187,6 +187,11 @@ class Catalog:
             )
         return card
 
+    def card_at_hand(self, name: str) -> ModelCard | None:
+        """As `card`, of a model or an alias of one; None where that would raise, and of an adapter."""
+        model = self.registry.model_of(name)
+        return self.known_card(model) if self._accepts(model) else None
+
     def known_card(self, model: str) -> ModelCard | None:
         """The card of a model by its own name; None: it was never loaded as the registry has it now."""
         card = self.cards.get(model)

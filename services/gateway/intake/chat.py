@@ -3,6 +3,7 @@
 The same for answers, for counting and for tokens.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -97,9 +98,9 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
     def parsing(self, prompt: str) -> Parsing | None:
         """For the record; `prompt` is the rendered one. None: the text is the answer as it stands."""
-        opened = bool(self.reasoning) and REASONING[self.reasoning].opened_by(prompt)
         if not self.family and not self.reasoning:
             return None
+        opened = bool(self.reasoning) and REASONING[self.reasoning].opened_by(prompt)
         asked = self.asked
         return Parsing(
             tools=self.family,
@@ -149,12 +150,12 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
         variant=traits.variant if family == traits.family else "",
         single=asked.single or (native_calls and not traits.several),
         reasoning=reasoning_of(card, traits),
-        ignored=tuple(
-            f"chat_template_kwargs.{name}"
-            for name in request.chat_template_kwargs or ()
-            if name not in traits.variables
-        ),
+        ignored=_ignored(request.chat_template_kwargs, traits) if request.chat_template_kwargs else (),
     )
+
+
+def _ignored(given: Mapping[str, Any], traits: Traits) -> tuple[str, ...]:
+    return tuple(f"chat_template_kwargs.{name}" for name in given if name not in traits.variables)
 
 
 def _family(card: ModelCard, traits: Traits, native: bool) -> str:
@@ -172,7 +173,21 @@ def switched(traits: Traits, *, on: bool) -> dict[str, Any]:
     return {"chat_template_kwargs": switches} if switches else {}
 
 
+_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "verbosity",
+)
+_of_options = operator.attrgetter(*_OPTIONS)
+_NO_OPTIONS = (None,) * len(_OPTIONS)
+_USUAL = TemplateOptions()
+
+
 def _options(request: ChatCompletionRequest, traits: Traits) -> TemplateOptions:
+    if _of_options(request) == _NO_OPTIONS:
+        return _USUAL
     continues = bool(request.continue_final_message)
     asked = request.add_generation_prompt
     return TemplateOptions(

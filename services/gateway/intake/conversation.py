@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from services.gateway.intake.schemas import Message, TrainedMessage
+from services.gateway.intake.schemas import Message, TrainedMessage, are_texts
 from services.gateway.tokenizer.templates import Traits
 from services.gateway.tool_calls.families import FAMILIES
 from services.gateway.tool_calls.parsers.values import to_json
@@ -55,6 +55,11 @@ def messages_for_template(
 ) -> list[Shown]:
     """`native`: the template shows calls and results; otherwise they are put into words: those of `family`, where the
     template shows its tools, and results as they are."""
+    if are_texts(messages):
+        return [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+            for message in messages
+        ]
     plain = list(_messages(messages))
     if not native:
         return list(_in_words(plain, family))

@@ -30,13 +30,14 @@ from services.gateway.intake.schemas import (
     GenerationFields,
     SparseAttentionField,
     SparseAttentionOptions,
+    are_texts,
     marked,
 )
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded
-from shared.messages import GenerationRequest, Lane, ModelCard, SparseAttention
-from shared.messages.records import GenerationRecord
+from shared.messages import Lane, ModelCard, SamplingParams, SparseAttention
+from shared.messages.records import RecordedEndpoint
 from shared.sparse_attention import FIELDS, WrongChoice, check
 
 
@@ -47,14 +48,16 @@ class Extras(msgspec.Struct, frozen=True):
     prediction: list[int] = []
 
 
+NO_EXTRAS = Extras()
+
 # --- what the tokenizer says of them -------------------------------------------------------------
 
 
 async def extras_of(request: GenerationFields, card: ModelCard, tokenizer: Tokenizer) -> Extras:
     """The fields of `request` that are texts for the ring, as its tokens. Raises `InvalidParameter`,
     `ContextLengthExceeded`."""
-    words = await _bad_words(request, tokenizer)
-    if (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
+    words = await _bad_words(request, tokenizer) if request.bad_words else []
+    if words and (longest := max(map(len, words), default=0)) > limits.BAD_WORD_TOKENS.value:
         raise InvalidParameter(
             f"Invalid 'bad_words': a word has {longest} tokens; send shorter ones "
             f"({limits.BAD_WORD_TOKENS.cited()}).",
@@ -62,7 +65,7 @@ async def extras_of(request: GenerationFields, card: ModelCard, tokenizer: Token
             reason="string_above_max_length",
         )
     if not isinstance(request, ChatCompletionRequest) or request.prediction is None:
-        return Extras(words)
+        return Extras(words) if words else NO_EXTRAS
     text = _text(request.prediction.content)
     _check_prediction(tokenizer.fewest_tokens(text), card)  # by its size, before it is tokenized
     prediction = await tokenizer.encode(text, special=False)
@@ -105,8 +108,7 @@ def _text(content: str | list[ContentPart]) -> str:
 def truncated(request: GenerationFields, card: ModelCard, prompt: list[int]) -> list[int]:
     """The end of `prompt` that `truncate_prompt_tokens` leaves. Raises `ContextLengthExceeded`."""
     count = request.truncate_prompt_tokens
-    if count is None:
-        return prompt
+    assert count is not None, "it is asked for"
     if count > card.context_length:
         raise ContextLengthExceeded(
             f"truncate_prompt_tokens is {count} and this model's maximum context length is {card.context_length} "
@@ -133,8 +135,10 @@ def lane_of(request: GenerationFields, given: Lane) -> Lane:
     return "batch" if request.service_tier == "flex" else given
 
 
-def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) -> GenerationRecord:
-    """`record` with what `request` says of how its answer is shown."""
+def notes_of(
+    request: GenerationFields, card: ModelCard, endpoint: RecordedEndpoint, lane: Lane
+) -> dict[str, Any]:
+    """The fields of the record that are about how the answer to `request` is shown. `lane`: of its generations."""
     options, best = request.stream_options, candidates(request) > (request.n or 1)
     notes: dict[str, Any] = {
         "best": (request.n or 1) if best else 0,
@@ -142,40 +146,39 @@ def noted(record: GenerationRecord, request: GenerationFields, card: ModelCard) 
         "echo": bool(getattr(request, "echo", None)),
         "include_stop": bool(request.include_stop_str_in_output),
         "continues": bool(getattr(request, "continue_final_message", None))
-        or (isinstance(request, CompletionRequest) and record.endpoint != "completions"),
+        or (isinstance(request, CompletionRequest) and endpoint != "completions"),
         "continuous_usage": bool(options and options.continuous_usage_stats),
         "obfuscate": bool(options and options.include_obfuscation),
         "fingerprint": card.fingerprint,
-        "service_tier": _tier(request, record.requests[0].lane),
+        "service_tier": _tier(lane) if request.service_tier is not None else "",
         "store": bool(request.store),
         "metadata": request.metadata or {},
         "user": request.safety_identifier or request.user or "",
         "tokens_as_ids": bool(request.return_tokens_as_token_ids),
         "token_ids": bool(request.return_token_ids),
-        "stop_token_ids": sampling.told_stop_ids(request, card),
+        "stop_token_ids": sampling.told_stop_ids(request, card) if request.stop_token_ids else [],
         "prompt_logprobs": -1 if request.prompt_logprobs is None else request.prompt_logprobs,
     }
     if request.store and isinstance(request, ChatCompletionRequest):
         notes["messages"] = msgspec.json.encode(request.messages)
-    return msgspec.structs.replace(record, **notes)
+    return notes
 
 
-def _tier(request: GenerationFields, lane: Lane) -> str:
-    """What OpenAI's API calls the lane, where a tier was asked for."""
-    if request.service_tier is None:
-        return ""
+def _tier(lane: Lane) -> str:
+    """What OpenAI's API calls the lane, of a request that asks for a tier."""
     return "flex" if lane == "batch" else "default"
 
 
-def applied(
-    wire: GenerationRequest, request: GenerationFields, card: ModelCard, extras: Extras
-) -> GenerationRequest:
-    """`wire` with what `request` says of how its tokens are chosen. Raises `InvalidParameter`."""
-    _check_beside_grammar(wire, request)
+def with_chosen(
+    params: SamplingParams, request: GenerationFields, card: ModelCard, extras: Extras, stops: list[int]
+) -> SamplingParams:
+    """`params` with what else `request` says of how its tokens are chosen. `stops`: tokens that end the text. Raises
+    `InvalidParameter`."""
     allowed = request.allowed_token_ids or []
-    check_token_ids("allowed_token_ids", allowed, card.vocab_size)
+    if allowed:
+        check_token_ids("allowed_token_ids", allowed, card.vocab_size)
     min_tokens = request.min_tokens or 0
-    if min_tokens and allowed and not set(allowed) - set(wire.stop_token_ids):
+    if min_tokens and allowed and not set(allowed) - set(stops):
         raise InvalidParameter(
             "Invalid 'allowed_token_ids': all of them end the text, and min_tokens says that it does not end; allow "
             "others too, or leave min_tokens out.",
@@ -186,15 +189,8 @@ def applied(
     if min_tokens or allowed or extras.bad_words:
         changes |= {"min_tokens": min_tokens, "allowed_token_ids": allowed, "bad_words": extras.bad_words}
     if candidates(request) > (request.n or 1):
-        changes["logprobs"] = max(0, wire.sampling.logprobs)
-    sampling = msgspec.structs.replace(wire.sampling, **changes) if changes else wire.sampling
-    return msgspec.structs.replace(
-        wire,
-        sampling=sampling,
-        lane=lane_of(request, wire.lane),
-        prediction=extras.prediction,
-        cache_ttl=cache_ttl(request),
-    )
+        changes["logprobs"] = max(0, params.logprobs)
+    return msgspec.structs.replace(params, **changes) if changes else params
 
 
 def sparse_of(
@@ -241,6 +237,8 @@ def cache_ttl(request: GenerationFields) -> float:
     if not isinstance(request, ChatCompletionRequest):
         return 0.0
     options = request.prompt_cache_options
+    if options is None and request.prompt_cache_retention is None and are_texts(request.messages):
+        return 0.0
     given: list[str | None] = [request.prompt_cache_retention]
     if options is not None:
         given.append(options.ttl)
@@ -254,13 +252,12 @@ def cache_ttl(request: GenerationFields) -> float:
             ]
     if options is not None and options.mode == "explicit" and len(given) == named:
         return -1.0
-    return max(CACHE_SECONDS.get(ttl or "", 0.0) for ttl in given)
+    return max([CACHE_SECONDS.get(ttl, 0.0) for ttl in given if ttl is not None], default=0.0)
 
 
-def _check_beside_grammar(wire: GenerationRequest, request: GenerationFields) -> None:
-    """What a grammar demands and what may not be drawn could leave nothing, so they do not go together."""
-    if wire.grammar is None:
-        return
+def check_beside_grammar(request: GenerationFields) -> None:
+    """What a grammar demands and what may not be drawn could leave nothing, so they do not go together. Raises
+    `InvalidParameter`."""
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if getattr(request, name):
             raise unsupported(name, "it does not go with an output that follows a grammar; leave one out")
@@ -278,8 +275,9 @@ def checked_fields(given: msgspec.Struct | None, path: str = "") -> list[str]:
 
 def ignored_fields(request: msgspec.Struct) -> list[str]:
     """Fields of `request` that change nothing and are not neutral either."""
-    return [
-        name
-        for name, neutral in marked(type(request), "ignored").items()
-        if (value := getattr(request, name)) is not None and not asks_for_nothing(value, neutral)
-    ]
+    found = []
+    for name, neutral in marked(type(request), "ignored").items():
+        value = getattr(request, name)
+        if value is not None and not asks_for_nothing(value, neutral):
+            found.append(name)
+    return found

@@ -71,7 +71,8 @@ def check_background(value: str | None, limit: float) -> float:
 
 def tell_ignored(names: Iterable[str], headers: MutableMapping[str, str], *, strict: bool) -> None:
     """Adds `names` to the answer's header. Raises `InvalidParameter` for the first of them where `strict`."""
-    before = [name for name in headers.get(IGNORED_HEADER, "").split(", ") if name]
+    told = headers.get(IGNORED_HEADER, "")
+    before = told.split(", ") if told else []
     for name in names:
         if strict:
             raise unsupported(name[:LONGEST_IGNORED])

@@ -1,6 +1,7 @@
 """From a request's body to a `Run`: decoded, checked and tokenized, or found by its idempotency key."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -25,7 +26,12 @@ from services.gateway.intake.responses.history import History
 from services.gateway.intake.responses.intake import ResponseIntake
 from services.gateway.intake.responses.schemas import ResponseRequest
 from services.gateway.intake.sampling import cache_key, conversation_key
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    are_texts,
+)
 from services.gateway.intake.scoring.records import scoring_record
 from services.gateway.intake.scoring.schemas import (
     ClassifyRequest,
@@ -123,22 +129,22 @@ class Intake:
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
         self._authenticator.check(context.principal)
-
-        async def make(context: Context) -> Run:
-            with tracing.stage("prepare"):
-                context = await self._admitted(context)
-                if endpoint == "responses":
-                    return await self.responses.prepare(body, context, always_streamed=always_streamed)
-                if endpoint == "messages":
-                    return await self.messages.prepare(body, context, always_streamed=always_streamed)
-                request = self._decoded(endpoint, body, context.answer_headers)
-                return await self._prepare_checked(
-                    _streamed(request) if always_streamed else request, context
-                )
-
         if context.key:
+            make = functools.partial(self._prepared, endpoint, body, always_streamed)
             return await self._repeatable(endpoint, fingerprint(body), context, make)
-        return await make(context)
+        return await self._prepared(endpoint, body, always_streamed, context)
+
+    async def _prepared(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, always_streamed: bool, context: Context
+    ) -> Run:
+        with tracing.stage("prepare"):
+            context = await self._admitted(context)
+            if endpoint == "responses":
+                return await self.responses.prepare(body, context, always_streamed=always_streamed)
+            if endpoint == "messages":
+                return await self.messages.prepare(body, context, always_streamed=always_streamed)
+            request = self._decoded(endpoint, body, context.answer_headers)
+            return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
 
     async def prepare_decoded(
         self, endpoint: str, request: Decoded, context: Context, print_: str = ""
@@ -190,7 +196,8 @@ class Intake:
             return decode(body, self._completion)
         dropped: list[str] | None = None if self._strict else []
         chat = decode(body, self._chat, dropped)
-        self._tell_ignored(dropped or (), answer_headers)
+        if dropped:
+            self._tell_ignored(dropped, answer_headers)
         return chat
 
     async def speaker(self, model: str | None, tenant: str) -> tuple[ModelCard, Tokenizer]:
@@ -266,12 +273,12 @@ class Intake:
         return msgspec.structs.replace(context, admission=admission)
 
     async def _prepare_checked(self, request: Decoded, context: Context) -> Run:
+        if isinstance(request, ChatCompletionRequest):
+            return await self.chat_run(request, context)
         if isinstance(request, embeddings.EmbeddingRequest):
             return await self._embed(request, context)
         if isinstance(request, ScoringRequest):
             return await self._score(request, context)
-        if isinstance(request, ChatCompletionRequest):
-            return await self.chat_run(request, context)
         return await self._prepare_completion(request, context)
 
     async def chat_run(
@@ -280,24 +287,27 @@ class Intake:
         """A chat completion; or with `response` the one that a response is inside. Raises as `prepare`."""
         rules.check_chat(request)
         context = self._named(request, context)
-        card = await self.loaded(request, context)
+        card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
         answer = wanted_by(request)
-        request = await with_files_read(request, context.tenant, self._files)
+        if not are_texts(request.messages):
+            request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
-        self._tell_ignored(plan.ignored, context.answer_headers)
+        if plan.ignored:
+            self._tell_ignored(plan.ignored, context.answer_headers)
         text = rendering.text
         sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)
-        grammar = await self._grammar(
-            plan, demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing))), context.tenant
-        )
+        if parsing is not None:
+            answer = demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+        grammar = await self._grammar(plan, answer, context.tenant) if answer is not None else None
         with tracing.stage("tokenize"):
             prompt = await tokenizer.encode_rendered(rendering)
-        session = context.session or cache_key(request.prompt_cache_key)
-        session = session or conversation_key(chat_messages(request))
+        session = context.session
+        if not session:
+            session = cache_key(request.prompt_cache_key) or conversation_key(request.messages)
         extras = await extra_fields.extras_of(request, card, tokenizer)
         record = record_of(
             [prompt],
@@ -419,11 +429,9 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
-    async def _grammar(self, plan: ChatPlan, wanted: Wanted | None, tenant: str) -> Grammar | None:
+    async def _grammar(self, plan: ChatPlan, wanted: Wanted, tenant: str) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`,
         `RateLimited`."""
-        if wanted is None:
-            return None
         try:
             return await self._grammars.checked(wanted, tenant)
         except InvalidParameter:
@@ -433,7 +441,8 @@ class Intake:
 
     def _named(self, request: GenerationFields, context: Context) -> Context:
         """`context` under the request's own id. Tells of fields that change nothing."""
-        self._tell_ignored(extra_fields.ignored_fields(request), context.answer_headers)
+        if ignored := extra_fields.ignored_fields(request):
+            self._tell_ignored(ignored, context.answer_headers)
         if request.request_id is None:
             return context
         context.answer_headers["x-request-id"] = request.request_id
@@ -529,11 +538,3 @@ async def _prompt_ids(
 def answer_text(completion: bytes) -> str:
     """The text of a chat completion as JSON."""
     return str(msgspec.json.decode(completion)["choices"][0]["message"]["content"] or "")
-
-
-def chat_messages(request: ChatCompletionRequest) -> list[dict[str, str]]:
-    """Roles and texts alone, by which a conversation is known. `developer` is OpenAI's new name of `system`."""
-    return [
-        {"role": "system" if message.role == "developer" else message.role, "content": rules.text_of(message)}
-        for message in request.messages
-    ]

@@ -24,6 +24,7 @@ from services.gateway.streams.reading import View, new_run
 from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.tracing.generations import traced
+from shared import tracing
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.limits import GENERATION_BYTES, GRAMMAR_BYTES, PROMPT_TOKENS
 from shared.messages import GenerationRequest, Grammar, Lane, ModelCard, SamplingParams, SparseAttention
@@ -80,12 +81,16 @@ class Context(msgspec.Struct, frozen=True):
     """Of the API that a chat or completion is translated for; empty: it is OpenAI's own."""
 
 
-class Parts(msgspec.Struct, frozen=True):
+class Parts:
     """What every run is made with."""
 
-    settings: GatewaySettings
-    answers: Answers
-    metrics: GatewayMetrics
+    __slots__ = ("answers", "limits", "metrics", "settings")
+
+    def __init__(self, settings: GatewaySettings, answers: Answers, metrics: GatewayMetrics) -> None:
+        self.settings = settings
+        self.answers = answers
+        self.metrics = metrics
+        self.limits = limits_of(settings)
 
 
 class OuterResponse(Protocol):
@@ -110,7 +115,7 @@ def record_of(
     grammar: Grammar | None = None,
     parsing: Parsing | None = None,
     response: OuterResponse | None = None,
-    extras: extra_fields.Extras = extra_fields.Extras(),  # noqa: B008  # frozen
+    extras: extra_fields.Extras = extra_fields.NO_EXTRAS,
 ) -> GenerationRecord:
     """The record of a checked, tokenized request. Choice c of prompt p has the index p * n + c, as in OpenAI's API.
 
@@ -119,6 +124,10 @@ def record_of(
     """
     started_at, options = time.time(), request.stream_options
     params = sampling.sampling_params(request, card)
+    stop_token_ids = sampling.stop_token_ids(request, card)
+    lane = extra_fields.lane_of(request, context.lane)
+    capped = context.endpoint in CAPPED
+    most_logprobs = sampling.prompt_logprobs(request)
     first = GenerationRequest(
         generation_id=response.identity if response else new_identity(parts.answers.writer, started_at),
         request_id=context.request_id,
@@ -127,42 +136,48 @@ def record_of(
         prompt=[],
         max_tokens=0,
         sampling=params,
-        stop_token_ids=sampling.stop_token_ids(request, card),
+        stop_token_ids=stop_token_ids,
         session=session_of(context.tenant, session, context.adapter),
-        lane=context.lane,
+        lane=lane,
         tenant=context.tenant,
         deadline=_deadline(started_at, context, parts.settings),
         grammar=grammar,
-        prompt_logprobs=sampling.prompt_logprobs(request),
+        prompt_logprobs=most_logprobs,
         cache_salt=_cache_salt(request.cache_salt, context, parts.settings),
         priority=request.priority or 0,
         adapter=context.adapter,
         sparse=extra_fields.sparse_of(
             request.sparse_attention, context.sparse, card, unasked=context.sparse_unasked
         ),
+        prediction=extras.prediction,
+        cache_ttl=extra_fields.cache_ttl(request),
     )
     stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)
+    fitting = [_fitting(prompt, request, card, parts, capped=capped) for prompt in prompts]
+    if grammar is not None:
+        extra_fields.check_beside_grammar(request)
+    chosen = extra_fields.with_chosen(params, request, card, extras, stop_token_ids)
     requests = [
-        extra_fields.applied(
-            _with_prompt(
-                first, index * count, prompt, request, card, parts, capped=context.endpoint in CAPPED
-            ),
-            request,
-            card,
-            extras,
+        msgspec.structs.replace(
+            first,
+            generation_id=f"{first.generation_id}-{index * count}",
+            # a list of numbers takes ten times as much for as long as the stream lasts
+            prompt=array("I", prompt),
+            max_tokens=most,
+            sampling=chosen,
         )
-        for index, prompt in enumerate(prompts)
+        for index, (prompt, most) in enumerate(fitting)
     ]
-    rules.check_prompt_logprobs(requests, count)
+    if most_logprobs >= 0:
+        rules.check_prompt_logprobs(requests, count)
     if request.return_token_ids:
         rules.check_prompt_ids(requests, count)
     _check_size(requests, count, parts.settings.generation_bytes)
-    chat = isinstance(request, ChatCompletionRequest)
-    record = GenerationRecord(
+    endpoint: RecordedEndpoint = context.endpoint or _own_endpoint(request, response)
+    return GenerationRecord(
         identity=first.generation_id,
-        endpoint=context.endpoint
-        or ("responses" if response else "chat.completions" if chat else "completions"),
+        endpoint=endpoint,
         created=started_at,
         requests=requests,
         choices=count,
@@ -177,10 +192,16 @@ def record_of(
         parsing=parsing,
         response=response.record(params) if response else None,
         adapter=context.adapter_name,
-        capped=context.endpoint in CAPPED and requests[0].max_tokens < _asked(request),
+        capped=capped and requests[0].max_tokens < _asked(request),
         return_progress=context.return_progress or bool(request.return_progress),
+        **extra_fields.notes_of(request, card, endpoint, lane),
     )
-    return extra_fields.noted(record, request, card)
+
+
+def _own_endpoint(request: GenerationFields, response: OuterResponse | None) -> RecordedEndpoint:
+    if response is not None:
+        return "responses"
+    return "chat.completions" if isinstance(request, ChatCompletionRequest) else "completions"
 
 
 def run_of(
@@ -193,13 +214,14 @@ def run_of(
 ) -> Run:
     """What hands a record's generations in and reads them. `may_cost`: tokens that they may come to."""
     now = time.monotonic()
-    choices = len(record.requests) * record.choices
-    record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, choices)
-    limits = limits_of(parts.settings)
+    trace = None
+    if tracing.on():
+        choices = len(record.requests) * record.choices
+        record, trace = traced(record, PREFIXES[record.endpoint] + record.identity, choices)
     answer = Answer(
         record,
         [
-            Generation(request, index, limits, now=now, started_at=record.created, trace=trace)
+            Generation(request, index, parts.limits, now=now, started_at=record.created, trace=trace)
             for index, request in enumerate(requests_of(record))
         ],
         owner=parts.answers.consumer,
@@ -216,25 +238,20 @@ def run_of(
 def may_cost(record: GenerationRecord, request: GenerationFields) -> int:
     """Tokens that it may come to; where the client names no limit, what answers usually are."""
     most = record.requests[0].max_tokens if _asked(request) else UNNAMED_OUTPUT
-    outputs = (min(most, item.max_tokens) * record.choices for item in record.requests)
-    return sum(len(item.prompt) for item in record.requests) + sum(outputs)
+    cost = 0
+    for item in record.requests:
+        cost += len(item.prompt) + min(most, item.max_tokens) * record.choices
+    return cost
 
 
 def _asked(request: GenerationFields) -> int:
     return request.max_tokens or getattr(request, "max_completion_tokens", None) or 0
 
 
-def _with_prompt(
-    first: GenerationRequest,
-    index: int,
-    prompt: list[int],
-    request: GenerationFields,
-    card: ModelCard,
-    parts: Parts,
-    *,
-    capped: bool,
-) -> GenerationRequest:
-    """The request of choice 0 of a prompt."""
+def _fitting(
+    prompt: list[int], request: GenerationFields, card: ModelCard, parts: Parts, *, capped: bool
+) -> tuple[list[int], int]:
+    """A prompt as far as it is read, and the output tokens that it may have."""
     param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
     if not prompt:
         raise InvalidParameter(
@@ -243,7 +260,8 @@ def _with_prompt(
             reason="empty_prompt",
         )
     most = parts.settings.prompt_limit
-    prompt = extra_fields.truncated(request, card, prompt)
+    if request.truncate_prompt_tokens is not None:
+        prompt = extra_fields.truncated(request, card, prompt)
     if most and len(prompt) > most:
         raise ContextLengthExceeded(
             f"This server takes prompts of at most {most} tokens, and yours has {len(prompt)}; shorten it "
@@ -251,20 +269,16 @@ def _with_prompt(
             param=param,
         )
     limit = sampling.max_tokens(request, card, len(prompt), parts.settings.default_max_tokens, capped=capped)
-    rules.check_min_tokens(request, limit)
-    return msgspec.structs.replace(
-        first,
-        generation_id=f"{first.generation_id}-{index}",
-        prompt=array(
-            "I", prompt
-        ),  # a list of numbers takes ten times as much for as long as the stream lasts
-        max_tokens=limit,
-    )
+    if request.min_tokens is not None:
+        rules.check_min_tokens(request, limit)
+    return prompt, limit
 
 
 def _check_size(requests: Sequence[GenerationRequest], count: int, most: int) -> None:
     """Raises `PayloadTooLarge` where `count` generations of each of `requests` are too much for the queue."""
-    tokens = sum(len(one.prompt) + len(one.prediction) for one in requests)
+    tokens = 0
+    for one in requests:
+        tokens += len(one.prompt) + len(one.prediction)
     if count * (len(requests) * _OTHER_BYTES + tokens * _TOKEN_BYTES) <= most:
         return
     size = count * sum(len(encode(one)) for one in requests)
@@ -284,4 +298,5 @@ def _deadline(started_at: float, context: Context, settings: GatewaySettings) ->
 
 
 def _cache_salt(given: str | None, context: Context, settings: GatewaySettings) -> str:
-    return cache_salt(given, context.tenant if settings.isolate_tenant_cache else "")
+    tenant = context.tenant if settings.isolate_tenant_cache else ""
+    return cache_salt(given, tenant) if given or tenant else ""

@@ -25,6 +25,7 @@ from services.gateway.intake.schemas import (
     ContentPart,
     GenerationFields,
     Message,
+    are_texts,
     marked,
 )
 from shared import limits
@@ -67,13 +68,15 @@ def check_neutral(given: msgspec.Struct, path: str = "") -> None:
 def _check_fields(request: GenerationFields) -> None:
     """What both kinds of request have in common."""
     check_neutral(request)
-    if request.seed is not None:
+    if request.seed is not None and not -(2**63) <= request.seed <= MAX_SEED:
         check_range("seed", request.seed, -(2**63), MAX_SEED)
     if isinstance(request, ChatCompletionRequest) and request.prompt_cache_options is not None:
         check_neutral(request.prompt_cache_options, "prompt_cache_options.")
-    check_truncation(request.truncate_prompt_tokens)
-    check_stream_options(request)
+    if request.truncate_prompt_tokens is not None:
+        check_truncation(request.truncate_prompt_tokens)
     options = request.stream_options
+    if options is not None:
+        check_stream_options(request)
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         raise _wrong("stream_options.continuous_usage_stats", "it needs 'stream_options.include_usage'.")
     if request.prompt_logprobs is not None and request.stream:
@@ -176,8 +179,9 @@ def _only_with(name: str, other: str) -> InvalidParameter:
 def check_chat(request: ChatCompletionRequest) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`, as far as that needs no model."""
     _check_fields(request)
-    check_messages(request.messages)
-    tools.check_conversation(request.messages)
+    if not are_texts(request.messages):
+        check_messages(request.messages)
+        tools.check_conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise _only_with("top_logprobs", "logprobs")
     if request.continue_final_message and request.add_generation_prompt:

@@ -6,12 +6,17 @@ The session is for sticky routing; a plain prompt has none: schedulers place it 
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.intake.rules import check_token_ids
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
+from services.gateway.intake.rules import check_token_ids, text_of
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+)
 from services.gateway.lifecycle.answer import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import ContextLengthExceeded
@@ -22,6 +27,9 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 
 
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 def sampling_params(request: GenerationFields, card: ModelCard) -> SamplingParams:
     """Given fields, else the model's defaults, else OpenAI's. Raises `InvalidParameter`.
 
@@ -29,14 +37,20 @@ def sampling_params(request: GenerationFields, card: ModelCard) -> SamplingParam
     """
     defaults = card.defaults
     bias = request.logit_bias or {}
-    check_token_ids("logit_bias", list(bias), card.vocab_size)
+    if bias:
+        check_token_ids("logit_bias", list(bias), card.vocab_size)
+    chosen: dict[str, float] = {}
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        chosen[name] = float(defaults.get(name, neutral) if value is None else value)
+    top_k = defaults.get("top_k", 0) if request.top_k is None else request.top_k
     return SamplingParams(
-        temperature=float(_first(request.temperature, defaults.get("temperature"), 1.0)),
-        top_k=max(0, int(_first(request.top_k, defaults.get("top_k"), 0))),
-        top_p=float(_first(request.top_p, defaults.get("top_p"), 1.0)),
-        min_p=float(_first(request.min_p, defaults.get("min_p"), 0.0)),
+        temperature=chosen["temperature"],
+        top_k=max(0, int(top_k)),
+        top_p=chosen["top_p"],
+        min_p=chosen["min_p"],
         seed=secrets.randbits(64) if request.seed is None else request.seed & UINT64,
-        repetition_penalty=float(_first(request.repetition_penalty, defaults.get("repetition_penalty"), 1.0)),
+        repetition_penalty=chosen["repetition_penalty"],
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=bias,
@@ -47,7 +61,8 @@ def sampling_params(request: GenerationFields, card: ModelCard) -> SamplingParam
 def stop_token_ids(request: GenerationFields, card: ModelCard) -> list[int]:
     """Tokens that end the generation. Raises `InvalidParameter`."""
     given = request.stop_token_ids or []
-    check_token_ids("stop_token_ids", given, card.vocab_size)
+    if given:
+        check_token_ids("stop_token_ids", given, card.vocab_size)
     return given if request.ignore_eos else [*card.eos_token_ids, *given]
 
 
@@ -136,21 +151,21 @@ def prompt_logprobs(request: GenerationFields) -> int:
     return max(wanted, _logprobs(request)) if echoed else wanted
 
 
-def _first(*values: Any) -> Any:
-    """The first value that is given."""
-    return next(value for value in values if value is not None)
-
-
-def conversation_key(messages: Sequence[Mapping[str, str]]) -> str:
+def conversation_key(messages: Sequence[Message]) -> str:
     """The session of a conversation that names none: the hash of its beginning.
 
-    The first system message and the first user message stay the same from turn to turn.
+    The first system message and the first user message stay the same from turn to turn. `developer` is OpenAI's new
+    name of `system`.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for role in ("system", "user"):
-        first = next((message["content"] for message in messages if message["role"] == role), "")
-        digest.update(f"{len(first)}:{first}".encode())
-    return f"auto-{digest.hexdigest()}"
+    system: str | None = None
+    user: str | None = None
+    for message in messages:
+        if system is None and message.role in ("system", "developer"):
+            system = text_of(message)
+        elif user is None and message.role == "user":
+            user = text_of(message)
+    begin = "".join([f"{len(text)}:{text}" for text in (system or "", user or "")])
+    return f"auto-{_digest(begin)}"
 
 
 def session_of(tenant: str, name: str, adapter: str = "") -> str:
@@ -158,7 +173,7 @@ def session_of(tenant: str, name: str, adapter: str = "") -> str:
     each LoRA adapter (its digest) it is another one: what is kept of it is of no use to others."""
     if not name:
         return ""
-    return f"{_digest(tenant)}-{adapter[:16]}-{name}" if adapter else f"{_digest(tenant)}-{name}"
+    return f"{_of_tenant(tenant)}-{adapter[:16]}-{name}" if adapter else f"{_of_tenant(tenant)}-{name}"
 
 
 def cache_key(given: str | None) -> str:
@@ -179,3 +194,7 @@ def cache_salt(given: str | None, tenant: str) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+_of_tenant = lru_cache(1024)(_digest)
+"""Of a tenant: the same with all its requests."""

@@ -8,6 +8,8 @@ A field that is null counts as not given. Fields of OpenAI's API that this serve
 unknown.
 """
 
+import operator
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -251,6 +253,23 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     annotations: Annotated[Any, neutral([])] = None
     reasoning_content: str | None = None
     """DeepSeek's and vLLM's extension: what the model thought, for templates that show it."""
+
+
+_SPEAKERS = frozenset(("system", "developer", "user", "assistant"))
+_BESIDES = tuple(name for name in Message.__struct_fields__ if name not in ("role", "content"))
+_of_besides = operator.attrgetter(*_BESIDES)
+_NO_BESIDES = (None,) * len(_BESIDES)
+
+
+def are_texts(messages: Sequence[Message]) -> bool:
+    """Whether each of `messages` is a text that somebody says, and has nothing else, as nearly always: then there is
+    nothing in it to be checked or translated."""
+    for message in messages:
+        if type(message) is not Message or type(message.content) is not str:
+            return False
+        if message.role not in _SPEAKERS or _of_besides(message) != _NO_BESIDES:
+            return False
+    return True
 
 
 Messages = Annotated[list[Message], limits.MESSAGES.length(min_length=1)]

@@ -12,6 +12,7 @@ each tenant with a share of the compiler's time.
 
 import asyncio
 import hashlib
+import operator
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -62,9 +63,16 @@ def _literal(text: str) -> str:
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
+_FORMS = ("response_format", "structured_outputs", *GUIDED)
+_of_forms = operator.attrgetter(*_FORMS)
+_NO_FORM = (None,) * len(_FORMS)
+
+
 def wanted_by(request: GenerationFields) -> Wanted | None:
     """What `request` asks for; None: any text. Raises `InvalidParameter`."""
-    given = [name for name in ("response_format", "structured_outputs", *GUIDED) if _asks(request, name)]
+    if _of_forms(request) == _NO_FORM:
+        return None
+    given = [name for name in _FORMS if _asks(request, name)]
     if not given:
         return None
     if len(given) > 1:

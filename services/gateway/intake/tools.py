@@ -35,18 +35,21 @@ class Asked(NamedTuple):
     legacy: bool = False
 
 
+_NOTHING = Asked()
+
+
 def asked_of(request: ChatCompletionRequest) -> Asked:
     """Raises `InvalidParameter` for the first thing wrong with tools, `tool_choice` or their older names."""
     if request.functions is not None or request.function_call is not None:
         return _asked_of_functions(request)
-    functions = _functions_of(request.tools or [])
+    functions = _functions_of(request.tools) if request.tools else ()
     choice = request.tool_choice
     if isinstance(choice, ToolChoice):
         return _asked_by_choice(functions, choice, single=request.parallel_tool_calls is False)
     if choice == "required" and not functions:
         raise _only_with("tool_choice", "tools")
     if choice == "none" or not functions:
-        return Asked()
+        return _NOTHING
     single = request.parallel_tool_calls is False
     return Asked(functions, functions, required=choice == "required", single=single)
 

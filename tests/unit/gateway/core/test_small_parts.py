@@ -95,13 +95,13 @@ async def test_a_slow_reader_takes_everything_at_once() -> None:
 
 
 def test_a_conversation_keeps_its_key_from_turn_to_turn() -> None:
-    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
-    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "v"}]
-    assert conversation_key([system, user]) == conversation_key([system, user, *more])
-    assert conversation_key([system, user]) != conversation_key([user])
-    assert conversation_key([{"role": "system", "content": "su"}, {"role": "user", "content": ""}]) != (
-        conversation_key([system, user])
-    )
+    system, user = Message("system", "s"), Message("user", "u")
+    more = [Message("assistant", "a"), Message("user", "v"), Message("system", "t")]
+    key = conversation_key([system, user])
+    assert conversation_key([system, user, *more]) == key
+    assert conversation_key([Message("developer", "s"), user]) == key
+    assert conversation_key([user]) != key
+    assert conversation_key([Message("system", "su"), Message("user", "")]) != key
 
 
 @given(st.text(max_size=64), st.text(max_size=64), st.text(min_size=1), st.text(min_size=1))

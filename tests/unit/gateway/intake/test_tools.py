@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.intake.conversation import messages_for_template
 from services.gateway.intake.decoding import decode
 from services.gateway.intake.rules import check_chat
-from services.gateway.intake.schemas import ChatCompletionRequest
+from services.gateway.intake.schemas import ChatCompletionRequest, Message, TrainedMessage, are_texts
 from services.gateway.intake.tools import Asked, asked_of
-from services.gateway.tool_calls.schemas import too_deep, types_of
+from services.gateway.tokenizer.templates import Traits
+from services.gateway.tool_calls.schemas import CalledFunction, ToolCall, too_deep, types_of
 from shared.limits import NESTING
 
 DECODER = msgspec.json.Decoder(ChatCompletionRequest)
@@ -269,3 +271,22 @@ def test_types_of_parameters() -> None:
         "remote": "",
     }
     assert types_of({}) == {}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["by the template", "in words"])
+def test_texts_are_shown_as_they_are_beside_calls(native: bool) -> None:
+    texts = [
+        Message("developer", "d"),
+        Message("system", ""),
+        Message("user", "u"),
+        Message("assistant", "a"),
+    ]
+    called = Message("assistant", tool_calls=[ToolCall("id", "function", CalledFunction("f", "{}"))])
+    answer, question = Message("tool", "r", tool_call_id="id"), Message("user", "v")
+    assert are_texts(texts)
+    assert not are_texts([*texts, called])
+    assert not are_texts([answer])
+    assert not are_texts([Message("user", "u", name="n")])
+    assert not are_texts([TrainedMessage("user", "u", weight=1)])
+    shown = messages_for_template([*texts, called, answer, question], Traits(), native=native)
+    assert messages_for_template(texts, Traits(), native=native) == shown[: len(texts)]
