@@ -1,7 +1,9 @@
-"""CPU time of processes, and those of a stack that runs here."""
+"""CPU time and wake-ups of processes, and those of a stack that runs here."""
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +22,19 @@ def _of(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | _SCHEDULED)
     except OSError:
         return 0.0
+
+
+def wake_ups(processes: Mapping[str, Iterable[int]]) -> dict[str, int]:
+    """How often their threads have slept so far until something was to be done, as Linux counts it; else 0."""
+    return {name: sum(map(_sleeps_of, pids)) for name, pids in processes.items()}
+
+
+def _sleeps_of(pid: int) -> int:
+    count = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            count += int(status.read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return count
 
 
 def stack_at(port: int) -> dict[str, list[int]]:

@@ -5,12 +5,13 @@ Our whole stack on the stub engine, and a load client in C on the same cores tha
     closed loop   so many requests at once: requests/s, latencies, CPU time of each process per request
     open loop     Poisson arrivals: the 99th percentile at 1,000 requests/s, and the highest rate that keeps the limit
     set speed     steps of known length: what the control plane adds to the first token and to each next one
+    idle          nobody asks anything: CPU time and wake-ups of each process in a second
 
 With --dynamo NVIDIA Dynamo's frontend and mock engine take turns with ours in the closed loop. With --against DIR
-another checkout of this repository takes turns with this one, in the closed loop and at the set speed, and the ratios
-are shown. With --profile each process's CPU time is split by function; with --floor the same stream and the same
-messages are measured where nothing else is done. With --scaling each kind of process has a core of its own, and what
-several of them bring is told by a model of their CPU times.
+another checkout of this repository takes turns with this one, in the closed loop and at the set speed; idle they are at
+the same time; the ratios are shown. With --profile each process's CPU time is split by function; with --floor the same
+stream and the same messages are measured where nothing else is done. With --scaling each kind of process has a core of
+its own, and what several of them bring is told by a model of their CPU times.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.cpu_profile import Profile, profile
 from benchmarks.control_plane.cpu_profile import show as show_profile
 from benchmarks.control_plane.floor import Floor
+from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import (
     Added,
     Measured,
@@ -68,6 +70,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     work: Path
     gateways: int = 1
     schedulers: int = 1
+    idle_seconds: float = 5.0
 
 
 async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
@@ -83,7 +86,10 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
             systems.append(_dynamo(plan, folder, report))
         except BenchError as error:
             left_out["dynamo"] = str(error)
+    idle = None
     async with running(systems, report):
+        if plan.idle_seconds:
+            ((idle, *_),) = await bench.idle(systems, plan.idle_seconds)
         for system in systems:
             await bench.warm_up(system)
         closed = await bench.closed(systems, plan.rounds)
@@ -113,6 +119,7 @@ async def run(plan: Plan, folder: Path, report: Report) -> Outcome:
         highest=highest(tried, plan.limit_ms),
         at_mark=at_mark,
         added=added,
+        idle=idle,
         left_out=left_out,
     )
 
@@ -130,7 +137,10 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
         ]
 
     systems = both(0.0)
+    idle: list[list[Idle]] = []
     async with running(systems, report):
+        if plan.idle_seconds:
+            idle = await bench.idle(systems, plan.idle_seconds, plan.rounds)
         for system in systems:
             await bench.warm_up(system)
         closed = await bench.closed(systems, plan.rounds)
@@ -154,6 +164,7 @@ async def run_against(plan: Plan, there: Path, folder: Path, report: Report) -> 
         connections=plan.connections,
         closed=list(zip(closed["here"], closed["there"], strict=True)),
         added=added,
+        idle=[(one, other) for one, other in idle],
     )
 
 
@@ -231,6 +242,9 @@ def main(
         typer.Option(help="A stack with so many on its port takes turns in the closed loop.", min=1, max=64),
     ] = 1,
     schedulers: Annotated[int, typer.Option(help="The same for schedulers.", min=1, max=16)] = 1,
+    idle_seconds: Annotated[
+        float, typer.Option(help="Length of a measurement with nobody there; 0: not measured.", min=0)
+    ] = 5.0,
     against: Annotated[
         Path | None, typer.Option(help="Another checkout's directory, to be compared with this one in turns.")
     ] = None,
@@ -265,6 +279,7 @@ def main(
         work=(work_dir or user_cache_path("ryzanstein") / "peers").expanduser().resolve(),
         gateways=gateways,
         schedulers=schedulers,
+        idle_seconds=idle_seconds,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with told_in_a_sentence():

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from benchmarks.control_plane.idle import Idle, measure_idle
 from benchmarks.control_plane.load_client import (
     MARK_RATE,
     Added,
@@ -72,6 +73,15 @@ class Bench:
     async def warm_up(self, system: System) -> None:
         self._report(f"{system.name}: warming up")
         await self.measure(system, seconds=WARM_UP)
+
+    async def idle(self, systems: Sequence[System], seconds: float, rounds: int = 1) -> list[list[Idle]]:
+        """Round by round, all of them at the same time, after as long in which nobody has asked them anything."""
+        self._report(f"{', '.join(system.name for system in systems)}: left alone")
+        await asyncio.sleep(seconds)
+        return [
+            await asyncio.gather(*(measure_idle(system.processes(), seconds) for system in systems))
+            for _ in range(rounds)
+        ]
 
     async def closed(self, systems: Sequence[System], rounds: int) -> dict[str, list[Measured]]:
         """Systems take turns, every other round backwards, so that what disturbs the machine disturbs all."""

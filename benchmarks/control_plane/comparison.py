@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import Added, Measured
 from benchmarks.control_plane.systems import READY_SECONDS, Ours
 from benchmarks.errors import BenchError
@@ -101,6 +102,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     closed: list[tuple[Measured, Measured]]
     added: list[tuple[Added, Added]]
+    idle: list[tuple[Idle, Idle]] = []
 
     @property
     def clean(self) -> bool:
@@ -119,7 +121,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 def compared(comparison: Comparison) -> list[Figure]:
-    """Every figure of both workloads, the client's CPU time left out."""
+    """Every figure of both workloads, and of none; the client's CPU time is left out."""
     found: list[Figure] = []
     if pairs := comparison.closed:
         load = f"{comparison.connections} at once x {comparison.tokens}"
@@ -134,6 +136,13 @@ def compared(comparison: Comparison) -> list[Figure]:
         found += _spreads(f"{load}: next token, added ms", steps, lambda run: run.token_ms)
         found += _cpu(
             f"{load}: CPU us per token", [tuple(run.cpu_us_per_token for run in pair) for pair in steps]
+        )
+    if comparison.idle:
+        found += _cpu(
+            "idle: CPU ms a second", [tuple(run.cpu_ms for run in pair) for pair in comparison.idle]
+        )
+        found += _cpu(
+            "idle: wake-ups a second", [tuple(run.wake_ups for run in pair) for pair in comparison.idle]
         )
     return found
 

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.control_plane.idle import Idle, idle_line
 from benchmarks.errors import BenchError
 from benchmarks.serve.stats import Spread
 from shared.process import die_with_parent
@@ -215,6 +216,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     at_mark: Measured | None
     """The open loop at `MARK_RATE`."""
     added: Added | None
+    idle: Idle | None = None
     left_out: dict[str, str]
     """Why a system was not measured."""
 
@@ -316,6 +318,8 @@ def _remarks(outcome: Outcome, limit_ms: float) -> list[str]:
             f"{_text_of(added.first_token_ms)} ms, each next token {_text_of(added.token_ms)} ms; "
             f"CPU us per token: {sum(added.cpu_us_per_token.values()):.0f} ({cpu})."
         )
+    if outcome.idle is not None:
+        lines.append(idle_line(outcome.idle))
     lines += [f"{name} was left out: {reason}" for name, reason in outcome.left_out.items()]
     return lines
 

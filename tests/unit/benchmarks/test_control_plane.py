@@ -15,6 +15,7 @@ from benchmarks.control_plane.__main__ import Plan, run, run_against
 from benchmarks.control_plane.bench import Bench
 from benchmarks.control_plane.comparison import Checkout, Comparison, compared
 from benchmarks.control_plane.comparison import show as show_comparison
+from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import (
     Added,
     Figures,
@@ -220,6 +221,7 @@ def test_the_report_shows_the_ratio() -> None:
             token_ms=Spread(1.0, 2.0),
             cpu_us_per_token={"gateway": 50.0},
         ),
+        idle=Idle(cpu_ms={"gateway": 2.0, "nats": 1.0}, wake_ups={"gateway": 12.0, "nats": 20.0}),
         left_out={},
     )
     console = Console(width=200, record=True, file=None, quiet=True)
@@ -230,6 +232,7 @@ def test_the_report_shows_the_ratio() -> None:
     assert "in the same run: 0.50" in shown
     assert "p99 60.0 ms, faults none: does not apply: the closed loop reaches 1,500" in shown
     assert "first token 3.0 / 9.0 ms, each next token 1.0 / 2.0 ms; CPU us per token: 50" in shown
+    assert "Idle, CPU ms / wake-ups a second: 3.0 / 32 (gateway 2.0 / 12, nats 1.0 / 20)." in shown
 
 
 @pytest.mark.parametrize(
@@ -268,12 +271,17 @@ def test_a_comparison_shows_the_median_of_the_rounds_ratios() -> None:
         connections=64,
         closed=[(measured(rate, 50), measured(1000, 50)) for rate in (500, 1500, 1200)],
         added=[(added(3, 30), added(0, 40)), (added(3, 10), added(4, 40))],
+        idle=[
+            (Idle(cpu_ms={"nats": 1}, wake_ups={"nats": 5}), Idle(cpu_ms={"nats": 4}, wake_ups={"nats": 50}))
+        ],
     )
     found = {figure.name: figure for figure in compared(comparison)}
     assert found["64 at once x 16: requests/s"].ratio == pytest.approx(1.2)
     assert found["64 at once x 16: CPU us per request"].here == pytest.approx(500)  # the client's is left out
     assert found["set speed, 20 ms a step: CPU us per token"].ratio == pytest.approx(0.5)
     assert found["set speed, 20 ms a step: first token, added ms, p99"].ratio is None  # nothing to divide by
+    assert found["idle: CPU ms a second"].ratio == pytest.approx(0.25)
+    assert found["idle: wake-ups a second"].ratio == pytest.approx(0.1)
     console = Console(width=200)
     with console.capture() as captured:
         show_comparison(comparison, console)
@@ -308,12 +316,15 @@ async def test_a_checkout_is_compared_with_another(tmp_path: Path) -> None:
         dynamo=False,
         dynamo_base="",
         work=tmp_path,
+        idle_seconds=0.5,
     )
     found = await run_against(plan, Path(__file__).parents[3], tmp_path, lambda text: None)
     assert found.clean
     assert [(one.system, other.system) for one, other in found.closed] == [("here", "there")] * 2
     assert {"gateway", "scheduler", "executor", "nats"} <= set(found.closed[0][1].cpu_ms)
     assert all(part.cpu_total > 0 for pair in found.closed for part in pair)
+    assert len(found.idle) == 2
+    assert all(sum(part.cpu_ms.values()) > 0 for pair in found.idle for part in pair)
 
 
 async def test_several_gateways_and_schedulers_take_turns_with_one(program: Path, tmp_path: Path) -> None:
@@ -330,6 +341,7 @@ async def test_several_gateways_and_schedulers_take_turns_with_one(program: Path
         work=tmp_path,
         gateways=2,
         schedulers=2,
+        idle_seconds=0,
     )
     found = await run(plan, tmp_path, lambda text: None)
     assert list(found.closed) == ["ryzanstein", "ryzanstein, 2 gateways, 2 schedulers"]
