@@ -225,7 +225,12 @@ class EventStream:
 
     def write_now(self, chunks: Sequence[Chunk]) -> bool:
         """As `write`, in no coroutine; False: they cannot be written now, and nothing is."""
-        return self._connection is not None and self._connection.write(self.body(chunks))
+        connection, chunk = self._connection, chunks[0]
+        if connection is None:
+            return False
+        if len(chunks) > 1 or not chunk.position or chunk.event or chunk.comment:
+            return connection.write(self.body(chunks))
+        return connection.write(b"data: %b\nid: %b\n\n" % (chunk.data, chunk.position))  # nearly always
 
     def body(self, chunks: Sequence[Chunk]) -> bytes:
         """`chunks` as they are written: the position is the event's id, and of one with a comment that alone is

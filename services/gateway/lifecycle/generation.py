@@ -218,14 +218,13 @@ class Generation:
             return Decision.NOTHING
         if self.followed and entry.attempt > self.stream.attempt and not self._follow_attempt(entry):
             return Decision.REPLAY
-        if entry.attempt != self.stream.attempt or (
-            self.group and (group, epoch) != (self.group, self.epoch)
-        ):
+        stream = self.stream
+        if entry.attempt != stream.attempt or (self.group and (epoch != self.epoch or group != self.group)):
             return self._on_foreign(group, epoch, entry)
         if not self.group or entry.fingerprint or entry.cached_tokens or entry.computed:
             self._seen_in(group, epoch, entry, now)
-        had_gap = bool(self.stream.ahead)
-        for fresh in self.stream.accept(entry):
+        had_gap = bool(stream.ahead)
+        for fresh in stream.accept(entry):
             self.last_progress, self.heard_at, self._stall = now, now, self.limits.stall
             if fresh.tokens or fresh.finish in ("stop", "length"):
                 self.state = "running"
@@ -236,7 +235,7 @@ class Generation:
                 self._deliver(fresh)
             if fresh.finish:
                 return self._on_finish(group, fresh)
-        if self.stream.ahead:
+        if stream.ahead:
             return Decision.NOTHING if had_gap else Decision.REPLAY
         self._gap_replays = 0
         return Decision.NOTHING

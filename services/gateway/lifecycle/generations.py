@@ -271,9 +271,11 @@ class Generations:
                 continue
             touched.append(generation)
             decision = generation.on_entry(frame.group, frame.epoch, entry, now)
-            if decision is Decision.REJECT:
+            if decision is Decision.NOTHING:  # nearly always
+                pass
+            elif decision is Decision.REJECT:
                 self.cancellations.end(frame.group, generation, entry.attempt)
-            elif decision is not Decision.NOTHING:
+            else:
                 self._act(generation, decision)
             if generation.claim and generation.ring_learns_claim():
                 self.cancellations.tell_claim(generation)

@@ -84,7 +84,9 @@ class Output:
     stop_reason: StopReason = None
     logprob_sum = 0.0
     text_alone = False
-    """Whether what `take` gives is text and nothing else, so that `take_text` may be asked for it."""
+    """Whether what `take` gives is the `texts` and nothing else, so that these may be taken instead."""
+    texts: list[str]
+    """What has become visible since they were taken last."""
 
     def feed(self, entry: TokenEntry) -> None:
         """Takes the next entry; what follows the end is ignored."""
@@ -92,10 +94,6 @@ class Output:
 
     def take(self) -> Piece:
         """What has become visible since the last call."""
-        raise NotImplementedError
-
-    def take_text(self) -> str:
-        """As `take`, where there is `text_alone`."""
         raise NotImplementedError
 
     def whole(self, number: int) -> Piece:
@@ -142,7 +140,7 @@ class TextOutput(Output):
         self._decoded = 0
         """Characters decoded, those held back included."""
         self._shown = 0
-        self._text: list[str] = []
+        self.texts: list[str] = []
 
     def feed(self, entry: TokenEntry) -> None:
         tokens = entry.tokens
@@ -150,7 +148,7 @@ class TextOutput(Output):
             return
         if self._plain and not entry.finish:
             self.tokens += len(tokens)
-            self._text.append(self._detokenizer.feed(tokens))
+            self.texts.append(self._detokenizer.feed(tokens))
         else:
             self._feed_each(entry)
 
@@ -185,7 +183,7 @@ class TextOutput(Output):
         self._decoded += len(text)
         shown = text if self.tokens < self._min_tokens else self._stops.feed(text)
         if shown:
-            self._text.append(shown)
+            self.texts.append(shown)
             self._shown += len(shown)
 
     def _end(self, entry: TokenEntry) -> None:
@@ -198,16 +196,11 @@ class TextOutput(Output):
             self.finish, self.stop_reason = "stop", self._stops.matched
             self._scored = [scored for scored in self._scored if scored.offset < self._shown]
         elif self.finish:
-            self._text.append(self._stops.flush())
-
-    def take_text(self) -> str:
-        text = self._text[0] if len(self._text) == 1 else "".join(self._text)
-        self._text.clear()
-        return text
+            self.texts.append(self._stops.flush())
 
     def take(self) -> Piece:
-        text = "".join(self._text)  # not `take_text`: numbered events ask for each token's piece
-        self._text.clear()
+        text = "".join(self.texts)
+        self.texts.clear()
         if self._plain:
             return Piece(text, ())
         ready = len(self._scored)
@@ -290,8 +283,8 @@ class ParsedOutput(TextOutput):
     def feed(self, entry: TokenEntry) -> None:
         ended = bool(self.finish)
         super().feed(entry)
-        self._events += self._parser.feed("".join(self._text))
-        self._text.clear()
+        self._events += self._parser.feed("".join(self.texts))
+        self.texts.clear()
         if self.finish and not ended:
             self._events += self._parser.finish()
 

@@ -1,7 +1,7 @@
 """One connection's reading of a response: from the log to numbered events, or to the whole object."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -55,7 +55,10 @@ class ResponseRun(NumberedRun):
         knows of is an event; raises `ClientGone`, and errors of this reading alone."""
         await self._until_stored()
         while True:
-            if batch := [*self._take_unwritten(), *self._chunks_of(()), *self._progress()]:
+            batch = self._take_unwritten()
+            self._append(batch, 0)
+            batch += self._progress()
+            if batch:
                 yield batch
                 if self._since and self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
@@ -145,13 +148,11 @@ class ResponseRun(NumberedRun):
             code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
             self._events.fail({"code": code, "message": error.message}, self._usage())
 
-    def _chunks_of(self, changed: Sequence[int]) -> list[Chunk]:
+    def _append(self, batch: list[Chunk], index: int) -> None:
         """The new events that the client does not have."""
-        return [
-            _chunk(event, padding=self.obfuscated)
-            for event in self._events.take()
-            if event.number > self._known
-        ]
+        for event in self._events.take():
+            if event.number > self._known:
+                batch.append(_chunk(event, padding=self.obfuscated))
 
     def _whole(self) -> bytes:
         return _json.encode(self._events.response())

@@ -288,8 +288,12 @@ class Run:
             return  # the task takes them
         try:
             changed = self._feed_news()
-            if self._write is not None and (batch := self._chunks_of(changed)):
-                if not self._write(batch):
+            batch: list[Chunk] = []
+            if (write := self._write) is not None:
+                for index in changed:
+                    self._append(batch, index)
+            if write is not None and batch:
+                if not write(batch):
                     self._unwritten = batch
                 elif self._metrics is not None:
                     self._metrics.delivery.observe(time.perf_counter() - self._since)
@@ -297,13 +301,6 @@ class Run:
             self._error = error
         if not self._open or self._unwritten or self._backlog or self._error is not None:
             waiter.set_result(None)
-
-    def _chunks_of(self, changed: Sequence[int]) -> list[Chunk]:
-        """The news of these choices."""
-        batch: list[Chunk] = []
-        for index in changed:
-            self._append(batch, index)
-        return batch
 
     def _take_unwritten(self) -> list[Chunk]:
         unwritten, self._unwritten = self._unwritten, []
@@ -340,10 +337,16 @@ class Run:
         """The news of one choice, as chunks."""
         output = self._outputs[index]
         if output.text_alone and self._begun[index] and not output.finish:  # nearly always
-            if text := output.take_text():
-                self._shown[index] = output.tokens
+            text = output.texts[0] if len(output.texts) == 1 else "".join(output.texts)
+            output.texts.clear()
+            if text:
+                shown = self._shown
+                shown[index] = output.tokens
                 data = self._shape.text(index, text)
-                batch.append(self._chunk(data) if self._more else Chunk(data, show(self._shown)))
+                if self._more:
+                    batch.append(self._chunk(data))
+                else:
+                    batch.append(Chunk(data, b"%d" % shown[0] if len(shown) == 1 else show(shown)))
             return
         piece = output.take()
         if not self._begun[index]:
