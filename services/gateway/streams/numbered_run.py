@@ -47,6 +47,7 @@ class NumberedRun(Run):
         """`after`: the number of the last event that the client has; None: it has none."""
         self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
         super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
+        self._plain = False
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         self._known = -1 if after is None else after[0]
         self._events = self._begun_events(answer, tokenizer)

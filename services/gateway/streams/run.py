@@ -64,6 +64,7 @@ class Run:
         "_news_at",
         "_open",
         "_outputs",
+        "_plain",
         "_progressed",
         "_scheduled",
         "_shape",
@@ -95,6 +96,8 @@ class Run:
         self._outputs = outputs = shape.outputs
         record = answer.record
         self._more = as_recorded and (record.continuous_usage or record.obfuscate)
+        self._plain = len(outputs) == 1 and outputs[0].text_alone and not self._more
+        """Whether its chunks are the text of a single choice, and positions alone."""
         self._in_chunks = record.return_progress or not as_recorded
         """Whether chunks tell how much of the prompts is computed; a view of its own knows that by itself."""
         self._answers = answers
@@ -287,20 +290,48 @@ class Run:
         if waiter is None or waiter.done():
             return  # the task takes them
         try:
-            changed = self._feed_news()
-            batch: list[Chunk] = []
-            if (write := self._write) is not None:
-                for index in changed:
-                    self._append(batch, index)
-            if write is not None and batch:
-                if not write(batch):
-                    self._unwritten = batch
-                elif self._metrics is not None:
-                    self._metrics.delivery.observe(time.perf_counter() - self._since)
+            if self._write is None:
+                self._feed_news()
+            elif not (self._plain and self._write_text(self._write)):
+                self._write_news(self._write)
         except Exception as error:
             self._error = error
         if not self._open or self._unwritten or self._backlog or self._error is not None:
             waiter.set_result(None)
+
+    def _write_text(self, write: Write) -> bool:
+        """What nearly all news are: an entry of a choice of which others were shown and counted. False: they are not,
+        and nothing was done."""
+        metrics, last, output = self._metrics, self._arrivals.get(0), self._outputs[0]
+        if metrics is None or last is None or not self._begun[0] or self._ended is not None:
+            return False
+        if len(self._news) > 1 or self._backlog or output.tokens < self._after[0]:
+            return False
+        self._since = self._arrivals[0] = now = self._news_at
+        metrics.between_tokens.observe(now - last)
+        _, entry = self._news.pop()
+        assert isinstance(entry, TokenEntry), "an error wakes the task"
+        output.feed(entry)
+        text = output.texts[0] if len(output.texts) == 1 else "".join(output.texts)
+        output.texts.clear()
+        if text:
+            self._shown[0] = output.tokens
+            chunks = [Chunk(self._shape.text(0, text), b"%d" % output.tokens)]
+            if write(chunks):
+                metrics.delivery.observe(time.perf_counter() - now)
+            else:
+                self._unwritten = chunks
+        return True
+
+    def _write_news(self, write: Write) -> None:
+        """Of any run."""
+        batch: list[Chunk] = []
+        for index in self._feed_news():
+            self._append(batch, index)
+        if batch and not write(batch):
+            self._unwritten = batch
+        elif batch and self._metrics is not None:
+            self._metrics.delivery.observe(time.perf_counter() - self._since)
 
     def _take_unwritten(self) -> list[Chunk]:
         unwritten, self._unwritten = self._unwritten, []
@@ -340,13 +371,8 @@ class Run:
             text = output.texts[0] if len(output.texts) == 1 else "".join(output.texts)
             output.texts.clear()
             if text:
-                shown = self._shown
-                shown[index] = output.tokens
-                data = self._shape.text(index, text)
-                if self._more:
-                    batch.append(self._chunk(data))
-                else:
-                    batch.append(Chunk(data, b"%d" % shown[0] if len(shown) == 1 else show(shown)))
+                self._shown[index] = output.tokens
+                batch.append(self._chunk(self._shape.text(index, text)))
             return
         piece = output.take()
         if not self._begun[index]:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import ClientGone
+from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.reading import new_run
 from services.gateway.streams.run import Run
@@ -26,12 +28,14 @@ from tests.unit.gateway.streams.test_resumed_reading import (
     logs,
 )
 
+METRICS = GatewayMetrics(CollectorRegistry())
+
 
 class Connection:
     """Takes chunks of a run directly, where it is `open`, and else from the reader's task."""
 
-    def __init__(self, answer: Answer, *, direct: bool) -> None:
-        self.run: Run = new_run(answer, TOKENIZER, Alone())
+    def __init__(self, answer: Answer, *, direct: bool, after: Sequence[int] | None = None) -> None:
+        self.run: Run = new_run(answer, TOKENIZER, Alone(), metrics=METRICS.of_model("tiny"), after=after)
         self.run.join()
         self.open = True
         self.chunks: list[Chunk] = []
@@ -72,7 +76,8 @@ def letters(answer: Answer, text: str, finish: FinishReason = "") -> None:
 
 
 def said(connection: Connection) -> str:
-    choices = [choice for chunk in connection.chunks for choice in json.loads(chunk.data)["choices"]]
+    shown = [json.loads(chunk.data) for chunk in connection.chunks if not chunk.comment]
+    choices = [choice for chunk in shown for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
@@ -156,6 +161,19 @@ def test_more_than_is_taken_at_once_is_all_read() -> None:
         letters(answer, "b")
     settle()
     assert said(connection) == "a" + 100 * "b"
+
+
+def test_what_a_client_has_is_not_written_again() -> None:
+    answer = answer_of([], 1, -1)
+    connection = Connection(answer, direct=True, after=[3])
+    generation = answer.generations[0]
+    generation.on_entry("ring", 1, TokenEntry(generation.id, 0, 0, [], computed=1), 1.0)
+    settle()
+    assert connection.turns == 1, "progress was shown before the first token"
+    for letter in "abcde":
+        letters(answer, letter)
+        settle()
+    assert (said(connection), connection.turns, connection.written) == ("de", 1, 2)
 
 
 def test_an_error_comes_behind_the_tokens_before_it() -> None:
