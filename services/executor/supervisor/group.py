@@ -117,10 +117,7 @@ class GroupSupervisor:
         watching: set[asyncio.Task[None]] = set()
         try:
             await self._debug.start(self._host.bus)
-            watching |= {
-                asyncio.create_task(self._debug.look()),
-                asyncio.create_task(self._watch_progress()),
-            }
+            watching.add(asyncio.create_task(self._watch_progress()))
             await asyncio.wait({self._supervision, *watching}, return_when=asyncio.FIRST_COMPLETED)
             for task in watching:
                 if task.done():
@@ -302,6 +299,7 @@ class GroupSupervisor:
         while True:
             await asyncio.sleep(min(max(0.5, self.settings.beat_interval / 2), self.settings.hung_after / 4))
             ring = self._ring
+            self._debug.look(ring)
             if ring is None:
                 continue
             if not ring.ready.is_set():

@@ -237,8 +237,6 @@ async def _wait(ring: Ring, paths: list[Path], timeout: float) -> None:
         end.cancel()
 
 
-LOOK_INTERVAL = 0.25
-"""Seconds between two looks at the counters of a ring, or a fourth of the heartbeats' where that is longer."""
 LONGEST_WAIT = 30.0
 HUNG_WAIT = 0.5
 """Seconds for which a dump that nobody has asked for waits for answers: the ring is to come back soon."""
@@ -264,12 +262,6 @@ class DebugService(Collector):
         self._jobs = Jobs(group.instance)
         subject = subjects.debug(group.group)
         self._subscribed = await bus.subscribe(subject, DebugCommand, self._on_command)  # type: ignore[arg-type]
-
-    async def look(self) -> None:
-        """Watches the counters for as long as it is not cancelled: a dump says for how long they stand still."""
-        while True:
-            self._look_once()
-            await asyncio.sleep(max(LOOK_INTERVAL, self._settings.beat_interval / 4))
 
     async def close(self) -> None:
         if self._subscribed is not None:
@@ -358,11 +350,11 @@ class DebugService(Collector):
         (directory / "dump.json.gz").write_bytes(data)
 
     async def _dump(self, ring: Ring | None, wait: float, reason: str = "") -> Dump:
-        self._look_once(ring)
+        self.look(ring)
         return await take_dump(ring, self._now()[1], self._settings, self._still, wait, reason)
 
-    def _look_once(self, ring: Ring | None = None) -> None:
-        ring = ring or self._now()[0]
+    def look(self, ring: Ring | None) -> None:
+        """To be called from time to time: a dump says for how long the counters have stood still."""
         if ring is None:
             return
         values: dict[Hashable, object] = {("loop", 0): (ring.epoch, ring.board.loop_beats)}
