@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -49,8 +50,10 @@ QUIET, HALF = 0.1, 0.5
 """Shares of the closed loop's requests/s, for open loops: without queues, and to hold the model to."""
 OTHERS_BUSY = 0.8
 """Of their core, while a process is slowed down on its own."""
-HELD = 0.85
-"""Share of what the system would give it, from which on a process is the one that others wait for."""
+FULL = 4
+"""Times as many requests at once there, so that the process always has some to do."""
+READY = 0.85
+"""Share of a run in which a process must have had something to do, to be what the others waited for."""
 RUN_AT = 0.7
 """Of the most requests/s: where latencies are told; and the most that rings are busy."""
 
@@ -64,13 +67,15 @@ class Alone(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     share: float
     """Of its core that it has used."""
+    ready: float
+    """Share of the time in which it computed or waited for its core."""
     cpu_ms: float
     """Of a request."""
 
     @property
     def limits(self) -> bool:
-        """Whether it was what the others waited for: it has used as much as it got."""
-        return self.share >= HELD / (self.others + 1)
+        """Whether it was what the others waited for."""
+        return self.ready >= READY
 
     @property
     def whole_core(self) -> float:
@@ -163,7 +168,7 @@ class Scale:
             quiet = await self._measure(one, rate=QUIET * closed)
             half = await self._measure(one, rate=HALF * closed)
             demands = _demands(few, whole, self._tokens)
-            alone = [await self._alone(one, part, demands, cores) for part in PARTS]
+            alone = [await self._alone(one, part, demands, cores, FULL * connections) for part in PARTS]
             several = [await self._several(one, *shape, connections) for shape in SHAPES]
         pause = pause_ms(demands, quiet, self._tokens)
         return Scaling(
@@ -203,18 +208,30 @@ class Scale:
             whole.append(await self._measure(one))
         return few, whole
 
-    async def _alone(self, one: Ours, part: str, demands: Mapping[str, Demand], cores: list[int]) -> Alone:
+    async def _alone(
+        self, one: Ours, part: str, demands: Mapping[str, Demand], cores: list[int], connections: int
+    ) -> Alone:
         self._report(f"{part} on a core of its own")
         own = demands[part].of(self._tokens)
         rest = sum(demand.of(self._tokens) for demand in demands.values()) - own
         share = min(1.0, OTHERS_BUSY * own / rest)
         others = math.ceil(1 / share) - 1
+        pids = one.processes()[part]
         with pinned(one.processes(), part, cores[0], set(cores[1:2])), computing(others, cores[0]):
-            runs = [await self._measure(one) for _ in range(self._rounds)]
+            began, before = time.monotonic(), ready_seconds(pids)
+            runs = [await self._measure(one, connections=connections) for _ in range(self._rounds)]
+            ready = (ready_seconds(pids) - before) / (time.monotonic() - began)
         rate = _median(run.figures.requests_per_second for run in runs)
         cpu = _median(run.cpu_ms[part] for run in runs)
         share = _median(run.figures.requests_per_second * run.cpu_ms[part] / 1e3 for run in runs)
-        return Alone(part=part, others=others, requests_per_second=rate, share=share, cpu_ms=cpu)
+        return Alone(
+            part=part,
+            others=others,
+            requests_per_second=rate,
+            share=share,
+            ready=min(1.0, ready),
+            cpu_ms=cpu,
+        )
 
     async def _several(self, one: Ours, gateways: int, schedulers: int, connections: int) -> Several:
         more = self._stack(gateways, schedulers)
@@ -344,6 +361,16 @@ def _keep_on(pid: int, cores: set[int]) -> None:
                 os.sched_setaffinity(int(thread.name), cores)
 
 
+def ready_seconds(pids: Iterable[int]) -> float:
+    """That all threads together have computed or waited for a core, so far; one that has ended counts nothing."""
+    nanoseconds = 0
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):
+                nanoseconds += sum(map(int, thread.read_text().split()[:2]))
+    return nanoseconds / 1e9
+
+
 @contextlib.contextmanager
 def computing(count: int, core: int) -> Iterator[None]:
     """So many programs that compute without end, on a core."""
@@ -382,13 +409,14 @@ def _alone_table(found: Scaling) -> Table:
             "share of the core",
             "CPU ms a request",
         ),
-        *("requests/s of a whole core", "others waited for it"),
+        *("requests/s of a whole core", "had something to do", "others waited for it"),
         title=found.machine,
     )
     for each in found.alone:
         table.add_row(
             *(each.part, str(each.others), f"{each.requests_per_second:,.0f}", f"{each.share:.0%}"),
-            *(f"{each.cpu_ms:.3f}", f"{each.whole_core:,.0f}", "yes" if each.limits else "no"),
+            *(f"{each.cpu_ms:.3f}", f"{each.whole_core:,.0f}", f"{each.ready:.0%}"),
+            "yes" if each.limits else "no",
         )
     return table
 

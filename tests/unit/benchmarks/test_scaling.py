@@ -4,14 +4,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 from rich.console import Console
 
 from benchmarks.control_plane import scaling
 from benchmarks.control_plane.__main__ import Plan, run_scaling
-from benchmarks.control_plane.scaling import Alone, Several, computing, pinned, predicted
+from benchmarks.control_plane.scaling import Alone, Several, computing, pinned, predicted, ready_seconds
+from benchmarks.process_cpu import cpu_seconds
 from benchmarks.simulation.virtual_processes import PARTS, Demand, Load, Processes, Shape, most, rings_for
 
 TOKENS = 4
@@ -22,6 +26,11 @@ DEMANDS = {
     "executor": Demand(0.1, 0.02),
     "client": Demand(0.1),
 }
+
+
+def children() -> list[int]:
+    """Processes that this one has started."""
+    return [process.pid for process in psutil.Process().children()]
 
 
 def test_the_first_process_that_is_always_busy_bounds_the_rate() -> None:
@@ -74,11 +83,20 @@ def test_what_was_measured_of_several_is_what_they_cost_in_the_model() -> None:
     assert one.rate == pytest.approx(1400)
 
 
-def test_a_process_that_got_less_than_it_wanted_was_waited_for() -> None:
-    found = Alone(part="nats", others=3, requests_per_second=1000, share=0.24, cpu_ms=0.24)
+def test_a_process_that_always_had_something_to_do_was_waited_for() -> None:
+    found = Alone(part="nats", others=3, requests_per_second=1000, share=0.24, ready=0.95, cpu_ms=0.24)
     assert found.limits
     assert found.whole_core == pytest.approx(4167, rel=0.001)
-    assert not Alone(part="nats", others=0, requests_per_second=1000, share=0.24, cpu_ms=0.24).limits
+    assert not msgspec.structs.replace(found, ready=0.5).limits
+
+
+def test_waiting_for_a_core_counts_as_well_as_computing() -> None:
+    deadline = time.monotonic() + 60
+    with computing(2, min(os.sched_getaffinity(0))):
+        pid = max(children())
+        while ready_seconds([pid]) < cpu_seconds({"one": [pid]})["one"] + 0.05:
+            assert time.monotonic() < deadline, "it has never waited for the other one"
+    assert ready_seconds([pid]) == 0.0, "it has ended"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -89,8 +107,7 @@ def test_processes_stay_where_they_are_pinned_until_the_end() -> None:
         with pinned({"part": [process.pid]}, "part", first, {second}), computing(2, first):
             assert os.sched_getaffinity(process.pid) == {first}
             assert os.sched_getaffinity(0) == {second}
-            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-            there = [pid for pid in map(int, children) if os.sched_getaffinity(pid) == {first}]
+            there = [pid for pid in children() if os.sched_getaffinity(pid) == {first}]
             assert len(there) == 3
         assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0) == before
         process.communicate(b"\n")
