@@ -304,6 +304,12 @@ class GuardedHttp(HttpToolsProtocol):
         _shrink(cycle.message_event)
         super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        if self._running is not None:
+            # It has the request, and the request has it: nothing but the garbage collector would free the two.
+            self._running.scope.pop("extensions", None)
+        super().on_response_complete()
+
     def watch(self, cycle: RequestResponseCycle, gone: Callable[[], None] | None) -> None:
         """`Connection.watch`, of one answer."""
         if cycle is self._running:

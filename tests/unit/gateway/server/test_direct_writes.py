@@ -1,6 +1,8 @@
 """The ASGI extensions of streams, which write and hear of a client that goes without a task, over real sockets."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -174,6 +176,28 @@ async def test_a_request_hears_that_its_client_goes(length: int) -> None:
         await gone.wait()
 
     await serve(app, client)
+
+
+async def test_a_request_that_is_answered_leaves_nothing_to_the_garbage_collector() -> None:
+    cycles: list[weakref.ref[object]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert connection_of(scope) is not None
+        cycles.append(weakref.ref(receive.__self__))  # type: ignore[attr-defined]
+        await send(BEGIN)
+        await send(END)
+
+    async def client(address: str) -> None:
+        async with httpx.AsyncClient() as session:
+            for _ in range(3):  # on one connection, which has the last one
+                await session.get(f"http://{address}/")
+        assert [cycle() is None for cycle in cycles[:2]] == [True, True]
+
+    gc.disable()
+    try:
+        await serve(app, client)
+    finally:
+        gc.enable()
 
 
 async def test_a_body_that_has_come_whole_is_taken_and_the_client_still_heard_of() -> None:
