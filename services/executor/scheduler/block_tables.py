@@ -96,16 +96,16 @@ class BlockTables:
 
     def free_blocks(self, running: Iterable[Sequence]) -> int:
         """Blocks for full ones that can be had at once and are not promised to a running sequence."""
-        return max(0, self._allocator.available_kept - self._promised(running))
+        return max(0, self._allocator.available_kept - sum(self._missing(running)))
 
-    def _promised(self, running: Iterable[Sequence]) -> int:
-        """What these miss together; for all that run, and often: without a call for each."""
+    def _missing(self, running: Iterable[Sequence]) -> list[int]:
+        """As `missing`, of those that do; for all that run, and often: without a call for each."""
         size = self._size
         if self._compresses:
             missing = [len(s.tokens) // size - s.num_sealed - len(s.cold) for s in running]
         else:
             missing = [-(-len(s.tokens) // size) - len(s.table) for s in running]
-        return sum([blocks for blocks in missing if blocks > 0])
+        return [blocks for blocks in missing if blocks > 0]
 
     def could_place(self, sequence: Sequence, running: Iterable[Sequence], lent: Iterable[Sequence]) -> bool:
         """Whether there would be room for a waiting sequence, were the sequences `lent` gone."""
@@ -136,9 +136,11 @@ class BlockTables:
         room, hot = self._allocator.room_after([*found.blocks, *found.snapshot])
         needed = self.missing(sequence) - sum([place >= 0 for place in found.blocks])
         needed += sum([place < 0 for place in found.snapshot])
-        size = self._size
-        writing = sum([len(s.tokens) > len(s.table) * size for s in running])
-        return room >= needed + self._promised(running) + self.reserve(len(running)) and hot > writing
+        size, missing = self._size, self._missing(running)
+        writing = len(missing)
+        if self._compresses:
+            writing = sum([len(s.tokens) > len(s.table) * size for s in running])
+        return room >= needed + sum(missing) + self.reserve(len(running)) and hot > writing
 
     def _shareable(self, sequence: Sequence) -> int:
         """Blocks that may be shared or restored: the last token is computed in any case, for its logits."""

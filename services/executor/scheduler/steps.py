@@ -153,7 +153,7 @@ def build_plan(
         query_lens=array("i", widths).tobytes(),
         context_lens=ends.tobytes(),
         block_tables=b"".join(tables),
-        sample_rows=_sample_rows(ordered, widths, len(sampled)).tobytes(),
+        sample_rows=array("i", _sample_rows(ordered, decodes)).tobytes(),
         saves=to_bytes(copies.saves),
         compressions=compressions_of(filled, block_size) if filled else b"",
         restores=to_bytes(copies.restores),
@@ -215,16 +215,15 @@ def prompt_tokens(plan: StepPlan, rows: list[Row]) -> int:
     return len(plan.token_ids) // 4 - plan.num_decodes - drafting
 
 
-def _sample_rows(ordered: list[Chunk], widths: list[int], sampled: int) -> "array[int]":
-    """Rows of the flat batch: of each chunk that is sampled, its last token's and those of its drafts."""
-    if len(ordered) == sampled == sum(widths):  # nearly always
-        return array("i", range(sampled))
-    rows: array[int] = array("i")
-    end = 0
-    for chunk, width in zip(ordered, widths, strict=True):
-        end += width
-        if chunk.samples:
-            rows.extend(range(end - 1 - len(chunk.drafts), end))
+def _sample_rows(ordered: list[Chunk], decodes: int) -> list[int]:
+    """Rows of the flat batch: of each chunk that is sampled, its last token's and those of its drafts. The first
+    `decodes` chunks have one row each."""
+    rows = [row for row, chunk in enumerate(ordered[:decodes]) if chunk.samples]
+    end = decodes
+    for _, length, samples, drafts in ordered[decodes:]:
+        end += length + len(drafts)
+        if samples:
+            rows += range(end - 1 - len(drafts), end)
     return rows
 
 
