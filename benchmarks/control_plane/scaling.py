@@ -48,7 +48,7 @@ SHAPES = ((2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4))
 """Gateways and schedulers, beside one of each."""
 QUIET, HALF = 0.1, 0.5
 """Shares of the closed loop's requests/s, for open loops: without queues, and to hold the model to."""
-OTHERS_BUSY = 0.8
+OTHERS_BUSY = 0.5
 """Of their core, while a process is slowed down on its own."""
 FULL = 4
 """Times as many requests at once there, so that the process always has some to do."""
