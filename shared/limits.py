@@ -403,7 +403,8 @@ TOKENIZED_SEGMENTS = Limit(
     "tokenized_segments",
     8 << 20,
     "bytes",
-    "tokens of parts of prompts that are kept for one tokenizer, so that what begins alike is tokenized once",
+    "tokens of parts of prompts that are kept for one tokenizer, so that what begins alike is tokenized once; 512 "
+    "parts of less than 256 characters beside them",
     "gateway",
 )
 TOKENIZER_INFO = Limit(

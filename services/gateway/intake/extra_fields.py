@@ -136,10 +136,11 @@ def lane_of(request: GenerationFields, given: Lane) -> Lane:
 
 
 def notes_of(
-    request: GenerationFields, card: ModelCard, endpoint: RecordedEndpoint, lane: Lane
+    request: GenerationFields, card: ModelCard, endpoint: RecordedEndpoint, lane: Lane, *, best: bool
 ) -> dict[str, Any]:
-    """The fields of the record that are about how the answer to `request` is shown. `lane`: of its generations."""
-    options, best = request.stream_options, candidates(request) > (request.n or 1)
+    """The fields of the record that are about how the answer to `request` is shown. `lane`: of its generations; `best`:
+    whether the best of more candidates are shown."""
+    options = request.stream_options
     notes: dict[str, Any] = {
         "best": (request.n or 1) if best else 0,
         "hide_logprobs": best and getattr(request, "logprobs", None) is None,
@@ -170,10 +171,16 @@ def _tier(lane: Lane) -> str:
 
 
 def with_chosen(
-    params: SamplingParams, request: GenerationFields, card: ModelCard, extras: Extras, stops: list[int]
+    params: SamplingParams,
+    request: GenerationFields,
+    card: ModelCard,
+    extras: Extras,
+    stops: list[int],
+    *,
+    best: bool,
 ) -> SamplingParams:
-    """`params` with what else `request` says of how its tokens are chosen. `stops`: tokens that end the text. Raises
-    `InvalidParameter`."""
+    """`params` with what else `request` says of how its tokens are chosen. `stops`: tokens that end the text; `best`:
+    as of `notes_of`. Raises `InvalidParameter`."""
     allowed = request.allowed_token_ids or []
     if allowed:
         check_token_ids("allowed_token_ids", allowed, card.vocab_size)
@@ -188,7 +195,7 @@ def with_chosen(
     changes: dict[str, Any] = {}
     if min_tokens or allowed or extras.bad_words:
         changes |= {"min_tokens": min_tokens, "allowed_token_ids": allowed, "bad_words": extras.bad_words}
-    if candidates(request) > (request.n or 1):
+    if best:
         changes["logprobs"] = max(0, params.logprobs)
     return msgspec.structs.replace(params, **changes) if changes else params
 

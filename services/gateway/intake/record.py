@@ -154,10 +154,11 @@ def record_of(
     )
     stops = rules.stop_strings(request)
     count = extra_fields.candidates(request)
+    best = count > (request.n or 1)
     fitting = [_fitting(prompt, request, card, parts, capped=capped) for prompt in prompts]
     if grammar is not None:
         extra_fields.check_beside_grammar(request)
-    chosen = extra_fields.with_chosen(params, request, card, extras, stop_token_ids)
+    chosen = extra_fields.with_chosen(params, request, card, extras, stop_token_ids, best=best)
     requests = [
         msgspec.structs.replace(
             first,
@@ -194,7 +195,7 @@ def record_of(
         adapter=context.adapter_name,
         capped=capped and requests[0].max_tokens < _asked(request),
         return_progress=context.return_progress or bool(request.return_progress),
-        **extra_fields.notes_of(request, card, endpoint, lane),
+        **extra_fields.notes_of(request, card, endpoint, lane, best=best),
     )
 
 

@@ -157,15 +157,14 @@ def conversation_key(messages: Sequence[Message]) -> str:
     The first system message and the first user message stay the same from turn to turn. `developer` is OpenAI's new
     name of `system`.
     """
-    system: str | None = None
-    user: str | None = None
+    system = user = None
     for message in messages:
         if system is None and message.role in ("system", "developer"):
             system = text_of(message)
         elif user is None and message.role == "user":
             user = text_of(message)
-    begin = "".join([f"{len(text)}:{text}" for text in (system or "", user or "")])
-    return f"auto-{_digest(begin)}"
+    system, user = system or "", user or ""
+    return f"auto-{_digest(f'{len(system)}:{system}{len(user)}:{user}')}"
 
 
 def session_of(tenant: str, name: str, adapter: str = "") -> str:

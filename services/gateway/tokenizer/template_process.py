@@ -144,7 +144,7 @@ class TemplateProcess:
             raise InvalidParameter(reply.problem, param=reply.param, reason=reply.reason)
         return reply
 
-    async def _ask(self, job: bytes) -> _Reply:
+    def _ask(self, job: bytes) -> "asyncio.Future[_Reply]":
         if self._waiting and self._bytes + len(job) > limits.TEMPLATES_WAITING.value:
             raise QueueFull(
                 f"{self._bytes:,} bytes of conversations wait for this model's chat template; try again in a moment "
@@ -156,7 +156,7 @@ class TemplateProcess:
         self._bytes += len(job)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
-        return await future
+        return future
 
     async def _work(self) -> None:
         while self._waiting:
