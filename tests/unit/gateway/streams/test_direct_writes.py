@@ -174,6 +174,9 @@ def test_what_a_client_has_is_not_written_again() -> None:
         letters(answer, letter)
         settle()
     assert (said(connection), connection.turns, connection.written) == ("de", 1, 2)
+    letters(answer, "f", "length")
+    settle()
+    assert said(connection) == "def"
 
 
 def test_an_error_comes_behind_the_tokens_before_it() -> None:
