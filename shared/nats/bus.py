@@ -4,11 +4,12 @@ nats-py reconnects by itself and drops messages when a subscription falls behind
 owner of a subscription that something may be missing (slow consumer or a reconnection), so that it
 can read the journal.
 
-nats-py's own `JetStreamContext.publish` makes an inbox name of random bytes, a time-out task and three dictionaries
-per message: a noticeable part of a gateway's CPU time. `StoredPublisher` has one subscription for all acknowledgements:
+nats-py's own `Client.request` makes an inbox name of random bytes and a second future, its `JetStreamContext.publish` a
+time-out task and three dictionaries too: a noticeable part of a gateway's and a scheduler's CPU time. `Asker` has one
+subscription for all answers, and `StoredPublisher` takes acknowledgements out of them:
 
-    publish ── subject, reply: <inbox>.<number> ──▶ stream
-    <inbox>.* ◀── {"stream": ..., "seq": ...} ──── stored
+    ask ── subject, reply: <inbox>.<number> ──▶ service, or stream
+    <inbox>.* ◀── answer, or {"stream": ..., "seq": ...} ────
 """
 
 import asyncio
@@ -53,62 +54,76 @@ class _Ack(msgspec.Struct, frozen=True):
     error: dict[str, str | int] | None = None
 
 
-class StoredPublisher:
-    """Publishes on one connection. Each message is waited for by itself; any number may be under way."""
+class Asker:
+    """Asks on one connection. Each answer is waited for by itself; any number may be under way."""
 
     def __init__(self, client: Client) -> None:
         """Made by `open`."""
         self._client = client
-        self._decoder = msgspec.json.Decoder(_Ack)
         self._inbox = client.new_inbox()
-        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._number = 0
 
     @classmethod
-    async def open(cls, client: Client) -> "StoredPublisher":
+    async def open(cls, client: Client) -> "Asker":
         """On a connection that stands: nats-py renews the subscription with it. Raises `nats.errors.Error`."""
-        publisher = cls(client)
-        await client.subscribe(f"{publisher._inbox}.*", cb=publisher._on_ack)
-        return publisher
+        asker = cls(client)
+        await client.subscribe(f"{asker._inbox}.*", cb=asker._on_answer)
+        return asker
+
+    async def ask(self, subject: str, payload: bytes, *, timeout: float) -> Msg:
+        """Returns the answer, or the server's status that there is nobody to give one (`is_nobody`). Raises
+        `nats.errors.Error`, `TimeoutError` among them."""
+        loop = asyncio.get_running_loop()
+        self._number += 1
+        reply = f"{self._inbox}.{self._number}"
+        answer: asyncio.Future[Msg] = loop.create_future()
+        self._waiting[reply] = answer
+        give_up = loop.call_later(timeout, _give_up, answer)
+        try:
+            await self._client.publish(subject, payload, reply=reply)
+            return await answer
+        finally:
+            give_up.cancel()
+            del self._waiting[reply]
+
+    def waiting(self) -> list["asyncio.Future[Msg]"]:
+        """For each answer that is due: what is done once it is here."""
+        return list(self._waiting.values())
+
+    async def _on_answer(self, message: Msg) -> None:
+        answer = self._waiting.get(message.subject)
+        if answer is not None and not answer.done():  # else it came too late
+            answer.set_result(message)
+
+
+def is_nobody(answer: Msg) -> bool:
+    """Whether it is the server's status "no responders"."""
+    return not answer.data and (answer.headers or {}).get("Status") == "503"
+
+
+class StoredPublisher:
+    """Publishes into streams."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._decoder = msgspec.json.Decoder(_Ack)
 
     async def publish(self, subject: str, payload: bytes, *, timeout: float) -> int:
         """Returns the message's number in its stream once it is stored there.
 
         Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
         """
-        loop = asyncio.get_running_loop()
-        self._number += 1
-        reply = f"{self._inbox}.{self._number}"
-        stored: asyncio.Future[int] = loop.create_future()
-        self._waiting[reply] = stored
-        give_up = loop.call_later(timeout, _give_up, stored)
+        answer = await self._asker.ask(subject, payload, timeout=timeout)
+        if not answer.data:  # the server's status "no responders": there is no such stream
+            raise NoStreamResponseError
         try:
-            await self._client.publish(subject, payload, reply=reply)
-            return await stored
-        finally:
-            give_up.cancel()
-            del self._waiting[reply]
-
-    def waiting(self) -> list["asyncio.Future[int]"]:
-        """For each message that is on its way: what is done once it is stored."""
-        return list(self._waiting.values())
-
-    async def _on_ack(self, message: Msg) -> None:
-        stored = self._waiting.get(message.subject)
-        if stored is None or stored.done():
-            return  # it came too late
-        if not message.data:  # the server's status "no responders": there is no such stream
-            stored.set_exception(NoStreamResponseError())
-            return
-        try:
-            ack = self._decoder.decode(message.data)
+            ack = self._decoder.decode(answer.data)
         except msgspec.DecodeError as error:
-            stored.set_exception(nats.errors.Error(f"the broker's answer cannot be read: {error}"))
-            return
+            raise nats.errors.Error(f"the broker's answer cannot be read: {error}") from None
         if ack.error is not None:
-            stored.set_exception(_api_error(ack.error))
-        else:
-            stored.set_result(ack.seq)
+            raise _api_error(ack.error)
+        return ack.seq
 
 
 def _api_error(error: dict[str, str | int]) -> Exception:
@@ -119,9 +134,9 @@ def _api_error(error: dict[str, str | int]) -> Exception:
     return nats.errors.Error(f"the broker refused the message: {error}")
 
 
-def _give_up(stored: asyncio.Future[int]) -> None:
-    if not stored.done():
-        stored.set_exception(nats.errors.TimeoutError())
+def _give_up(answer: asyncio.Future[Msg]) -> None:
+    if not answer.done():
+        answer.set_exception(nats.errors.TimeoutError())
 
 
 T = TypeVar("T")
@@ -206,6 +221,7 @@ class Bus:
         self._refused = asyncio.Event()
         self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
+        self._asker: Asker | None = None
         self._stored: StoredPublisher | None = None
         self._unanswered: list[asyncio.Future[Any]] = []
         """What was waited for when the connection broke."""
@@ -224,7 +240,8 @@ class Bus:
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
                 await bus._connect(urls, name, tls)
-                bus._stored = await StoredPublisher.open(bus._client)
+                bus._asker = await Asker.open(bus._client)
+                bus._stored = StoredPublisher(bus._asker)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
@@ -360,14 +377,15 @@ class Bus:
         """Asks and waits for the answer. Raises `NobodyThere` at once when nobody has subscribed, `LinkLost` once
         the connection is back that broke meanwhile, and `BrokerUnavailable` when no answer comes in `timeout`
         seconds."""
+        assert self._asker is not None, "connect opens it"
         try:
-            answer = await self._client.request(subject, self._checked(message), timeout=timeout)
-        except nats.errors.NoRespondersError as error:
-            raise NobodyThere(f"Nobody listens on {subject}.") from error
+            answer = await self._asker.ask(subject, self._checked(message), timeout=timeout)
         except ConnectionBroke as error:
             raise LinkLost(f"The connection to NATS broke before an answer on {subject} came.") from error
         except (nats.errors.Error, TimeoutError) as error:
             raise BrokerUnavailable(f"Nobody answered on {subject} within {timeout:g} s.") from error
+        if is_nobody(answer):
+            raise NobodyThere(f"Nobody listens on {subject}.")
         return msgspec.msgpack.decode(answer.data, type=reply_type)
 
     async def subscribe(
@@ -518,7 +536,7 @@ class Bus:
         if not self._client.is_closed:
             log.warning("nats_disconnected")
         asked = self._client._resp_map.values()  # noqa: SLF001  # nats-py has no word for them
-        self._unanswered += [*asked, *(self._stored.waiting() if self._stored is not None else ())]
+        self._unanswered += [*asked, *(self._asker.waiting() if self._asker is not None else ())]
 
     async def _on_reconnected(self) -> None:
         log.info("nats_reconnected")

@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
-from shared.nats.bus import StoredPublisher
+from shared.nats.bus import Asker, StoredPublisher
 
 
 class Client:
@@ -31,11 +31,11 @@ class Client:
 
 
 async def stored(answer: bytes) -> int:
-    publisher = await StoredPublisher.open(Client(answer))  # type: ignore[arg-type]
+    asker = await Asker.open(Client(answer))  # type: ignore[arg-type]
     try:
-        return await publisher.publish("subject", b"", timeout=30)
+        return await StoredPublisher(asker).publish("subject", b"", timeout=30)
     finally:
-        assert publisher.waiting() == []
+        assert asker.waiting() == []
         await asyncio.sleep(0)
 
 
