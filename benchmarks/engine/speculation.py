@@ -39,6 +39,7 @@ from services.executor.core.settings import MOST_DRAFTS, MTP
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
+from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
@@ -70,6 +71,10 @@ class Run:
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
+    decoding: float = 0.0
+    """Of `seconds`, in steps that have computed no prompt, their rounds of drafts included."""
+    decoded: int = 0
+    """Tokens of these steps."""
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -82,6 +87,22 @@ class Run:
     def rate(self) -> float:
         """Output tokens per second, prefill included."""
         return self.tokens / self.seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """Output tokens per second of steps without prompts."""
+        return self.decoded / self.decoding if self.decoding else 0.0
+
+    def add(self, told: dict[str, list[int]], seconds: float) -> None:
+        """A step that took `seconds` has told these tokens of each request; each prompt fits into one."""
+        first = False
+        for name, tokens in told.items():
+            first = first or not self.texts[name]
+            self.texts[name] += tokens
+        if not first:
+            self.decoding += seconds
+            self.decoded += sum(map(len, told.values()))
+        self.steps += 1
 
 
 class Loads:
@@ -156,6 +177,7 @@ def with_draft(
     model: Path, draft: str, dtype: str, threads: int
 ) -> Iterator[tuple[Execute, EngineSpec, Draft]]:
     """As `make_execute`, of an engine with a draft model."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from services.executor.core.settings import ExecutorSettings
     from services.executor.ipc.board import RingBoard
@@ -204,18 +226,19 @@ def run(
     result = Run({request.generation_id: [] for request in requests})
     began = time.perf_counter()
     while batcher.has_work:
+        round_began = time.perf_counter()
         if draft is not None and (planned := batcher.plan_drafts(began)) is not None:
-            round_began = time.perf_counter()
+            draft_began = time.perf_counter()
             drafted = draft(planned[0], [row.sampling for row in planned[1]])
-            batcher.take_drafts(drafted, time.perf_counter() - round_began)
+            batcher.take_drafts(drafted, time.perf_counter() - draft_began)
         scheduled = batcher.schedule(began)
         assert scheduled is not None
         plan, rows = scheduled
         step_began = time.perf_counter()
         sampled = execute(plan, [row.sampling for row in rows])
-        for entry in batcher.update(sampled, time.perf_counter() - step_began).get("c", []):
-            result.texts[entry.generation_id] += entry.tokens
-        result.steps += 1
+        entries = batcher.update(sampled, time.perf_counter() - step_began).get("c", [])
+        told = {entry.generation_id: list(entry.tokens) for entry in entries}
+        result.add(told, time.perf_counter() - round_began)
     result.seconds = time.perf_counter() - began
     result.drafted, result.accepted = batcher.drafter.drafted, batcher.drafter.accepted
     return result
@@ -249,6 +272,8 @@ def rows_of(load: str, places: int, found: dict[str, Run]) -> list[list[str]]:
             kind,
             f"{one.rate:.1f}",
             f"{one.rate / plain.rate:.2f}x",
+            f"{one.decode_rate:.1f}",
+            f"{one.decode_rate / plain.decode_rate:.2f}x" if plain.decode_rate else "-",
             f"{one.drafted / one.steps:.1f}",
             f"{one.accepted / one.drafted:.0%}" if one.drafted else "-",
             f"{sum(plain.texts[name] == text for name, text in one.texts.items())}/{len(one.texts)}",
@@ -274,7 +299,9 @@ def main(
 ) -> None:
     """Tokens per second by kind of speculation."""
     source = Loads(model, output)
-    table = Table("load", "at once", "kind", "tok/s", "gain", "drafts/step", "accepted", "same text")
+    table = Table(
+        "load", "at once", "kind", "tok/s", "gain", "decoding", "gain", "drafts/step", "accepted", "same text"
+    )
     peer: dict[str, float] = {}
     if llama_cpp is not None and draft not in ("", MTP):
         peer = LlamaCpp(llama_cpp, Path(draft)).speculation(model, Path(draft), _PROMPT, output, threads)
@@ -290,7 +317,7 @@ def main(
                 for row in rows_of(load, places, measure(engine, requests, places, rounds, drafts)):
                     table.add_row(*row)
     for kind, rate in peer.items():
-        table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "")
+        table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "", "", "")
     Console().print(table)
 
 

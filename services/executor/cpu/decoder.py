@@ -35,6 +35,7 @@ from services.executor.native.library import (
     Span,
     Step,
 )
+from services.executor.sampling.candidates import largest_of
 from shared.errors import ConfigurationError, RingLost
 
 _INT = 4
@@ -185,6 +186,8 @@ class NativeDecoder:
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = logits.shape
+        if rows == 1:  # one thread has all of it
+            return largest_of(logits)
         values, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         self._library.rz_decoder_largest(
             self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()

@@ -21,7 +21,8 @@ all kept, in both steps, so the outcome does not depend on how many ranks there 
 Of equal logits the smaller token comes first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,9 @@ MOST_CANDIDATES = 1024
 """Rows whose top-k is wider are gathered whole."""
 _MARGIN = 16
 """More than asked for are looked at, to see the ties at the end; a whole scan only where these are not enough."""
+
+_FEW_ROWS = 8
+"""A row of 49,152 logits is worth a tenth of a millisecond of one thread."""
 
 WANT = np.dtype([("count", "<i4"), ("temperature", "<f4"), ("margin", "<f4")])
 """What a row needs: its `count` largest logits, negative where the log-sum-exp of all is needed too. With
@@ -115,6 +119,21 @@ def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
     for row in (~(values > 0)).nonzero()[:, 0].tolist():
         tokens[row] = logits[row].float().argmax()
     return values, tokens
+
+
+@contextmanager
+def threads_for(rows: int) -> Iterator[None]:
+    """Has PyTorch compute so many rows of a vocabulary with one thread where they are few: to wake others takes longer
+    than the work, and they are in the way of the model's on the same cores."""
+    threads = torch.get_num_threads()
+    if rows > _FEW_ROWS or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def collect(

@@ -26,7 +26,15 @@ from torch import Tensor
 from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import Mask, SamplingState
-from services.executor.sampling.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
+from services.executor.sampling.candidates import (
+    MOST_CANDIDATES,
+    WANT,
+    RowLogits,
+    RowTable,
+    Wants,
+    collect,
+    threads_for,
+)
 from services.executor.structured_output import masks_of
 from shared.errors import InternalError
 from shared.messages import TokenLogprobs
@@ -135,9 +143,10 @@ class Sampler:
         masks = masks_of(states)
         tokens: list[int] = logits.tokens.tolist()
         logprobs: dict[int, TokenLogprobs] = {}
-        for table in logits.tables:
-            _sample_table(table, states, masks, tokens)
-            logprobs |= _logprobs(table, logits.log_sums, tokens, states)
+        with threads_for(rows):
+            for table in logits.tables:
+                _sample_table(table, states, masks, tokens)
+                logprobs |= _logprobs(table, logits.log_sums, tokens, states)
         return [SampledToken(token, logprobs.get(row)) for row, token in enumerate(tokens)]
 
 

@@ -38,6 +38,7 @@ from services.executor.sampling.candidates import (
     largest_of,
     only_largest,
     score,
+    threads_for,
 )
 from shared.errors import ModelLoadError
 
@@ -322,7 +323,8 @@ class ModelRunner:
         if not plan.sample_rows:
             return self._no_logits() if self._is_leader else None
         if plan.candidates:
-            return collect(local, wants, self._collectives, self._widths, self._search, self._left_out)
+            with threads_for(len(wants)):
+                return collect(local, wants, self._collectives, self._widths, self._search, self._left_out)
         parts = self._collectives.gather_to_leader(local, self._widths)
         if parts is None:
             return None

@@ -272,10 +272,11 @@ def test_finds_the_largest_logit(tmp_path: Path, width: int) -> None:
     logits[3, -1] = torch.nan
     logits[4, 0] = torch.inf
     logits[5, width // 2 :] = torch.nan
-    values, tokens = decoder.largest(logits)
     expected, at = largest_of(logits)
-    assert torch.equal(tokens, at)
-    assert torch.equal(values.nan_to_num(nan=99), expected.nan_to_num(nan=99))
+    for rows in (slice(None), *(slice(row, row + 1) for row in range(6))):
+        values, tokens = decoder.largest(logits[rows])
+        assert torch.equal(tokens, at[rows])
+        assert torch.equal(values.nan_to_num(nan=99), expected[rows].nan_to_num(nan=99))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from services.executor.collectives.base import Collectives
 from services.executor.core.engine import BadLogits, SampledToken
 from services.executor.core.sampling_state import SamplingState
-from services.executor.sampling.candidates import MOST_CANDIDATES, WANT, RowLogits, RowTable, Wants, collect
+from services.executor.sampling.candidates import (
+    MOST_CANDIDATES,
+    WANT,
+    RowLogits,
+    RowTable,
+    Wants,
+    collect,
+    threads_for,
+)
 from services.executor.sampling.sampler import Sampler, wants_of
 from shared.messages import SamplingParams
 from tests.unit.executor.model.ring import on_ring
@@ -205,3 +213,15 @@ def test_rows_without_a_positive_logit() -> None:
         logits[3, :7] = -0.0
         found = on_shards(logits, counts(1, 1, 1, 1), spans_of(2))
         assert found.tokens.tolist() == logits.float().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 1), (8, 1), (9, 2)])
+def test_few_rows_are_computed_by_one_thread(rows: int, expected: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads_for(rows):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
