@@ -153,14 +153,14 @@ class Intake:
         `endpoint`; `print_` is the fingerprint of the body, needed where there is one."""
 
         self._authenticator.check(context.principal)
-
-        async def make(context: Context) -> Run:
-            with tracing.stage("prepare"):
-                return await self._prepare_checked(request, await self._admitted(context))
-
         if context.key:
+            make = functools.partial(self._prepared_decoded, request)
             return await self._repeatable(endpoint, print_, context, make)
-        return await make(context)
+        return await self._prepared_decoded(request, context)
+
+    async def _prepared_decoded(self, request: Decoded, context: Context) -> Run:
+        with tracing.stage("prepare"):
+            return await self._prepare_checked(request, await self._admitted(context))
 
     async def tokenizer(self, model: str, tenant: str | None = None) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""

@@ -32,13 +32,21 @@ def test_more_work_is_a_larger_number() -> None:
     assert 1.9 * few < many <= 2 * few, "a generation's first token may cost more than its next ones"
 
 
+TRANSLATION = 40
+"""Calls at most that it takes to translate a request of another API into a chat."""
+OF_A_TOKEN = {("Anthropic's message", True): 1.7}
+"""What a token takes of a chat's calls, where that is more than a tenth more: Anthropic's events are numbered."""
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("api", sorted(counts.APIS))
-def test_an_answer_costs_as_much_through_every_api(api: str) -> None:
-    """A tenth more at most."""
-    for tokens, stream in ((1, True), (50, True), (50, False)):
-        counts.answered(tokens, stream=stream, api=api)  # what is made once and kept is made before
-        chat = counts.answered(tokens, stream=stream)
-        assert counts.answered(tokens, stream=stream, api=api) <= 1.1 * chat
+def test_an_answer_costs_as_much_through_every_api(api: str, *, stream: bool) -> None:
+    counts.answered(1, stream=stream, api=api)  # what is made once and kept is made before
+    (chat, many_of_chat), (first, many) = (
+        [counts.answered(tokens, stream=stream, api=one) for tokens in (1, 50)] for one in ("chat", api)
+    )
+    assert first <= chat + TRANSLATION
+    assert many - first <= OF_A_TOKEN.get((api, stream), 1.1) * (many_of_chat - chat)
 
 
 def test_only_functions_of_this_repository_count() -> None:
