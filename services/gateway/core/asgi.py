@@ -228,9 +228,10 @@ class EventStream:
         connection, chunk = self._connection, chunks[0]
         if connection is None:
             return False
-        if len(chunks) > 1 or not chunk.position or chunk.event or chunk.comment:
+        if len(chunks) > 1 or not chunk.position or chunk.comment:
             return connection.write(self.body(chunks))
-        return connection.write(b"data: %b\nid: %b\n\n" % (chunk.data, chunk.position))  # nearly always
+        kind = b"event: %b\n" % chunk.event if chunk.event else b""
+        return connection.write(b"%bdata: %b\nid: %b\n\n" % (kind, chunk.data, chunk.position))
 
     def body(self, chunks: Sequence[Chunk]) -> bytes:
         """`chunks` as they are written: the position is the event's id, and of one with a comment that alone is

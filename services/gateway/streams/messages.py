@@ -20,7 +20,9 @@ from services.gateway.streams.formats import Usage
 from services.gateway.streams.numbered_run import NumberedRun
 from services.gateway.streams.output import Piece, StopReason, arguments_of
 from services.gateway.streams.progress import PromptProgress
+from services.gateway.streams.run import Write
 from services.gateway.tokenizer.tokenizer import Tokenizer
+from shared.messages import TokenEntry
 from shared.messages.records import GenerationRecord
 
 _encode = msgspec.json.Encoder().encode
@@ -63,7 +65,8 @@ class MessageEvents:
         """Blocks that have ended."""
         self._block: dict[str, Any] = {}
         """The one that is being written, without its text; empty: there is none."""
-        self._kind = ""
+        self.kind = ""
+        """Its type."""
         self._template = b""
         self._texts: list[str] = []
         self.thinking_tokens = 0
@@ -81,11 +84,11 @@ class MessageEvents:
                 self._delta(call.arguments)
         if piece.reasoning:
             self.thinking_tokens = tokens
-            if self._kind != "thinking":
+            if self.kind != "thinking":
                 self._begin("thinking", {"thinking": "", "signature": ""})
             self._delta(piece.reasoning)
         if piece.text:
-            if self._kind != "text":
+            if self.kind != "text":
                 self._begin("text", {"text": ""})
             self._delta(piece.text)
         for call in piece.calls:
@@ -107,6 +110,12 @@ class MessageEvents:
         self._event("message_delta", delta=self._end, usage=usage_of(usage, self.thinking_tokens))
         self._event("message_stop")
 
+    def text(self, text: str) -> Chunk:
+        """More of the block that is being written: an event that nobody else takes."""
+        self._texts.append(text)
+        self.count += 1
+        return Chunk(self._template % _encode(text), b"%d" % (self.count - 1), b"content_block_delta")
+
     def message(self, usage: Usage) -> dict[str, Any]:
         """As far as it has come; one that goes on has no stop reason."""
         content = [*self._done, self._whole()] if self._block else self._done
@@ -119,7 +128,7 @@ class MessageEvents:
         """What was being written is done."""
         self._close()
         index = len(self._done)
-        self._kind, self._block = kind, {"type": kind, **fields}
+        self.kind, self._block = kind, {"type": kind, **fields}
         self._template = b'{"type":"content_block_delta","index":%d,"delta":' % index + _DELTAS[kind] + b"}"
         self._event("content_block_start", index=index, content_block=self._block)
         if not index:
@@ -127,26 +136,23 @@ class MessageEvents:
 
     def _delta(self, text: str) -> None:
         if text:
-            self._texts.append(text)
-            data = self._template % _encode(text)
-            self.new.append(Chunk(data, b"%d" % self.count, b"content_block_delta"))
-            self.count += 1
+            self.new.append(self.text(text))
 
     def _close(self) -> None:
         if not self._block:
             return
         index = len(self._done)
-        if self._kind == "thinking":
+        if self.kind == "thinking":
             signature = {"type": "signature_delta", "signature": ""}
             self._event("content_block_delta", index=index, delta=signature)
         self._event("content_block_stop", index=index)
         self._done.append(self._whole())
-        self._block, self._kind, self._texts = {}, "", []
+        self._block, self.kind, self._texts = {}, "", []
 
     def _whole(self) -> dict[str, Any]:
-        if self._kind == "tool_use":
+        if self.kind == "tool_use":
             return self._block | {"input": arguments_of("".join(self._texts)) or {}}
-        return self._block | {self._kind: "".join(self._texts)}
+        return self._block | {self.kind: "".join(self._texts)}
 
     def _event(self, kind: str, **fields: Any) -> None:
         self.new.append(Chunk(_encode({"type": kind, **fields}), b"%d" % self.count, kind.encode()))
@@ -157,6 +163,7 @@ class MessageRun(NumberedRun):
     """As `Run`; a position is the number of an event."""
 
     _events: MessageEvents
+    text_is_event = True
 
     def _begun_events(self, answer: Answer, tokenizer: Tokenizer) -> MessageEvents:
         return MessageEvents(answer.public_id, answer.record)
@@ -178,6 +185,23 @@ class MessageRun(NumberedRun):
             events.add(piece, output.tokens)
         if output.finish:
             events.finish(output.finish, output.stop_reason, self._usage())
+
+    def _write_text(self, write: Write) -> bool:
+        """As of any run, where a block of text has begun; of one token, for each is taken by itself."""
+        _, entry = self._news[0]
+        events = self._events
+        if events.kind != "text" or events.new or events.count <= self._known:
+            return False
+        if (
+            not isinstance(entry, TokenEntry)
+            or len(entry.tokens) != 1
+            or entry.tokens[0] in self._stop_token_ids
+        ):
+            return False
+        return super()._write_text(write)
+
+    def _text_chunk(self, text: str) -> Chunk:
+        return self._events.text(text)
 
     def _append(self, batch: list[Chunk], index: int) -> None:
         """The new events that the client does not have."""

@@ -29,6 +29,8 @@ class NumberedRun(Run):
     """As `Run`, of one choice."""
 
     ends_with_done = False
+    text_is_event: ClassVar[bool] = False
+    """Whether more text is one event and nothing else."""
     resumed_by: ClassVar[str] = "Last-Event-ID"
     """What of a request says which event its client has."""
     _events: Numbered
@@ -47,7 +49,8 @@ class NumberedRun(Run):
         """`after`: the number of the last event that the client has; None: it has none."""
         self._output = output_of(answer.record, answer.record.requests[0], tokenizer)
         super().__init__(answer, Format([self._output]), answers, metrics)  # it is shown as events
-        self._plain = False
+        self._plain = self._plain and self.text_is_event
+        self._begun = [True]  # events do so by themselves
         self._stop_token_ids = frozenset(answer.generations[0].request.stop_token_ids)
         self._known = -1 if after is None else after[0]
         self._events = self._begun_events(answer, tokenizer)

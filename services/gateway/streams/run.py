@@ -316,12 +316,16 @@ class Run:
         output.texts.clear()
         if text:
             self._shown[0] = output.tokens
-            chunks = [Chunk(self._shape.text(0, text), b"%d" % output.tokens)]
+            chunks = [self._text_chunk(text)]
             if write(chunks):
                 metrics.delivery.observe(time.perf_counter() - now)
             else:
                 self._unwritten = chunks
         return True
+
+    def _text_chunk(self, text: str) -> Chunk:
+        """More text of a plain choice."""
+        return Chunk(self._shape.text(0, text), b"%d" % self._outputs[0].tokens)
 
     def _write_news(self, write: Write) -> None:
         """Of any run."""
