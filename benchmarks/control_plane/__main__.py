@@ -29,13 +29,13 @@ from platformdirs import user_cache_path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.control_plane import floor
 from benchmarks.control_plane.bench import Bench, Report, running
 from benchmarks.control_plane.comparison import Checkout, Comparison
 from benchmarks.control_plane.comparison import show as show_comparison
 from benchmarks.control_plane.cpu_profile import Profile, profile
 from benchmarks.control_plane.cpu_profile import show as show_profile
-from benchmarks.control_plane.floor import Floor
+from benchmarks.control_plane.floor import streams as floor
+from benchmarks.control_plane.floor.streams import Floor
 from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import (
     Added,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.control_plane import floor
 from benchmarks.control_plane.bench import Bench
-from benchmarks.control_plane.floor import Floor, Server
-from benchmarks.control_plane.messages import AT_ONCE, BARE, OURS, Messages
+from benchmarks.control_plane.floor import streams as floor
+from benchmarks.control_plane.floor.messages import AT_ONCE, BARE, OURS, Messages
+from benchmarks.control_plane.floor.streams import Floor, Server
 from benchmarks.errors import BenchError
 
 

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.control_plane.bench import Bench, Report, running
+from benchmarks.control_plane.floor.messages import Cost, Messages
 from benchmarks.control_plane.load_client import Measured, built, http_request, median_run
-from benchmarks.control_plane.messages import Cost, Messages
 from benchmarks.control_plane.systems import HOST, body
 from benchmarks.errors import BenchError
 from benchmarks.peers.servers import free_port
@@ -72,7 +72,7 @@ class Server:
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
             preexec_fn=die_with_parent(),
         )
         assert self._process.stdout is not None
@@ -102,7 +102,9 @@ def servers(folder: Path, tokens: int) -> list[Server]:
     return [
         Server("C, one write", [str(program), "PORT", str(whole), "0"]),
         Server("C, a write for each event", [str(program), "PORT", str(whole), "1"]),
-        Server("uvicorn", [sys.executable, "-m", "benchmarks.control_plane.floor", "PORT", str(tokens)]),
+        Server(
+            "uvicorn", [sys.executable, "-m", "benchmarks.control_plane.floor.streams", "PORT", str(tokens)]
+        ),
     ]
 
 

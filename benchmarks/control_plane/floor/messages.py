@@ -142,9 +142,9 @@ def _receiver(settings: CommonSettings) -> "subprocess.Popen[bytes]":
         "RYZANSTEIN_NATS_PASSWORD": settings.nats_password.get_secret_value(),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.control_plane.messages"],
+        [sys.executable, "-m", "benchmarks.control_plane.floor.messages"],
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, **variables},
         preexec_fn=die_with_parent(),
     )
