@@ -12,7 +12,7 @@ generations, and nothing of them is made ahead.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
@@ -113,12 +113,20 @@ class Session(Generic[MessageT]):
     def count(self, turn: Turn[MessageT], error: Exception | None) -> None:
         """`turn` has ended: well, or with `error`."""
 
+    def write_messages(self, messages: Sequence[bytes]) -> bool:
+        """`send_message` of each, at once; False: they cannot be sent now, and none is."""
+        return False
+
     # --- for the transport -----------------------------------------------------------------------
 
     async def send(self, message: bytes) -> None:
         """One message at a time."""
         async with self._sending:
             await self.send_message(message)
+
+    def write(self, messages: Sequence[bytes]) -> bool:
+        """`send` of each, in no coroutine; False: they cannot be sent now, and none is."""
+        return not self._sending.locked() and self.write_messages(messages)
 
     def begin(self, name: str, message: MessageT) -> None:
         """Raises `InvalidParameter`, `QueueFull`."""

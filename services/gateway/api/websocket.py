@@ -35,7 +35,7 @@ Every message is one JSON object in a text frame (binary frames with the same co
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -43,7 +43,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from services.gateway.api.backend import Backend
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
-from services.gateway.core.asgi import header
+from services.gateway.core.asgi import Chunk, header, message_writer
 from services.gateway.core.errors import ClientGone, InvalidParameter, describe, status_of
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
@@ -128,6 +128,7 @@ class _Connection(Session[ClientMessage]):
         super().__init__(backend, context, settings)
         self._metrics = metrics
         self._socket = socket
+        self._write_messages = message_writer(socket.scope)
         self._handshake: TraceContext | None = handshake_context(socket.scope)
         """The trace that the handshake names."""
 
@@ -158,14 +159,26 @@ class _Connection(Session[ClientMessage]):
             await self.send_end(_id_in(text), error)
 
     async def show(self, turn: Turn[ClientMessage], run: Run) -> None:
-        head = b'{"type":"chunk","id":' + _encode(turn.name) + b',"position":'
-        async with contextlib.aclosing(run.chunks()) as chunks:
+        framed = self.framing(turn.name)
+
+        def messages(batch: Sequence[Chunk]) -> list[bytes]:
+            """Without comments: who wants to know has asked for chunks that tell it."""
+            return [framed(chunk) for chunk in batch if not chunk.comment]
+
+        async with contextlib.aclosing(run.chunks(lambda batch: self.write(messages(batch)))) as chunks:
             async for batch in chunks:
-                for chunk in batch:
-                    if chunk.comment:
-                        continue  # who wants to know has asked for chunks that tell it
-                    place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position or b"null"
-                    await self.send(head + place + b',"chunk":' + chunk.data + b"}")
+                for message in messages(batch):
+                    await self.send(message)
+
+    def framing(self, name: str) -> Callable[[Chunk], bytes]:
+        """What makes messages of the chunks of a generation."""
+        head = b'{"type":"chunk","id":' + _encode(name) + b',"position":'
+
+        def framed(chunk: Chunk) -> bytes:
+            place = b"[%b]" % chunk.position if b"," in chunk.position else chunk.position or b"null"
+            return b'%b%b,"chunk":%b}' % (head, place, chunk.data)
+
+        return framed
 
     async def prepare(self, message: ClientMessage) -> Run:
         position = message.position
@@ -223,6 +236,9 @@ class _Connection(Session[ClientMessage]):
             message |= {"refused": True} if isinstance(error, Refused) else {}
         await self.send(_encode(message))
 
+    def write_messages(self, messages: Sequence[bytes]) -> bool:
+        return self._write_messages is not None and self._write_messages(messages)
+
     async def send_message(self, message: bytes) -> None:
         """Waits for a client that reads slowly."""
         if self._socket.application_state is WebSocketState.DISCONNECTED:
@@ -260,13 +276,10 @@ class _ResponseConnection(_Connection):
         except (InvalidParameter, QueueFull) as error:
             await self.send_end(lane, error)
 
-    async def show(self, turn: Turn[ClientMessage], run: Run) -> None:
-        end = b',"stream_id":' + _encode(turn.name) + b"}" if turn.name else b"}"
-        async with contextlib.aclosing(run.chunks()) as chunks:
-            async for batch in chunks:
-                for chunk in batch:
-                    if not chunk.comment:  # OpenAI's events have no place for it
-                        await self.send(chunk.data[:-1] + end)
+    def framing(self, name: str) -> Callable[[Chunk], bytes]:
+        """OpenAI's events have no place for a position."""
+        end = b',"stream_id":' + _encode(name) + b"}" if name else b"}"
+        return lambda chunk: chunk.data[:-1] + end
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         """Its last event is the end of a response; any other error is told."""

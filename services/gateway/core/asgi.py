@@ -141,6 +141,18 @@ def connection_of(scope: Scope) -> Connection | None:
     return connection
 
 
+WEBSOCKET = "ryzanstein.websocket"
+"""Name of the ASGI extension of a WebSocket, a function that writes text messages at once, as `send` would behind those
+before them; False: it cannot now, and has written nothing."""
+WriteMessages = Callable[[Sequence[bytes]], bool]
+
+
+def message_writer(scope: Scope) -> WriteMessages | None:
+    """None: its server offers none."""
+    write: WriteMessages | None = scope.get("extensions", {}).get(WEBSOCKET)
+    return write
+
+
 class UntilGone:
     """Context manager: `gone` is called when the client goes meanwhile. The body has been read."""
 

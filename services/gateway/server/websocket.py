@@ -4,14 +4,20 @@
 - Pings are answered as long as the client reads (RFC 6455, 5.5.3 lets all but the last go unanswered).
 - What the application still sends to a connection that was closed for a fault finds the client gone, no error.
 - Text that is no UTF-8 closes the connection with 1007, without a stack trace of ours.
+
+Its scope has the extension `ryzanstein.websocket`: what streams bring is written without a task (`core/asgi.py`).
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 from websockets.frames import Frame
+from websockets.http11 import Request
 
+from services.gateway.core.asgi import WEBSOCKET
 from shared.limits import WEBSOCKET_MESSAGES
 
 INVALID_DATA, POLICY = 1007, 1008
@@ -21,6 +27,23 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._message = bytearray()
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.handshake_complete:  # else it was refused
+            cast("dict[str, object]", self.scope["extensions"])[WEBSOCKET] = self.write_texts
+
+    def write_texts(self, messages: Sequence[bytes]) -> bool:
+        """The extension: `send` of each, where that would not wait."""
+        if not self.writable.is_set() or self.disconnected or self.close_sent or not self.handshake_complete:
+            return False
+        try:
+            for message in messages:
+                self.conn.send_text(message)
+        except InvalidState:  # the client is closing
+            return False
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
 
     def handle_text(self, event: Frame) -> None:
         self.curr_msg_data_type = "text"

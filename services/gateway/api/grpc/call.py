@@ -114,6 +114,14 @@ class Call:
         if not fits or peer.paused:
             await self._until_writable()
 
+    def write(self, message: bytes) -> bool:
+        """`send`, where something was sent before and this would not wait; False: it would, and nothing is sent."""
+        if self._ended is not None or not self._begun or self._peer.paused or self._stream.pending:
+            return False
+        self._peer.connection.send(self._stream, b"", message)
+        self._peer.flush_soon()
+        return True
+
     async def wait(self, news: "asyncio.Future[None]") -> None:
         """Returns when `news` is done, or earlier. Raises what `end` was given."""
         if self._ended is None:

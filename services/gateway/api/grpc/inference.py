@@ -85,7 +85,7 @@ class Inference:
             run = await intake.prepare_decoded(endpoint, request, context, print_)
             with call.reading(run):
                 await run.begin()
-                await send_events(run, given.output, call.send)
+                await send_events(run, given.output, call.send, call.write)
 
     async def attach(self, call: Call) -> None:
         """Attach."""
@@ -99,7 +99,7 @@ class Inference:
                 tenant=call.principal.tenant,
             )
             with call.reading(run):
-                await send_events(run, given.output, call.send)
+                await send_events(run, given.output, call.send, call.write)
 
     async def cancel(self, call: Call) -> None:
         """Cancel."""

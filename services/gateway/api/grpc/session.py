@@ -10,7 +10,7 @@ take is not made, for each generation waits for its own message to be sent.
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -23,6 +23,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from services.gateway.api.grpc.requests import decode
 from services.gateway.api.grpc.status import status_message
 from services.gateway.api.session import Cancelled, Refused, Session, Turn, check_name
+from services.gateway.core.asgi import Chunk
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.headers import check_background, check_idempotency_key, check_session_id
@@ -84,14 +85,24 @@ def positions_of(given: pb.AttachRequest) -> list[int] | None:
     return cursor.parse(given.position, "position") if given.position else None
 
 
-async def send_events(run: Run, output: pb.OutputOptions, send: Callable[[bytes], Awaitable[None]]) -> None:
-    """The answer that `run` reads, as its client wants it. Raises what ended it."""
+async def send_events(
+    run: Run,
+    output: pb.OutputOptions,
+    send: Callable[[bytes], Awaitable[None]],
+    write: Callable[[bytes], bool],
+) -> None:
+    """The answer that `run` reads, as its client wants it; `write` sends at once where that is possible. Raises what
+    ended it."""
     if output.whole:
         message = await run.collect()
         await send(message + field(2, run.position.encode()))
         return
     head = id_field(run.answer)
-    async with contextlib.aclosing(run.chunks()) as chunks:
+
+    def write_chunks(batch: Sequence[Chunk]) -> bool:
+        return not head and write(event(b"", batch))
+
+    async with contextlib.aclosing(run.chunks(write_chunks)) as chunks:
         async for batch in chunks:
             if shown := [chunk for chunk in batch if not chunk.comment]:
                 await send(event(head, shown))
@@ -158,7 +169,10 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         async def send(event: bytes) -> None:
             await self.send(head + field(2, event))
 
-        await send_events(run, _output(turn.message), send)
+        def write(event: bytes) -> bool:
+            return self.write([head + field(2, event)])
+
+        await send_events(run, _output(turn.message), send, write)
 
     def _context_of(self, message: pb.ChatSessionRequest) -> Context:
         """The stream's, with what the message says of its own generation. Raises `InvalidParameter`."""
@@ -181,6 +195,10 @@ class ChatSession(Session[pb.ChatSessionRequest]):
             shown = field(4, status_message(error, self._context.request_id).SerializeToString())
             shown += REFUSED if isinstance(error, Refused) else b""
         await self.send(field(1, (name or "").encode()) + shown)
+
+    def write_messages(self, messages: Sequence[bytes]) -> bool:
+        [message] = messages
+        return self._call.write(message)
 
     async def send_message(self, message: bytes) -> None:
         await self._call.send(message)

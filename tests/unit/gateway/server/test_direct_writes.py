@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+from websockets.asyncio.client import connect
 
-from services.gateway.core.asgi import UntilGone, connection_of, read_body
+from services.gateway.core.asgi import UntilGone, connection_of, message_writer, read_body
 from services.gateway.server.connections import Door, Limits
 from services.gateway.server.http1 import guarded_http
+from services.gateway.server.websocket import GuardedWebSocket
 from shared.service.endpoints import Receive, Scope, Send
 from shared.service.http_server import HttpServer
 from shared.service.listener import bind
@@ -47,7 +49,12 @@ async def serve(inner: App, client: Callable[[str], Awaitable[None]]) -> None:
             raise
 
     door = Door(8)
-    options = {"http": guarded_http(Limits(10.0, 1 << 16), door), "admission": door.admission("http")}
+    options = {
+        "http": guarded_http(Limits(10.0, 1 << 16), door),
+        "admission": door.admission("http"),
+        "ws": GuardedWebSocket,
+        "ws_per_message_deflate": False,
+    }
     server = HttpServer(app, bind("127.0.0.1", 0), **options)
     await server.start()
     try:
@@ -151,6 +158,76 @@ async def test_nothing_is_written_to_a_client_that_has_gone() -> None:
         await gone.wait()
 
     await ask(answer, client)
+
+
+async def test_messages_of_a_websocket_come_in_their_order() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        write = message_writer(scope)
+        assert write is not None
+        assert not write([b"too early"]), "it is not accepted yet"
+        await accept(receive, send)
+        assert write([b"a", b"b"])
+        await send({"type": "websocket.send", "text": "c"})
+        assert write([b"d"])
+        await send({"type": "websocket.close"})
+        assert not write([b"too late"])
+
+    async def client(address: str) -> None:
+        async with connect(f"ws://{address}/") as socket:
+            assert [message async for message in socket] == ["a", "b", "c", "d"]
+
+    await serve(app, client)
+
+
+async def accept(receive: Receive, send: Send) -> None:
+    assert (await receive())["type"] == "websocket.connect"
+    await send({"type": "websocket.accept"})
+
+
+async def test_a_websocket_that_is_not_read_is_written_a_bounded_part() -> None:
+    full = asyncio.Event()
+    written = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal written
+        write = message_writer(scope)
+        assert write is not None
+        await accept(receive, send)
+        while write([PART, PART]):
+            written += 2
+            assert written < 20_000
+            await asyncio.sleep(0)
+        full.set()
+        await send({"type": "websocket.send", "text": "waits"})
+        assert write([b"again"])
+        await send({"type": "websocket.close"})
+
+    async def client(address: str) -> None:
+        async with connect(f"ws://{address}/", max_queue=1) as socket:
+            await full.wait()
+            messages = [message async for message in socket]
+        assert messages == [PART.decode()] * written + ["waits", "again"]
+
+    await serve(app, client)
+
+
+async def test_nothing_is_written_to_a_websocket_whose_client_has_gone() -> None:
+    gone = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        write = message_writer(scope)
+        assert write is not None
+        await accept(receive, send)
+        assert (await receive())["type"] == "websocket.disconnect"
+        assert not write([b"a"])
+        gone.set()
+
+    async def client(address: str) -> None:
+        async with connect(f"ws://{address}/"):
+            pass
+        await gone.wait()
+
+    await serve(app, client)
 
 
 @pytest.mark.parametrize("length", [0, 200_000], ids=["no body", "a body that pauses reading"])

@@ -229,6 +229,30 @@ async def test_what_waits_for_open_calls_is_bounded_too(service: Service) -> Non
     assert all(call.finished for call in service.done)
 
 
+async def test_messages_are_written_at_once_while_the_client_has_room(service: Service) -> None:
+    server = service.server(bind("127.0.0.1", 0), OPTIONS)
+    peer, transport = connected(server)
+    written = 0
+
+    async def stream(call: Call) -> None:
+        nonlocal written
+        assert not call.write(b"headers are sent first")
+        await call.send(b"first")
+        while call.write(b"y" * 1_000):
+            written += 1
+        assert call.alive
+
+    server.methods = {METHOD: Method(stream, public=True)}
+    peer.data_received(http2_frame(http2.HEADERS, 4, 1, head(METHOD)))
+    peer.data_received(http2_frame(http2.DATA, 1, 1, framed(b"")))
+    await settled()
+    assert written == 66, "the window of 65,535 bytes, and one message that waits"
+    sent = bytes(transport.written)
+    assert sent.count(b"y") + sent.count(b"x") >= 65_000
+    assert sent.index(b"first") < sent.index(b"yyy")
+    await server.stop(grace=0.1)
+
+
 async def test_a_slow_reader_is_no_stuck_one(server: GrpcServer) -> None:
     peer, transport = connected(server)
     peer.data_received(calls(400))
