@@ -76,12 +76,12 @@ async def test_a_request_that_a_broken_connection_has_lost_is_handed_in_again(
     remote: RunningGateway, link: Forwarder, ring: FakeRing
 ) -> None:
     """Its client is not told to come again, and does not wait until the broker's time is up."""
-    stored = remote.service.bus._stored
-    assert stored is not None
+    asker = remote.service.bus._asker
+    assert asker is not None
     link.cut()
     async with remote.http() as http:
         asked = asyncio.create_task(http.post(CHAT, json=body(stream=False)))
-        await until(stored.waiting)
+        await until(asker.waiting)
         link.sever()
         await until(lambda: not remote.service.bus.connected)
         link.heal()
