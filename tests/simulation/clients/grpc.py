@@ -15,7 +15,7 @@ from tests.simulation.clients.ask import Refused
 from tests.simulation.clients.client import BACKGROUND
 from tests.simulation.clients.history import Request
 from tests.simulation.clients.sessions import Session
-from tests.simulation.core.asgi import MORE, Event
+from tests.simulation.core.asgi import MORE, Event, Write
 
 _FINISH = {1: "stop", 2: "length", 3: "tool_calls", 4: "function_call"}
 _AGAIN = (4, 8, 14)
@@ -77,9 +77,9 @@ class GrpcClient(Session):
 class _Call:
     """What a method of gRPC's server is given, as far as a session uses it."""
 
-    def __init__(self, scope: Event, receive: Any, send: Any) -> None:
+    def __init__(self, scope: Event, receive: Any, send: Any, write: Write) -> None:
         self._metadata = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self._receive, self._send = receive, send
+        self._receive, self._send, self._write = receive, send, write
         self.principal: Any = None
         self.request_id = "req-grpc"
         self.deadline: float | None = None
@@ -106,12 +106,15 @@ class _Call:
             raise self._ended
         await self._send({"type": "websocket.send", "bytes": message})
 
+    def write(self, message: bytes) -> bool:
+        return self._ended is None and self._write({"type": "websocket.send", "bytes": message})
 
-async def serve_grpc(app: Any, scope: Event, receive: Any, send: Any) -> None:
+
+async def serve_grpc(app: Any, scope: Event, receive: Any, send: Any, write: Write) -> None:
     """A ChatSession at the gateway whose application this is."""
     await receive()
     backend, settings = app._backend, app._socket._settings
-    call = _Call(scope, receive, send)
+    call = _Call(scope, receive, send, write)
     scheme, _, token = (call.metadata("authorization") or "").partition(" ")
     try:
         call.principal = backend.authenticator.authenticate(token if scheme.lower() == "bearer" else None)

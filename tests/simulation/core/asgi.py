@@ -6,23 +6,30 @@ resets and readers that are slow are the network's.
     Exchange ──scope, http.request, websocket.receive──▶ AsgiServer ──▶ app(scope, receive, send)
              ◀──http.response.*, websocket.send─────────
 
+It offers what the gateway's own server offers beside ASGI (`services/gateway/core/asgi.py`): bodies that have come
+are taken, and streams are written, by callbacks.
+
 It works on any event loop: tests drive real gateways with it over real sockets.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+
+from services.gateway.core.asgi import CONNECTION, WEBSOCKET
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Event = dict[str, Any]
 SETTLE = 0.1
 """Seconds for which requests are still read from connections without one, once there are no new connections."""
-MORE: dict[str, Callable[[App, Any, Any, Any], Awaitable[None]]] = {}
-"""Who serves scopes of further types than HTTP and WebSocket, in the terms of a WebSocket, beside an application."""
+Write = Callable[[Event], bool]
+MORE: dict[str, Callable[[App, Any, Any, Any, Write], Awaitable[None]]] = {}
+"""Who serves scopes of further types than HTTP and WebSocket, in the terms of a WebSocket, beside an application: from
+scope, receive, send, and what sends an event at once (False: it would wait)."""
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.decode
 
@@ -71,9 +78,21 @@ class _Frames(asyncio.Protocol):
         """Returns once the other side has room. What is written to a lost connection is lost."""
         if self.lost:
             return
+        self._put(event)
+        await self._room.wait()
+
+    def write_now(self, *events: Event) -> bool:
+        """`write` of each, where that would not wait; False: it would, or the connection is lost, and nothing is
+        written."""
+        if self.lost or not self._room.is_set():
+            return False
+        for event in events:
+            self._put(event)
+        return True
+
+    def _put(self, event: Event) -> None:
         data = _encode(event)
         self.transport.write(len(data).to_bytes(4) + data)
-        await self._room.wait()
 
 
 class _Served(_Frames):
@@ -84,7 +103,8 @@ class _Served(_Frames):
         self._server = server
         self.websocket = False
         self.task: asyncio.Task[None] | None = None
-        self._answered = False
+        self.begun = self.answered = False
+        self.gone: Callable[[], None] | None = None
         self.closing = 0
         """The code with which a WebSocket is closed from this side."""
 
@@ -96,6 +116,8 @@ class _Served(_Frames):
         super().connection_lost(exc)
         if self.task is None or self.task.done():
             self._server.connections.pop(self, None)
+        if self.gone is not None:
+            self.gone()
 
     def take(self, event: Event) -> None:
         if self.task is not None:
@@ -108,8 +130,11 @@ class _Served(_Frames):
         app = self._server.app
         try:
             if scope["type"] in MORE:
-                await MORE[scope["type"]](app, scope, self._receive, self._send)
+                await MORE[scope["type"]](app, scope, self._receive, self._send, self.write_now)
             else:
+                scope["extensions"] |= (
+                    {WEBSOCKET: self._write_texts} if self.websocket else {CONNECTION: _Connection(self)}
+                )
                 await app(scope, self._receive, self._send)
         finally:
             self._server.connections.pop(self, None)
@@ -117,7 +142,7 @@ class _Served(_Frames):
 
     async def _receive(self) -> Event:
         while not self.arrived:
-            if self.lost or self._answered or self.closing:
+            if self.lost or self.answered or self.closing:
                 if self.websocket:
                     return {"type": "websocket.disconnect", "code": self.closing or 1006}
                 return {"type": "http.disconnect"}
@@ -126,10 +151,17 @@ class _Served(_Frames):
         return self.arrived.popleft()
 
     async def _send(self, event: Any) -> None:
+        self.begun = True
         if event["type"] == "http.response.body" and not event.get("more_body", False):
-            self._answered = True
+            self.answered = True
             self.news.set()
         await self.write(dict(event))
+
+    def _write_texts(self, messages: Sequence[bytes]) -> bool:
+        """The extension `WEBSOCKET`."""
+        if self.closing:
+            return False
+        return self.write_now(*({"type": "websocket.send", "text": text.decode()} for text in messages))
 
     def close(self, code: int = 1012) -> None:
         """The server goes: a WebSocket is closed, an answer may end."""
@@ -138,6 +170,29 @@ class _Served(_Frames):
         elif self.websocket:
             self.closing = code
             self.news.set()
+
+
+class _Connection:
+    """The extension `CONNECTION`, of one answer."""
+
+    def __init__(self, served: _Served) -> None:
+        self._served = served
+
+    def body(self) -> bytes | None:
+        arrived = self._served.arrived
+        if not arrived or arrived[0].get("more_body", False):
+            return None
+        return bytes(arrived.popleft()["body"])
+
+    def write(self, part: bytes) -> bool:
+        served = self._served
+        event = {"type": "http.response.body", "body": part, "more_body": True}
+        return served.begun and not served.answered and served.write_now(event)
+
+    def watch(self, gone: Callable[[], None] | None) -> None:
+        self._served.gone = gone
+        if gone is not None and self._served.lost:
+            gone()
 
 
 def _scope(event: Event) -> Event:

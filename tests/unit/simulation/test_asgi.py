@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.gateway.core.asgi import CONNECTION
 from tests.simulation.core.asgi import AsgiServer, Exchange, Lost
 
 GET = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [(b"a", b"b")]}
@@ -54,6 +55,34 @@ async def test_the_application_hears_that_its_client_has_gone() -> None:
             pass
         async with asyncio.timeout(5):
             await heard.wait()
+
+
+async def test_parts_are_written_at_once_while_there_is_room_and_the_clients_going_is_told() -> None:
+    wrote: list[bool] = []
+    full, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        connection = scope["extensions"][CONNECTION]
+        wrote.append(connection.write(b"before the answer has begun"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        connection.watch(gone.set)
+        while not wrote[1:] or wrote[-1]:
+            wrote.append(connection.write(connection.body() or b"x" * 1_000_000))
+        full.set()
+        await gone.wait()
+        wrote.append(connection.write(b"to nobody"))
+
+    async with served(app) as server:
+        asked = {"type": "http.request", "body": b"hello", "more_body": False}
+        async with Exchange(server.address, GET, asked) as exchange:
+            assert (await exchange.receive())["status"] == 200
+            first = await exchange.receive()
+            exchange.hold()
+            await full.wait()
+    assert first["more_body"]
+    assert wrote[0] is False
+    assert wrote[1] is True
+    assert wrote[-2:] == [False, False]
 
 
 async def test_a_client_that_does_not_read_holds_its_application_up() -> None:
