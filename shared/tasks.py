@@ -97,7 +97,7 @@ class Backoff:
         return self._pause
 
 
-class Alive:
+class Watched:
     """Something that a `Watchdog` watches; its owner sets `seen` to the loop's time at each sign of life."""
 
     __slots__ = ("lost", "patience", "seen")
@@ -113,17 +113,17 @@ class Watchdog:
     looks when the first one could be lost, and at what has shown signs since, once more when that could be."""
 
     def __init__(self) -> None:
-        self._watched: set[Alive] = set()
+        self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, lost: Callable[[], object], patience: float) -> Alive:
+    def watch(self, lost: Callable[[], object], patience: float) -> Watched:
         """Calls `lost` once, `patience` seconds after the last sign, unless `forget` is called before."""
-        alive = Alive(lost, patience, asyncio.get_running_loop().time())
+        alive = Watched(lost, patience, asyncio.get_running_loop().time())
         self._watched.add(alive)
         self._arm()
         return alive
 
-    def forget(self, alive: Alive) -> None:
+    def forget(self, alive: Watched) -> None:
         """Safe to call twice, and after it is lost."""
         self._watched.discard(alive)
         if not self._watched and self._timer is not None:

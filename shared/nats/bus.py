@@ -5,10 +5,10 @@ owner of a subscription that something may be missing (slow consumer or a reconn
 can read the journal.
 
 nats-py's own `Client.request` makes an inbox name of random bytes and a second future, its `JetStreamContext.publish` a
-time-out task and three dictionaries too: a noticeable part of a gateway's and a scheduler's CPU time. `Asker` has one
-subscription for all answers, and `StoredPublisher` takes acknowledgements out of them:
+time-out task and three dictionaries too: a noticeable part of a gateway's and a scheduler's CPU time. `Requester` has
+one subscription for all answers, and `StoredPublisher` takes acknowledgements out of them:
 
-    ask ── subject, reply: <inbox>.<number> ──▶ service, or stream
+    request ── subject, reply: <inbox>.<number> ──▶ service, or stream
     <inbox>.* ◀── answer, or {"stream": ..., "seq": ...} ────
 """
 
@@ -54,8 +54,8 @@ class _Ack(msgspec.Struct, frozen=True):
     error: dict[str, str | int] | None = None
 
 
-class Asker:
-    """Asks on one connection. Each answer is waited for by itself; any number may be under way."""
+class Requester:
+    """Requests on one connection. Each answer is waited for by itself; any number may be under way."""
 
     def __init__(self, client: Client) -> None:
         """Made by `open`."""
@@ -65,14 +65,14 @@ class Asker:
         self._number = 0
 
     @classmethod
-    async def open(cls, client: Client) -> "Asker":
+    async def open(cls, client: Client) -> "Requester":
         """On a connection that stands: nats-py renews the subscription with it. Raises `nats.errors.Error`."""
-        asker = cls(client)
-        await client.subscribe(f"{asker._inbox}.*", cb=asker._on_answer)
-        return asker
+        requester = cls(client)
+        await client.subscribe(f"{requester._inbox}.*", cb=requester._on_answer)
+        return requester
 
-    async def ask(self, subject: str, payload: bytes, *, timeout: float) -> Msg:
-        """Returns the answer, or the server's status that there is nobody to give one (`is_nobody`). Raises
+    async def request(self, subject: str, payload: bytes, *, timeout: float) -> Msg:
+        """Returns the answer, or the server's status that there is nobody to give one (`no_responders`). Raises
         `nats.errors.Error`, `TimeoutError` among them."""
         loop = asyncio.get_running_loop()
         self._number += 1
@@ -97,7 +97,7 @@ class Asker:
             answer.set_result(message)
 
 
-def is_nobody(answer: Msg) -> bool:
+def no_responders(answer: Msg) -> bool:
     """Whether it is the server's status "no responders"."""
     return not answer.data and (answer.headers or {}).get("Status") == "503"
 
@@ -105,8 +105,8 @@ def is_nobody(answer: Msg) -> bool:
 class StoredPublisher:
     """Publishes into streams."""
 
-    def __init__(self, asker: Asker) -> None:
-        self._asker = asker
+    def __init__(self, requester: Requester) -> None:
+        self._requester = requester
         self._decoder = msgspec.json.Decoder(_Ack)
 
     async def publish(self, subject: str, payload: bytes, *, timeout: float) -> int:
@@ -114,7 +114,7 @@ class StoredPublisher:
 
         Raises what `JetStreamContext.publish` raises: `nats.errors.Error`, `TimeoutError` among them.
         """
-        answer = await self._asker.ask(subject, payload, timeout=timeout)
+        answer = await self._requester.request(subject, payload, timeout=timeout)
         if not answer.data:  # the server's status "no responders": there is no such stream
             raise NoStreamResponseError
         try:
@@ -221,7 +221,7 @@ class Bus:
         self._refused = asyncio.Event()
         self._refusal = ""
         self._repeats: dict[tuple[str, str], int] = {}
-        self._asker: Asker | None = None
+        self._requester: Requester | None = None
         self._stored: StoredPublisher | None = None
         self._unanswered: list[asyncio.Future[Any]] = []
         """What was waited for when the connection broke."""
@@ -240,8 +240,8 @@ class Bus:
         try:
             async with asyncio.timeout(settings.nats_connect_timeout):
                 await bus._connect(urls, name, tls)
-                bus._asker = await Asker.open(bus._client)
-                bus._stored = StoredPublisher(bus._asker)
+                bus._requester = await Requester.open(bus._client)
+                bus._stored = StoredPublisher(bus._requester)
         except TimeoutError:
             reason = f" ({bus._last_error})" if bus._last_error else ""
             raise BrokerUnavailable(
@@ -377,14 +377,14 @@ class Bus:
         """Asks and waits for the answer. Raises `NobodyThere` at once when nobody has subscribed, `LinkLost` once
         the connection is back that broke meanwhile, and `BrokerUnavailable` when no answer comes in `timeout`
         seconds."""
-        assert self._asker is not None, "connect opens it"
+        assert self._requester is not None, "connect opens it"
         try:
-            answer = await self._asker.ask(subject, self._checked(message), timeout=timeout)
+            answer = await self._requester.request(subject, self._checked(message), timeout=timeout)
         except ConnectionBroke as error:
             raise LinkLost(f"The connection to NATS broke before an answer on {subject} came.") from error
         except (nats.errors.Error, TimeoutError) as error:
             raise BrokerUnavailable(f"Nobody answered on {subject} within {timeout:g} s.") from error
-        if is_nobody(answer):
+        if no_responders(answer):
             raise NobodyThere(f"Nobody listens on {subject}.")
         return msgspec.msgpack.decode(answer.data, type=reply_type)
 
@@ -536,7 +536,7 @@ class Bus:
         if not self._client.is_closed:
             log.warning("nats_disconnected")
         asked = self._client._resp_map.values()  # noqa: SLF001  # nats-py has no word for them
-        self._unanswered += [*asked, *(self._asker.waiting() if self._asker is not None else ())]
+        self._unanswered += [*asked, *(self._requester.waiting() if self._requester is not None else ())]
 
     async def _on_reconnected(self) -> None:
         log.info("nats_reconnected")

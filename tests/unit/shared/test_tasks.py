@@ -5,7 +5,7 @@ import random
 
 from structlog.testing import capture_logs
 
-from shared.tasks import Alive, Backoff, TaskSet, Watchdog
+from shared.tasks import Backoff, TaskSet, Watchdog, Watched
 from tests.simulation.core.loop import SimulatedLoop
 from tests.simulation.core.processes import OUTSIDE
 
@@ -73,7 +73,7 @@ def test_what_shows_no_sign_of_life_is_told_once_its_time_is_up() -> None:
     async def main() -> None:
         begun, watchdog = loop.time(), Watchdog()
 
-        def watch(name: str, patience: float) -> Alive:
+        def watch(name: str, patience: float) -> Watched:
             return watchdog.watch(lambda: told.append((name, loop.time() - begun)), patience)
 
         living, _, forgotten = watch("living", 5.0), watch("silent", 8.0), watch("forgotten", 1.0)

@@ -154,9 +154,9 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
     """The leader is away for a moment; the queued request beside it is withdrawn all the same."""
     generations = generations_of(gateway)
     asked: list[str] = []
-    asker = gateway.service.bus._asker
-    assert asker is not None
-    real = asker.ask
+    requester = gateway.service.bus._requester
+    assert requester is not None
+    real = requester.request
 
     async def away_at_first(subject: str, *args: Any, **options: Any) -> Any:
         if subject == subjects.control("g1"):
@@ -165,7 +165,7 @@ async def test_cancellations_are_tried_again_when_the_connection_is_back(
                 subject = "nobody.is.there"
         return await real(subject, *args, **options)
 
-    monkeypatch.setattr(asker, "ask", away_at_first)
+    monkeypatch.setattr(requester, "request", away_at_first)
 
     async def start(fake: FakeRing, request: GenerationRequest) -> None:
         await fake.emit(request, 0, list(b"Hello"))

@@ -76,12 +76,12 @@ async def test_a_request_that_a_broken_connection_has_lost_is_handed_in_again(
     remote: RunningGateway, link: Forwarder, ring: FakeRing
 ) -> None:
     """Its client is not told to come again, and does not wait until the broker's time is up."""
-    asker = remote.service.bus._asker
-    assert asker is not None
+    requester = remote.service.bus._requester
+    assert requester is not None
     link.cut()
     async with remote.http() as http:
         asked = asyncio.create_task(http.post(CHAT, json=body(stream=False)))
-        await until(asker.waiting)
+        await until(requester.waiting)
         link.sever()
         await until(lambda: not remote.service.bus.connected)
         link.heal()

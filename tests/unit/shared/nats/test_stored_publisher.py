@@ -8,7 +8,7 @@ import pytest
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
-from shared.nats.bus import Asker, StoredPublisher
+from shared.nats.bus import Requester, StoredPublisher
 
 
 class Client:
@@ -31,11 +31,11 @@ class Client:
 
 
 async def stored(answer: bytes) -> int:
-    asker = await Asker.open(Client(answer))  # type: ignore[arg-type]
+    requester = await Requester.open(Client(answer))  # type: ignore[arg-type]
     try:
-        return await StoredPublisher(asker).publish("subject", b"", timeout=30)
+        return await StoredPublisher(requester).publish("subject", b"", timeout=30)
     finally:
-        assert asker.waiting() == []
+        assert requester.waiting() == []
         await asyncio.sleep(0)
 
 
