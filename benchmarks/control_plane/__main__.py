@@ -36,6 +36,7 @@ from benchmarks.control_plane.cpu_profile import Profile, profile
 from benchmarks.control_plane.cpu_profile import show as show_profile
 from benchmarks.control_plane.floor import streams as floor
 from benchmarks.control_plane.floor.streams import Floor
+from benchmarks.control_plane.floor.wake_ups import measure_wake_ups
 from benchmarks.control_plane.idle import Idle
 from benchmarks.control_plane.load_client import (
     Added,
@@ -187,6 +188,7 @@ async def run_floor(plan: Plan, folder: Path, report: Report) -> Floor:
         connections=plan.connections,
         streams=await floor.streams(bench, folder, plan.tokens, plan.rounds, report),
         messages=await floor.messages(folder, plan.rounds, report),
+        wake_ups=await measure_wake_ups(),
     )
 
 

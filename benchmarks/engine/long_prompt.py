@@ -2,6 +2,7 @@
 
 The engine and its batcher in this process, as the leader drives them, without HTTP and NATS. Some streams decode; their
 steps are timed alone, then while a prompt is computed beside them, sized by time (`--stretch`, `--gap`) and not.
+`--depths` tells instead what few prompt tokens add to a step of those streams, behind so many that are computed.
 """
 
 import os
@@ -16,13 +17,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine.steps import BLOCK, load_one_rank
 from benchmarks.inprocess import InProcess
 from benchmarks.serve.workloads import Workload
 from services.executor.core.settings import longest_stretch
+from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.kv_cache.store import KvStore
 from services.executor.scheduler.batcher import ContinuousBatcher
 
 QUIET_STEPS = 200
 """Steps of the streams alone; the first tenth is not counted."""
+STREAM_TOKENS = 200
+COUNTS = (1, 4, 8, 16)
+"""Prompt tokens in a step."""
+ROUNDS = 15
 
 
 class Gaps(msgspec.Struct, frozen=True):
@@ -81,6 +89,58 @@ class Streams(InProcess):
         return time.perf_counter() - began, ended
 
 
+# --- what prompt tokens add ----------------------------------------------------------------------
+
+
+def step_beside(store: KvStore, streams: int, count: int, depth: int) -> StepPlan:
+    """A decode of each stream, 200 tokens long, and `count` tokens of a prompt behind `depth` that are computed."""
+    contexts = [STREAM_TOKENS] * streams + ([depth + count] if count else [])
+    widths = [1] * streams + ([count] if count else [])
+    tables, slots, positions = list[int](), list[int](), list[int]()
+    hot, full = 0, store.num_hot
+    for context, width in zip(contexts, widths, strict=True):
+        sealed, blocks = (context - width) // BLOCK, -(-context // BLOCK)
+        table = [*range(full, full + sealed), *range(hot, hot + blocks - sealed)]
+        full, hot = full + sealed, hot + blocks - sealed
+        tables += table
+        positions += range(context - width, context)
+        slots += [table[at // BLOCK] * BLOCK + at % BLOCK for at in range(context - width, context)]
+    return StepPlan(
+        step=1,
+        num_decodes=streams,
+        token_ids=to_bytes([100] * sum(widths)),
+        positions=to_bytes(positions),
+        slots=to_bytes(slots),
+        query_lens=to_bytes(widths),
+        context_lens=to_bytes(contexts),
+        block_tables=to_bytes(tables),
+        sample_rows=to_bytes(list(range(streams))),
+    )
+
+
+def show_added(model: Path, streams: int, depths: list[int], threads: int, console: Console) -> None:
+    """CPU milliseconds of steps in turns, by depth and prompt tokens."""
+    most = -(-(max(depths) + max(COUNTS)) // BLOCK) + streams * (STREAM_TOKENS // BLOCK + 1)
+    runner, store = load_one_rank(model, "bf16", threads, most + BLOCK, "int8")
+    plans = {(0, 0): step_beside(store, streams, 0, 0)}
+    plans |= {
+        (depth, count): step_beside(store, streams, count, depth) for depth in depths for count in COUNTS
+    }
+    spent: dict[tuple[int, int], list[float]] = {key: [] for key in plans}
+    for _ in range(ROUNDS):
+        for key, plan in plans.items():
+            before = time.process_time()
+            runner.forward(plan)
+            spent[key].append((time.process_time() - before) * 1e3)
+    table = Table(
+        "CPU ms, behind so many tokens", "no prompt", *(f"{count} of its tokens" for count in COUNTS)
+    )
+    for depth in depths:
+        row = [spent[0, 0], *(spent[depth, count] for count in COUNTS)]
+        table.add_row(f"{depth:,}", *(f"{statistics.median(each):.1f}" for each in row))
+    console.print(table)
+
+
 def main(
     model: Annotated[
         Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
@@ -90,9 +150,15 @@ def main(
     stretch: Annotated[str, typer.Option(help="As the executor's --prefill-stretch.")] = "1.5",
     gap: Annotated[float, typer.Option(help="As the executor's --prefill-gap.", min=0)] = 0.02,
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    depths: Annotated[
+        str, typer.Option(help="Tell what prompt tokens add to a step behind so many, such as 1000,6000.")
+    ] = "",
 ) -> None:
     """Gaps of streams by themselves and beside a long prompt, shared by time and not."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if depths:
+        show_added(model, streams, [int(each) for each in depths.split(",")], threads, Console())
+        return
     table = Table(
         "prefill_stretch", "alone, ms p50", "p99", "beside, ms p50", "p99", "p99 / p99", "prompt tokens/s"
     )

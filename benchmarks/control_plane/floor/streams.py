@@ -3,7 +3,8 @@
     a stream of events   the same response from a server in C, and from uvicorn with an app of ten lines
     a message            the same bytes over bare nats-py and over `shared.nats`, which also encodes and checks them
 
-The servers take turns under the load client of the closed loop; of messages see `messages.py`.
+The servers take turns under the load client of the closed loop; of messages see `messages.py`, of what being woken
+costs `wake_ups.py`.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.control_plane.bench import Bench, Report, running
 from benchmarks.control_plane.floor.messages import Cost, Messages
+from benchmarks.control_plane.floor.wake_ups import WakeUps, lines
 from benchmarks.control_plane.load_client import Measured, built, http_request, median_run
 from benchmarks.control_plane.systems import HOST, body
 from benchmarks.errors import BenchError
@@ -119,6 +121,7 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
     streams: dict[str, list[Measured]]
     """By server, round by round."""
     messages: list[Cost]
+    wake_ups: WakeUps
 
     @property
     def clean(self) -> bool:
@@ -146,7 +149,7 @@ async def messages(folder: Path, rounds: int, report: Report) -> list[Cost]:
 
 
 def show(floor: Floor, console: Console) -> None:
-    """A table of streams, and one of messages."""
+    """A table of streams, one of messages, and wake-ups."""
     table = Table("server", "requests/s", "CPU us per request", "faults", title=floor.machine)
     for name, runs in floor.streams.items():
         cpu = statistics.median(run.cpu_ms["server"] for run in runs) * 1e3
@@ -159,6 +162,8 @@ def show(floor: Floor, console: Console) -> None:
         cells = (cost.sender_us, cost.receiver_us, cost.broker_us)
         table.add_row(cost.kind, cost.client, f"{cost.size:,}", *(f"{each:.1f}" for each in cells))
     console.print(table)
+    for line in lines(floor.wake_ups):
+        console.print(line)
 
 
 # --- the app under uvicorn -----------------------------------------------------------------------
