@@ -26,13 +26,12 @@ from collections.abc import Sequence as Seq
 import msgspec
 
 from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken, SpilledBlock
-from services.executor.core.prompt_results import WHOLE, Floats, Scores, Vector
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.prompt_results import Floats, Scores
+from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
 from services.executor.kv_cache.prefix_index import root_digest, salted_root
 from services.executor.kv_transfer.exchange import Exchange
 from services.executor.scheduler import admission, steps
-from services.executor.scheduler.adapter_slots import NO_SLOT
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.block_tables import BlockTables
 from services.executor.scheduler.drafting import Drafter
@@ -43,7 +42,7 @@ from services.executor.scheduler.overlap import (
     plan_ahead,
     step_ahead,
 )
-from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes
+from services.executor.scheduler.sequence import Ending, Sequence, SequenceState, StageTimes, vector_of
 from services.executor.scheduler.stats import Stages, load_of, view_of
 from services.executor.scheduler.step_planner import StepPlanner
 from services.executor.scheduler.steps import (
@@ -143,7 +142,7 @@ class ContinuousBatcher:
             return admission.refusal(request, error)
         self._arrivals += 1
         root = salted_root(self._root, request.cache_salt, request.adapter)
-        vector = self._vector(request)
+        vector = vector_of(request, self._spec)
         sequence = Sequence(request, self._arrivals, self._spec.block_size, root, vector)
         sequence.most_tokens = min(sequence.most_tokens, self._longest + 1)
         sequence.times = StageTimes(now)
@@ -274,7 +273,7 @@ class ContinuousBatcher:
         if states:
             plan = msgspec.structs.replace(plan, **states)
         if not self._planner.slots.empty:
-            plan = self._with_adapters(plan, [chunk.sequence for chunk in in_order(batch)])
+            plan = self._with_adapters(plan, (chunk.sequence for chunk in in_order(batch)))
         pools, scored, named = steps.parts_of(batch)
         plan = self._tables.exchange.extend(plan)
         if pools or scored or named:
@@ -338,22 +337,18 @@ class ContinuousBatcher:
         if states:
             plan = msgspec.structs.replace(plan, **states)
         if not self._planner.slots.empty:
-            plan = self._with_adapters(plan, [one.sequence for one in successors])
+            plan = self._with_adapters(plan, (one.sequence for one in successors))
         if self._planner.choosing:
             plan = steps.with_choices(plan, (one.sequence for one in successors))
         step = step_ahead(successors)
         self._steps.begin(step)
         return plan, list(step.rows)
 
-    def _with_adapters(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan:
-        """`plan`, of these sequences in this order, with the slots of their adapters, and what is read into slots."""
-        slots = [sequence.adapter_slot for sequence in sequences]
-        loads = [
-            (slot, self._directories[digest]) for slot, digest in self._planner.slots.take_loads().items()
-        ]
-        if not loads and max(slots, default=NO_SLOT) == NO_SLOT:
-            return plan
-        return msgspec.structs.replace(plan, adapters=to_bytes(slots), adapter_loads=loads)
+    def _with_adapters(self, plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:
+        loads = self._planner.slots.take_loads().items()
+        return steps.with_adapters(
+            plan, sequences, [(slot, self._directories[digest]) for slot, digest in loads]
+        )
 
     def update(
         self,
@@ -514,14 +509,6 @@ class ContinuousBatcher:
         if request.lane != "batch" and not request.prefill:
             ahead = sum(1 for sequence in waiting if not sequence.is_batch)
         return admission.queue_full(ahead) if ahead >= self._settings.max_waiting else None
-
-    def _vector(self, request: GenerationRequest) -> Vector | None:
-        """What a prompt that is to be embedded or classified gives; None: it is neither."""
-        spec = self._spec
-        pooling = WHOLE if spec.whole_prompts else spec.pooling
-        if request.classify:
-            return Vector(pooling, len(request.prompt), normalized=False, size=len(spec.labels))
-        return Vector(pooling, len(request.prompt), normalized=spec.normalized) if request.embed else None
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from enum import Enum
 
 import msgspec
 
-from services.executor.core.engine import SampledToken
-from services.executor.core.prompt_results import NamedScores, PromptScores, Vector
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.prompt_results import WHOLE, NamedScores, PromptScores, Vector
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.sparse_attention import Choice
 from services.executor.kv_cache.prefix_index import BlockChain, root_digest
@@ -79,6 +79,14 @@ def finish_reason(
         return "stop"
     total = len(request.prompt) + output_tokens
     return "length" if output_tokens >= request.max_tokens or total >= context_length else ""
+
+
+def vector_of(request: GenerationRequest, spec: EngineSpec) -> Vector | None:
+    """What a prompt that is to be embedded or classified gives; None: it is neither."""
+    pooling = WHOLE if spec.whole_prompts else spec.pooling
+    if request.classify:
+        return Vector(pooling, len(request.prompt), normalized=False, size=len(spec.labels))
+    return Vector(pooling, len(request.prompt), normalized=spec.normalized) if request.embed else None
 
 
 class Sequence:

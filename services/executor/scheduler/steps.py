@@ -35,6 +35,7 @@ from services.executor.core.prompt_results import Floats, PromptRows, Scores
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.block_pool import Copies
+from services.executor.scheduler.adapter_slots import NO_SLOT
 from services.executor.scheduler.sequence import Ending, Sequence
 from shared.messages import GenerationRequest, TokenEntry
 
@@ -346,6 +347,15 @@ def with_segments(plan: StepPlan, batch: Seq[Chunk]) -> StepPlan:
     """`plan` of `batch`, told where the second segments of its sequences begin."""
     begins = [chunk.sequence.request.second_segment for chunk in in_order(batch)]
     return msgspec.structs.replace(plan, second_segments=to_bytes(begins)) if any(begins) else plan
+
+
+def with_adapters(plan: StepPlan, sequences: Iterable[Sequence], loads: list[tuple[int, str]]) -> StepPlan:
+    """`plan`, of these sequences in this order, with the slots of their adapters, and the directories that are read
+    into slots first."""
+    slots = [sequence.adapter_slot for sequence in sequences]
+    if not loads and max(slots, default=NO_SLOT) == NO_SLOT:
+        return plan
+    return msgspec.structs.replace(plan, adapters=to_bytes(slots), adapter_loads=loads)
 
 
 def with_choices(plan: StepPlan, sequences: Iterable[Sequence]) -> StepPlan:

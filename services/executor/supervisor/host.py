@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from services.executor.core.settings import ExecutorSettings, served_name
 from services.executor.supervisor.group import GroupHost, GroupSupervisor
 from services.executor.supervisor.host_adapters import HostAdapters
+from services.executor.supervisor.host_load import HostLoad
 from services.executor.supervisor.host_memory import HostMemory, ModelSize, Placement
 from services.executor.supervisor.metrics import HostMetrics
 from services.executor.supervisor.model_files import (
@@ -33,11 +34,9 @@ from services.executor.supervisor.trainings.host_trainings import HostTrainings
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import (
     ConfigurationError,
-    InternalError,
     InvalidRequest,
     ModelDoesNotFit,
     RyzansteinError,
-    Unavailable,
 )
 from shared.messages import (
     GroupBeat,
@@ -97,40 +96,6 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     return settings
 
 
-class _Load:
-    """One group that the host was told to load, until it is gone."""
-
-    def __init__(self, group: str, spec: ModelSpec, settings: ExecutorSettings) -> None:
-        self.group = group
-        self.spec = spec
-        self.settings = settings
-        self.supervisor: GroupSupervisor | None = None
-        self.preparing: asyncio.Task[str] | None = None
-        """Fetches its files; cancelled where they are not wanted any more."""
-        self.stage = ("", 0, 0)
-        """What is done to the files before they are loaded, bytes done, bytes in all."""
-        self.memory = 0
-        self.unload: UnloadModel | None = None
-        """How it was told to end."""
-        self.remove = False
-        """Whether its files go with it."""
-
-    def cancel(self) -> None:
-        """Its files are not fetched any more."""
-        if self.preparing is not None:
-            self.preparing.cancel()
-
-    def told(self) -> HostModel | None:
-        """None: its group tells."""
-        if self.supervisor is None:
-            _, done, total = self.stage
-            return HostModel(self.spec.name, "downloading", done, total, memory=self.memory)
-        if self.supervisor.ready.is_set():
-            return None
-        done, total = self.supervisor.loading
-        return HostModel(self.spec.name, "loading", done, total, memory=self.memory)
-
-
 class ModelHost:
     """All groups of an executor, and its models."""
 
@@ -150,10 +115,10 @@ class ModelHost:
         """By name, in the order in which they have come."""
         self._own: GroupSupervisor | None = None
         self._own_weights = 0
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, HostLoad] = {}
         self._some_loads = asyncio.Event()
         """Whether there may be any."""
-        self._pulls: dict[str, _Load] = {}
+        self._pulls: dict[str, HostLoad] = {}
         """By model."""
         self._asleep: dict[str, ResidentFiles] = {}
         self._told: dict[str, HostModel] = {}
@@ -291,14 +256,14 @@ class ModelHost:
     async def _load(self, group: str, spec: ModelSpec) -> HostReply:
         known = self._loads.get(group)
         if known is not None:
-            reply = _same(known, spec)
+            reply = known.reply(spec)
             known.remove = False
             return reply
         if group in self.groups:
             raise InvalidRequest(f"The group {group} is the executor's own; name another one.")
         if len(self._loads) >= MOST_GROUPS:
             raise ModelDoesNotFit(f"The host has {MOST_GROUPS} groups already; unload one of them.")
-        load = _Load(group, spec, settings_of(self._settings, spec))
+        load = HostLoad(group, spec, settings_of(self._settings, spec))
         self._some_loads.set()
         self._loads[group] = load  # before anything is waited for: two that ask at once get one load
         try:
@@ -312,7 +277,7 @@ class ModelHost:
         self._tasks.spawn(self._live(load, placed), f"group {group}")
         return HostReply(ok=True, memory=load.memory)
 
-    async def _place_stored(self, load: _Load) -> Placement | None:
+    async def _place_stored(self, load: HostLoad) -> Placement | None:
         """Where the files are there: at once, so that who has asked knows whether there is room. Raises
         `ModelDoesNotFit`; what else is wrong is told by heartbeats."""
         model = StoredModel(load.settings)
@@ -339,7 +304,7 @@ class ModelHost:
 
     def _pull(self, spec: ModelSpec) -> HostReply:
         if spec.name not in self._pulls:
-            pull = _Load("", spec, settings_of(self._settings, spec))
+            pull = HostLoad("", spec, settings_of(self._settings, spec))
             self._pulls[spec.name] = pull
             self._tasks.spawn(self._fetch(pull), f"pull {spec.name}")
         return HostReply(ok=True)
@@ -382,7 +347,7 @@ class ModelHost:
 
     # --- loads -----------------------------------------------------------------------------------
 
-    async def _live(self, load: _Load, placed: Placement | None) -> None:
+    async def _live(self, load: HostLoad, placed: Placement | None) -> None:
         """The whole life of a group."""
         name, began = load.spec.name, time.monotonic()
         try:
@@ -405,7 +370,7 @@ class ModelHost:
                 await self._put_to_sleep(name, load.settings)
                 await self._beat()
 
-    async def _serve(self, load: _Load, placed: Placement, began: float) -> None:
+    async def _serve(self, load: HostLoad, placed: Placement, began: float) -> None:
         """From the first of its processes to the end of the last. Raises why it has failed."""
         self._wake(placed.woken)
         await self.trainings.make_way(placed.trainings)
@@ -438,7 +403,7 @@ class ModelHost:
                 running.cancel()
                 await asyncio.wait({running})
 
-    def _place(self, load: _Load, size: ModelSize) -> Placement:
+    def _place(self, load: HostLoad, size: ModelSize) -> Placement:
         """Raises `ModelDoesNotFit`."""
         settings = load.settings
         try:
@@ -449,18 +414,18 @@ class ModelHost:
         load.memory = placed.footprint.total
         return placed
 
-    async def _make_ready(self, load: _Load) -> None:
+    async def _make_ready(self, load: HostLoad) -> None:
         """Fetches and converts what is not there; from then on its settings name a directory."""
 
         def report(stage: str, done: int, total: int) -> None:
             load.stage = (stage, done, total)
 
         if load.unload is not None:
-            raise _unwanted(load)
+            raise load.unwanted()
         load.preparing = asyncio.create_task(self._prepare(load.settings, report))
         await asyncio.wait({load.preparing})
         if load.preparing.cancelled():
-            raise _unwanted(load)
+            raise load.unwanted()
         load.settings = load.settings.model_copy(update={"model": load.preparing.result()})
 
     async def _prepare(self, settings: ExecutorSettings, report: Progress) -> str:
@@ -473,7 +438,7 @@ class ModelHost:
         await registry.ensure()
         return [(spec.source, spec.revision) for spec in (await registry.items()).values()]
 
-    async def _fetch(self, pull: _Load) -> None:
+    async def _fetch(self, pull: HostLoad) -> None:
         try:
             await self._make_ready(pull)
             size = await asyncio.to_thread(StoredModel(pull.settings).bytes_on_disk)
@@ -484,15 +449,15 @@ class ModelHost:
             self._pulls.pop(pull.spec.name, None)
             await self._beat()
 
-    async def _end(self, load: _Load, command: UnloadModel) -> None:
+    async def _end(self, load: HostLoad, command: UnloadModel) -> None:
         load.cancel()
         if load.supervisor is not None:
             await load.supervisor.stop(command.grace, force=command.force)
 
-    def _fail(self, load: _Load, error: Exception) -> None:
+    def _fail(self, load: HostLoad, error: Exception) -> None:
         if load.unload is not None:
             return  # it was told to end
-        told = error if isinstance(error, RyzansteinError) else _fault(load, error)
+        told = error if isinstance(error, RyzansteinError) else load.fault(error)
         self.metrics.failed()
         log.warning("model_load_failed", group=load.group, model=load.spec.name, error=told.message)
         self._tell(
@@ -576,31 +541,3 @@ def _memory_of(settings: ExecutorSettings, gpus: list[int]) -> HostMemory:
     share = settings.host_memory / sum(gpus) if settings.host_memory else MEMORY_SHARE
     capacities = [int(size * min(share, 1.0)) for size in gpus]
     return HostMemory(capacities, gpus=True, asleep_limit=int(host_bytes() * MEMORY_SHARE))
-
-
-def _same(known: _Load, spec: ModelSpec) -> HostReply:
-    """The answer to a load of a group that is there, or on its way. Raises `InvalidRequest`."""
-    if known.unload is not None:
-        raise Unavailable(f"The group {known.group} is being unloaded; load it again when it is gone.")
-    if (known.spec.name, known.spec.source, known.spec.revision, known.spec.settings) != (
-        spec.name,
-        spec.source,
-        spec.revision,
-        spec.settings,
-    ):
-        raise InvalidRequest(
-            f"The group {known.group} serves the model {known.spec.name} with other settings; unload it first."
-        )
-    return HostReply(ok=True, memory=known.memory)
-
-
-def _unwanted(load: _Load) -> RyzansteinError:
-    return Unavailable(f"The model {load.spec.name} is not wanted any more.")
-
-
-def _fault(load: _Load, error: Exception) -> RyzansteinError:
-    log.exception("model_load_fault", group=load.group, exc_info=error)
-    return InternalError(
-        f"The model {load.spec.name} could not be loaded by a fault of the executor ({type(error).__name__}); its log "
-        "says where."
-    )

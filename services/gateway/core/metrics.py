@@ -45,9 +45,13 @@ class ModelMetrics:
         self.generation = metrics.generation.labels(model)
         self._ends = {reason: metrics.ends.labels(model, reason) for reason in REASONS}
 
-    def ended(self, reason: str) -> None:
-        """A choice has ended; `reason` is one of `REASONS`."""
-        self._ends[reason].inc()
+    def ended(self, finish: str, *, failed: bool) -> None:
+        """A choice has ended, with this finish reason or with none. Counted as vLLM does; a call of a tool is an end
+        that the model has chosen."""
+        if finish:
+            self._ends["length" if finish == "length" else "stop"].inc()
+        else:
+            self._ends["error" if failed else "abort"].inc()
 
 
 class GatewayMetrics:

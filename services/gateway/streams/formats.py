@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.streams.output import Output, Piece, ScoredToken, output_of
 from services.gateway.streams.progress import PromptProgress
@@ -83,6 +84,13 @@ class Usage(msgspec.Struct, frozen=True):
         return SparseTokens(
             self.prompt_tokens_details.get(SPARSE, 0), self.completion_tokens_details.get(SPARSE, 0)
         )
+
+    def count(self, metrics: ModelMetrics) -> None:
+        metrics.prompt_tokens.inc(self.prompt_tokens)
+        metrics.output_tokens.inc(self.completion_tokens)
+        metrics.cached_tokens.inc(self.prompt_tokens_details["cached_tokens"])
+        if sparse := sum(self.sparse):
+            metrics.sparse_tokens.inc(sparse)
 
     def add_sparse(self, of_prompt: dict[str, int], of_output: dict[str, int]) -> None:
         """Tells those tokens in another API's details, where there are any."""

@@ -4,8 +4,10 @@ The events are a function of the log alone, for each token is taken by itself, h
 it. So event n is the same for every reader on every gateway, and a position is the number of an event.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
+
+import msgspec
 
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.metrics import ModelMetrics
@@ -13,7 +15,7 @@ from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.formats import Format
 from services.gateway.streams.output import Piece, output_of
-from services.gateway.streams.run import Run, each_token
+from services.gateway.streams.run import Run
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.messages import TokenEntry
 
@@ -72,7 +74,7 @@ class NumberedRun(Run):
             self._observe(choice, self._metrics)
         output, tokens, ends = self._output, entry.tokens, self._stop_token_ids
         alone = not tokens or (len(tokens) == 1 and not entry.finish and tokens[0] not in ends)
-        for part in (entry,) if alone else each_token(entry, ends):
+        for part in (entry,) if alone else _each_token(entry, ends):
             output.feed(part)
             self._show(output.take())
             if output.finish:
@@ -94,3 +96,20 @@ class NumberedRun(Run):
                 param=self.resumed_by,
                 reason="invalid_position",
             )
+
+
+def _each_token(entry: TokenEntry, stop_token_ids: Container[int]) -> Iterator[TokenEntry]:
+    """Each token by itself, and the end behind the last one. A token that ends the text is the end, whether the ring
+    has said so with it or not."""
+    for index, token in enumerate(entry.tokens):
+        scores = entry.logprobs
+        yield msgspec.structs.replace(
+            entry,
+            position=entry.position + index,
+            tokens=[token],
+            finish="stop" if token in stop_token_ids else "",
+            logprobs=None if scores is None else scores[index : index + 1],
+        )
+    if entry.finish:
+        behind = entry.position + len(entry.tokens)
+        yield msgspec.structs.replace(entry, position=behind, tokens=[], logprobs=None)

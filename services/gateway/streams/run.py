@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -16,7 +16,7 @@ from services.gateway.core.metrics import ModelMetrics
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.streams.cursor import END_OF_CHOICE, END_OF_TEXT, show
-from services.gateway.streams.formats import SPARSE, Format, PredictionTally, Usage, padded, with_usage
+from services.gateway.streams.formats import Format, PredictionTally, Usage, padded, with_usage
 from services.gateway.streams.output import Output, Piece
 from services.gateway.streams.progress import PromptProgress, progress_of
 from shared.errors import RyzansteinError
@@ -225,12 +225,12 @@ class Run:
             return
         if self._submitted:
             self._submitted = False
-            count_end(self._metrics, self.answer, self._outputs, time.perf_counter() - self._began)
+            self._count_end(self._metrics)
         if self._arrivals:  # some token has come
             usage = self._usage()
             if (trace := self.answer.trace) is not None:
                 trace.delivered(streamed=self.stream, tokens=usage.completion_tokens)
-            count_tokens(self._metrics, usage)
+            usage.count(self._metrics)
 
     async def chunks(self, write: Write | None = None) -> AsyncGenerator[list[Chunk], None]:
         """Chunks as they come, several at a time. Those of ordinary tokens are given to `write` instead, where there is
@@ -528,6 +528,13 @@ class Run:
                 trace.first_token()
         self._arrivals[choice] = now
 
+    def _count_end(self, metrics: ModelMetrics) -> None:
+        """Each choice by the reason of its end; and, where all have come to theirs, how long that took."""
+        for generation, output in zip(self.answer.generations, self._outputs, strict=True):
+            metrics.ended(output.finish, failed=generation.state == "failed")
+        if all(output.finish for output in self._outputs):
+            metrics.generation.observe(time.perf_counter() - self._began)
+
     def _usage(self) -> Usage:
         """Each prompt counts once, however many choices share it."""
         lengths: dict[int, int] = {}
@@ -566,23 +573,6 @@ class Run:
         return came, len(generations) * len(prediction) - came
 
 
-def each_token(entry: TokenEntry, stop_token_ids: Container[int]) -> Iterator[TokenEntry]:
-    """Each token by itself, and the end behind the last one. A token that ends the text is the end, whether the ring
-    has said so with it or not."""
-    for index, token in enumerate(entry.tokens):
-        scores = entry.logprobs
-        yield msgspec.structs.replace(
-            entry,
-            position=entry.position + index,
-            tokens=[token],
-            finish="stop" if token in stop_token_ids else "",
-            logprobs=None if scores is None else scores[index : index + 1],
-        )
-    if entry.finish:
-        behind = entry.position + len(entry.tokens)
-        yield msgspec.structs.replace(entry, position=behind, tokens=[], logprobs=None)
-
-
 def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:
     """`entry` in two; its finish belongs to the second."""
     scores = entry.logprobs
@@ -596,26 +586,3 @@ def _split(entry: TokenEntry, at: int) -> tuple[TokenEntry, TokenEntry]:
         logprobs=None if scores is None else scores[at:],
     )
     return first, second
-
-
-def count_end(metrics: ModelMetrics, answer: Answer, outputs: Sequence[Output], seconds: float) -> None:
-    """Each choice by the reason of its end; and, where all have come to theirs, how long that took."""
-    for generation, output in zip(answer.generations, outputs, strict=True):
-        metrics.ended(_reason(output.finish, failed=generation.state == "failed"))
-    if all(output.finish for output in outputs):
-        metrics.generation.observe(seconds)
-
-
-def count_tokens(metrics: ModelMetrics, usage: Usage) -> None:
-    metrics.prompt_tokens.inc(usage.prompt_tokens)
-    metrics.output_tokens.inc(usage.completion_tokens)
-    metrics.cached_tokens.inc(usage.prompt_tokens_details["cached_tokens"])
-    if SPARSE in usage.prompt_tokens_details or SPARSE in usage.completion_tokens_details:
-        metrics.sparse_tokens.inc(sum(usage.sparse))
-
-
-def _reason(finish: str, *, failed: bool) -> str:
-    """As vLLM has them. A call of a tool is an end that the model has chosen."""
-    if finish:
-        return "length" if finish == "length" else "stop"
-    return "error" if failed else "abort"
