@@ -173,10 +173,10 @@ def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execut
 
 
 @contextmanager
-def with_draft(
-    model: Path, draft: str, dtype: str, threads: int
-) -> Iterator[tuple[Execute, EngineSpec, Draft]]:
-    """As `make_execute`, of an engine with a draft model."""
+def engine_of(
+    model: Path, draft: str, dtype: str, threads: int, device: str
+) -> Iterator[tuple[Execute, EngineSpec, Draft | None]]:
+    """What computes and samples one step, and what has the draft model propose; None: there is none."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from services.executor.core.settings import ExecutorSettings
@@ -189,7 +189,7 @@ def with_draft(
         ExecutorSettings,
         model=str(model),
         draft_model=draft,
-        device="cpu",
+        device=device,
         dtype=dtype,
         threads=threads,
         kv_memory=KV_MEMORY,
@@ -201,9 +201,9 @@ def with_draft(
         engine = RingEngine(settings, RankSpec(0, 1, "g", "i", 1, str(path), {}), board, lambda meeting: None)
         try:
             spec = engine.load(lambda done, total: None)
-            if not spec.drafts:
+            if draft and not spec.drafts:
                 raise BenchError(f"The draft model was left out: {spec.draft_left_out}")
-            yield engine.execute, spec, engine.draft
+            yield engine.execute, spec, engine.draft if draft else None
         finally:
             engine.close()
 
@@ -288,6 +288,7 @@ def main(
     ],
     draft: Annotated[str, typer.Option(help="Directory of a draft model or EAGLE-3 head, or mtp.")] = "",
     dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Rounds of each kind, in turn.", min=1)] = 2,
     loads: Annotated[str, typer.Option(help="Which loads.")] = "repeat,edit,words,sampled",
@@ -306,11 +307,7 @@ def main(
     if llama_cpp is not None and draft not in ("", MTP):
         peer = LlamaCpp(llama_cpp, Path(draft)).speculation(model, Path(draft), _PROMPT, output, threads)
     with ExitStack() as stack:
-        engine: tuple[Execute, EngineSpec, Draft | None] = (
-            (*make_execute(model, dtype, threads), None)
-            if not draft
-            else stack.enter_context(with_draft(model, draft, dtype, threads))
-        )
+        engine = stack.enter_context(engine_of(model, draft, dtype, threads, device))
         for load in loads.split(","):
             for places in map(int, at_once.split(",")):
                 requests = source.make(load, max(2, places * turns))

@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     group: int
     splits: int = 1
     asks: tuple[str, ...] = ()
-    """Of softcap, window, sinks and slopes."""
+    """Of softcap, window, sinks, slopes and first."""
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -78,6 +78,7 @@ def variants(every: bool) -> Iterator[Variant]:
         yield Variant(1, "fp8", 128, 4, 8)
         yield Variant(512, "hot", 128, 4)
         yield Variant(512, "int8", 256, 8)
+        yield Variant(512, "int8", 128, 4, asks=("first",))
         yield Variant(512, "int8", 256, 1, dtype=torch.float32)
         return
     for tokens, cold, width, group in product((1, 512), CODECS, (64, 128, 256), (1, 4, 8)):
@@ -88,7 +89,7 @@ def variants(every: bool) -> Iterator[Variant]:
         yield Variant(tokens, cold, 128, 4, 4)
         yield Variant(tokens, cold, 256, 3)
     for cold in CODECS:
-        for asks in (("softcap",), ("window",), ("sinks", "window"), ("slopes",)):
+        for asks in (("softcap",), ("window",), ("sinks", "window"), ("slopes",), ("first",)):
             yield Variant(1, cold, 128, 4, 8, asks)
             yield Variant(512, cold, 128, 4, 1, asks)
     for tokens in (1, 512):
@@ -131,6 +132,7 @@ def calls(variant: Variant) -> list[attention_launch.Call]:
         1024 if "window" in variant.asks else None,
         per_head if "sinks" in variant.asks else None,
         per_head if "slopes" in variant.asks else None,
+        int("first" in variant.asks),
     )
     query = empty(64, kv_heads, variant.group, width)
     return attention_launch.attend_calls(query, layer, batch, scores, query)

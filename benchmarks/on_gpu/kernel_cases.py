@@ -50,6 +50,8 @@ class Case:
     order: str = "aged"
     """`aged`: blocks are cold but the last; `hot`: there are no cold ones; `mixed`: by chance, in any order."""
     window: int | None = None
+    first: int = 0
+    """Keys at positions before it are seen by their own rows alone, as by a draft head's."""
     softcap: float | None = None
     sinks: bool = False
     slopes: bool = False
@@ -139,7 +141,7 @@ class Problem:
     def scores(self) -> attention_launch.Scores:
         case = self.case
         flat = [None if part is None else part.reshape(-1) for part in (self.sinks, self.slopes)]
-        return attention_launch.Scores(case.width**-0.5, case.softcap, case.window, *flat)
+        return attention_launch.Scores(case.width**-0.5, case.softcap, case.window, *flat, case.first)
 
     def attended(self) -> Tensor:
         """What the kernels say: [T, kv heads, group, d]."""
@@ -243,6 +245,8 @@ class Problem:
         seen = places <= own
         if case.window is not None:
             seen &= places > own - case.window
+        if case.first:
+            seen &= (places >= case.first) | (places == own)
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
             column = self.sinks.double()[..., None, None].expand(*scores.shape[:-1], 1)
@@ -269,6 +273,9 @@ def _small() -> Iterator[Case]:
             {"order": "hot"},
             {"window": 9},
             {"window": 1},
+            {"first": 1},
+            {"first": 1, "order": "hot"},
+            {"first": 2, "window": 9, "query": (1, 1, 4), "context": (70, 1, 4)},
             {"softcap": 2.0},
             {"sinks": True},
             {"slopes": True},
@@ -287,11 +294,13 @@ def _small() -> Iterator[Case]:
     yield long
     yield replace(long, sinks=True)
     yield replace(long, window=100, cold="fp8")
+    yield replace(long, first=1)
     yield replace(long, dtype=torch.bfloat16)
     # A graph's batch: more parts than these lengths ask for, and rows that only fill it up.
     padded = Case(query=(1, 1, 1, 1), context=(3 * LEAST_KEYS, 0, 17, 0), kv_heads=1, splits=8)
     yield padded
     yield replace(padded, sinks=True)
+    yield replace(padded, first=1)
     yield replace(padded, splits=1)
     chance = random.Random(1)
     for _ in range(10):
@@ -311,6 +320,8 @@ def _large() -> Iterator[Case]:
             yield replace(base, width=width, group=group, cold="fp8")
     yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, cold="fp8")
     yield replace(base, query=(1,) * 4, context=(20000, 0, 900, 0), splits=32, sinks=True)
+    yield replace(base, first=1)
+    yield replace(base, first=1, order="hot")
     yield replace(base, dtype=torch.float16)
     yield replace(base, dtype=torch.float32, kv_heads=2)
     chance = random.Random(2)

@@ -108,8 +108,6 @@ class NativeDecoder:
     def forward_with_states(
         self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
-        """`forward`, and of all rows what `layers` read, side by side, float32 [T, layers * hidden]; none: what comes
-        behind the last norm."""
         taps = np.array(layers or (len(self.packed.layers),), np.int32)
         return self._forward(plan, progress, pools, taps)
 

@@ -78,9 +78,10 @@ class StepBatches:
 class GpuKernels:
     """`AttentionBackend` by the Triton kernels; and the compression of blocks."""
 
-    def __init__(self, store: KvStore) -> None:
-        """From now on `store` compresses by the kernels."""
+    def __init__(self, store: KvStore, first_seen: int = 0) -> None:
+        """From now on `store` compresses by the kernels. `first_seen`: as `StepContext` has it."""
         self._store = store
+        self._first_seen = first_seen
         self._device = store.device
         self.processors = processors_of(store.device)
         self._scores: dict[int, attention_launch.Scores] = {}
@@ -129,7 +130,9 @@ class GpuKernels:
         if layer not in self._scores:
             sinks = None if rule.sinks is None else rule.sinks.reshape(-1).float()
             slopes = _slopes(rule, query.device)
-            self._scores[layer] = attention_launch.Scores(rule.scale, rule.softcap, window, sinks, slopes)
+            self._scores[layer] = attention_launch.Scores(
+                rule.scale, rule.softcap, window, sinks, slopes, self._first_seen
+            )
         query, heads = query.contiguous(), query.shape[1:3]
         split = None if choosing is None else step.split(choosing, *heads)
         if split is None:

@@ -6,7 +6,7 @@ can hold them. What a step reads is in `StepInputs`; what it writes are the KV s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,6 +79,27 @@ class _Layer:
     window: int | None
 
 
+class Taps(NamedTuple):
+    """Where a step leaves what a draft head reads of it."""
+
+    layers: Sequence[int]
+    """Whose inputs; none: what comes behind the last norm."""
+    into: Tensor
+    """[T, layers * hidden], side by side"""
+
+    def take(self, layer: int, states: Tensor) -> None:
+        """`states` [T, hidden] are the input of `layer`."""
+        width = states.shape[1]
+        for place, tapped in enumerate(self.layers):
+            if tapped == layer:
+                self.into[:, place * width : (place + 1) * width].copy_(states)
+
+    def take_last(self, states: Tensor) -> None:
+        """`states` [T, hidden] come behind the last norm."""
+        if not self.layers:
+            self.into.copy_(states)
+
+
 class GpuDecoder:
     """Holds a lowered model's weights on the device of its store, and runs step plans; a `model.decoder.Decoder`."""
 
@@ -144,8 +165,11 @@ class GpuDecoder:
 
     # --- what a graph can hold -------------------------------------------------------------------
 
-    def compute(self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None) -> Tensor:
-        """The normed hidden states [T, hidden] of `inputs`, whose token ids are tokens; writes their keys and values.
+    def compute(
+        self, inputs: StepInputs, on_layer: Callable[[], None] = lambda: None, taps: Taps | None = None
+    ) -> Tensor:
+        """The normed hidden states [T, hidden] of `inputs`, whose token ids are tokens; writes their keys and values,
+        and `taps`.
 
         `on_layer` is called as each layer has been launched. Raises `RingLost`.
         """
@@ -155,6 +179,8 @@ class GpuDecoder:
         states = elementwise.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
         for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
+            if taps is not None:
+                taps.take(layer.index, residual)
             attended = self._attend(layer, states, inputs, rotations, rows)
             made = layer.adapted["output"].add(attended, layer.output(attended), rows)
             summed = self._collectives.all_reduce(made)
@@ -164,7 +190,14 @@ class GpuDecoder:
             summed = self._collectives.all_reduce(self._feed_forward(layer, states, inputs, rows))
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
+        if taps is not None:
+            taps.take_last(states)
         return states
+
+    def taps(self, rows: int, layers: Sequence[int]) -> Taps:
+        """Room for what `layers` read of a step of so many rows."""
+        width = max(len(layers), 1) * len(self._final_norm)
+        return Taps(layers, self._final_norm.new_empty((rows, width), dtype=self._store.shape.dtype))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """This rank's share of the logits [R, rows of the head] of `rows`, integers [R], of `hidden` [T, hidden]: in
@@ -226,6 +259,14 @@ class GpuDecoder:
         inputs = self.inputs_of(plan)
         hidden = self.compute(inputs, progress.tick)
         return self.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
+
+    def forward_with_states(
+        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+    ) -> tuple[Tensor, Floats, Tensor]:
+        inputs = self.inputs_of(plan)
+        taps = self.taps(len(inputs.token_ids), layers)
+        hidden = self.compute(inputs, progress.tick, taps)
+        return self.logits(hidden, inputs.sample_rows), sums_of(hidden, pools), taps.into
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         inputs = self.inputs_of(plan)

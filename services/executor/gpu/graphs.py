@@ -29,7 +29,7 @@ from torch import Tensor
 from services.executor.core.progress import Progress
 from services.executor.core.prompt_results import Floats
 from services.executor.core.step_plan import Int32Array, StepPlan, as_int32
-from services.executor.gpu.decoder import GpuDecoder
+from services.executor.gpu.decoder import GpuDecoder, Taps
 from services.executor.gpu.device import sent
 from services.executor.gpu.inputs import (
     Ints,
@@ -165,6 +165,8 @@ class Computed(NamedTuple):
     """[R], of the logits' data type: NaN where a row holds NaN."""
     tokens: Tensor
     """int64 [R]: the column of each row's largest logit, the first of those that tie."""
+    states: Tensor | None = None
+    """[T, width] of all rows, where a draft head reads some (`Taps`)."""
 
 
 def ladder(most: int) -> list[int]:
@@ -243,6 +245,9 @@ class StepGraphs:
         """Captured as steps with adapters come; None: it could not be."""
         self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
         self._most_memory = MOST_MEMORY
+        self.reads: Sequence[int] | None = None
+        """Layers whose inputs a draft head reads, as `Taps` has them; None: there is none. To be set before graphs are
+        captured."""
         self._results = Computed(*(torch.empty(0),) * 3)
         """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
 
@@ -297,7 +302,9 @@ class StepGraphs:
             self._adapter_slots[:rung].copy_(sent(filled, self._adapter_slots.device))
         graph()
         count = len(plan.sample_rows) // 4
-        return Computed(*(result[:count] for result in self._results))
+        logits, largest, tokens, states = self._results
+        tapped = None if states is None else states[: len(plan.token_ids) // 4]
+        return Computed(logits[:count], largest[:count], tokens[:count], tapped)
 
     def _graph_with_adapters(self, rung: int) -> Work | None:
         """The graph of steps of which some rows have LoRA adapters, captured when the first one comes: most models get
@@ -327,6 +334,7 @@ class StepGraphs:
             logits.new_zeros((rows, logits.shape[1])),
             logits.new_zeros(rows),
             logits.new_zeros(rows, dtype=torch.int64),
+            None if self.reads is None else self._layers.taps(rows, self.reads).into,
         )
 
     def _capture_one(self, rung: int) -> bool:
@@ -356,11 +364,14 @@ class StepGraphs:
         inputs = self._inputs(rung)
         if with_adapters:
             inputs = inputs._replace(adapters=self._adapter_slots[:rung])
-        logits_of, largest_of, tokens_of = (result[:rung] for result in self._results)
+        logits_of, largest_of, tokens_of = (result[:rung] for result in self._results[:3])
+        states = self._results.states
+        taps = None if self.reads is None or states is None else Taps(self.reads, states[:rung])
 
         def work() -> None:
             resolved = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
-            logits = self._layers.logits(self._layers.compute(resolved), inputs.sample_rows)
+            hidden = self._layers.compute(resolved, taps=taps)
+            logits = self._layers.logits(hidden, inputs.sample_rows)
             logits_of.copy_(logits)
             torch.max(logits, dim=-1, out=(largest_of, tokens_of))
 
@@ -397,7 +408,14 @@ class GraphedDecoder:
         self._before = before
         self._device = device
         self._graphs = graphs
+        self._reads: Sequence[int] | None = None
         self.label = inner.label
+
+    def read_states(self, layers: Sequence[int]) -> None:
+        """Has steps leave what a draft head reads, as `Taps` has it; to be called before graphs are captured."""
+        self._reads = layers
+        if self._graphs is not None:
+            self._graphs.reads = layers
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         computed = None if len(pools) else self._replay(plan, progress)
@@ -406,6 +424,18 @@ class GraphedDecoder:
         inputs = self._inputs(plan)
         hidden = self._inner.compute(inputs, progress.tick)
         return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
+
+    def forward_with_states(
+        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+    ) -> tuple[Tensor, Floats, Tensor]:
+        """`layers`: those of `read_states`."""
+        computed = None if len(pools) else self._replay(plan, progress)
+        if computed is not None and computed.states is not None:
+            return computed.logits, sums_of(computed.logits, pools), computed.states
+        inputs = self._inputs(plan)
+        taps = self._inner.taps(len(inputs.token_ids), layers)
+        hidden = self._inner.compute(inputs, progress.tick, taps)
+        return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools), taps.into
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         computed = self.launch(plan, progress)
@@ -417,8 +447,10 @@ class GraphedDecoder:
         if computed is not None:
             return computed
         inputs = self._inputs(plan)
-        logits = self._inner.logits(self._inner.compute(inputs, progress.tick), inputs.sample_rows)
-        return Computed(logits, *self._inner.largest(logits))
+        taps = None if self._reads is None else self._inner.taps(len(inputs.token_ids), self._reads)
+        hidden = self._inner.compute(inputs, progress.tick, taps)
+        logits = self._inner.logits(hidden, inputs.sample_rows)
+        return Computed(logits, *self._inner.largest(logits), None if taps is None else taps.into)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)

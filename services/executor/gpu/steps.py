@@ -16,12 +16,13 @@ is as long as a step may be, so that memory that does not suffice is told before
 again and again, and write nothing but the first cold block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from msgspec import structs
+from torch import Tensor
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.progress import Progress
@@ -135,6 +136,12 @@ class GpuSteps:
             capture = capture or CudaCapture(device)
             self._graphs = StepGraphs(decoder, shape, limits.max_sequences, staging, before, capture)
         self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
+        self._take: Callable[[StepPlan, Tensor], None] | None = None
+
+    def read_by(self, layers: Sequence[int], take: Callable[[StepPlan, Tensor], None]) -> None:
+        """Hands what `layers` read of each step that is launched to `take`, as a draft head's; before `prepare`."""
+        self.decoder.read_states(layers)
+        self._take = take
 
     def prepare(self) -> None:
         """Makes the graphs, and runs a step that is sampled in every way, so that no request waits for a kernel to be
@@ -154,6 +161,8 @@ class GpuSteps:
         """Begins a step, without pools, that some rows are sampled of; by all ranks. `states`, of rows that do not
         need the host, are rank 0's; the others' are None, and so are not asked for their tokens."""
         computed = self.decoder.launch(plan, progress)
+        if self._take is not None and computed.states is not None:
+            self._take(plan, computed.states)
         greedy = only_largest(np.frombuffer(plan.candidates, WANT))
         if greedy:
             start = sum(self._widths[: self._collectives.rank])
@@ -165,7 +174,7 @@ class GpuSteps:
             return self._sampler.sample(
                 computed.logits, computed.largest, tell(nothing, self._collectives), ()
             )
-        pending = self._sampler.sample(*whole, states)
+        pending = self._sampler.sample(*whole[:3], states)
         if self._collectives.world_size > 1:
             tell(self._sampler.tokens[: len(states)], self._collectives)
         return pending

@@ -22,7 +22,7 @@ does, and for EAGLE-3 what vLLM does.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class HeadModel(nn.Module):
 
     width: int
     """Of the states that it reads."""
+    first_seen: ClassVar[int] = 1
+    """Position 0 is no row of the checkpoint's."""
 
     def __init__(self, model: Any, hidden: int) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class HeadModel(nn.Module):
         **others: Any,
     ) -> Any:
         """As transformers' models, over flat batches [1, T]."""
-        step.first_seen = 1  # position 0 is no row of the checkpoint's
+        step.first_seen = self.first_seen
         embedded = self.model.get_input_embeddings()(input_ids)
         states = embedded.new_zeros(*input_ids.shape, self.hidden)
         if self._states is not None:

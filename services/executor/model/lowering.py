@@ -11,7 +11,7 @@ One `Decoder` per kind of machine computes a lowered model in place of transform
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -50,6 +50,13 @@ class Decoder(Protocol):
         head]; and of `pools`, int32 [P, 2], the sums of the normed hidden states of the rows [first, end), float32
         [P, hidden]. Raises `RingLost` when another rank is gone.
         """
+        ...
+
+    def forward_with_states(
+        self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
+    ) -> tuple[Tensor, Floats, Tensor]:
+        """`forward`, and of all rows what `layers` read, side by side, [T, layers * hidden]; none: what comes behind
+        the last norm."""
         ...
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:

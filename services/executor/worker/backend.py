@@ -54,12 +54,38 @@ def make_runner(
         return gpu_runner(model, store, layout, collectives, spill, limits)
     decoder = _native_decoder(model, store, layout, collectives, device, threads, cpus, beside)
     if decoder is None:
-        # With transformers, which has built the model.
-        from services.executor.model.loading.loader import pack_linears
-
-        pack_linears(model)
-        use_products(model)
+        return module_runner(model, store, collectives, spill)
     return ModelRunner(model, widths_of(model), store, collectives, device, spill, decoder)
+
+
+def module_runner(
+    model: Any, store: KvStore, collectives: Collectives, spill: Spill | None = None, first_seen: int = 0
+) -> ModelRunner:
+    """A runner for `model`, loaded and not packed, whose own modules compute. `first_seen`: what it sets of the steps'
+    `StepContext`."""
+    device = store.device
+    if device.type == "cuda" and has_triton():
+        pack_for_gpu(model, device)
+        return _modules_on_gpu(model, store, collectives, spill, first_seen)
+    # With transformers, which has built the model.
+    from services.executor.model.loading.loader import pack_linears
+
+    pack_linears(model)
+    use_products(model)
+    return ModelRunner(model, widths_of(model), store, collectives, device, spill)
+
+
+def _modules_on_gpu(
+    model: Any, store: KvStore, collectives: Collectives, spill: Spill | None, first_seen: int = 0
+) -> ModelRunner:
+    from services.executor.gpu.attention import GpuKernels
+    from services.executor.gpu.experts import use_expert_kernels
+
+    use_expert_kernels(model, store.device)
+    use_products(model)
+    # The kernels read page layers of one shape; others are PyTorch's to attend to.
+    attention = GpuKernels(store, first_seen) if store.shape.is_uniform else None
+    return ModelRunner(model, widths_of(model), store, collectives, store.device, spill, attention=attention)
 
 
 def packed_runner(
@@ -94,9 +120,7 @@ def gpu_runner(
 ) -> ModelRunner:
     """A runner for `model`, loaded, on the GPU of `store`, where there is Triton: its decoder where the model can be
     lowered, else the model's own code with its attention. `capture` makes graphs in place of CUDA."""
-    from services.executor.gpu.attention import GpuKernels
     from services.executor.gpu.decoder import GpuDecoder
-    from services.executor.gpu.experts import use_expert_kernels
     from services.executor.gpu.steps import GpuSteps
 
     pack_for_gpu(model, store.device)
@@ -111,13 +135,7 @@ def gpu_runner(
                 f"--batch-invariant is for models that the GPU decoder computes, not this one ({reason}); leave it out."
             ) from None
         log.info("computing_with_pytorch", attending_with="Triton", reason=str(reason))
-        use_expert_kernels(model, store.device)
-        use_products(model)
-        # The kernels read page layers of one shape; others are PyTorch's to attend to.
-        attention = GpuKernels(store) if store.shape.is_uniform else None
-        return ModelRunner(
-            model, widths_of(model), store, collectives, store.device, spill, attention=attention
-        )
+        return _modules_on_gpu(model, store, collectives, spill)
     log.info("computing_with_gpu_decoder", layers=len(lowered.layers))
     decoder = GpuDecoder(lowered, store, layout, collectives, batch_invariant=batch_invariant)
     give_back(store.device)  # weights that were joined leave pieces behind, in which no joined one finds room

@@ -202,6 +202,8 @@ class ModelRunner:
     def add_draft(self, draft: Draft, copier: BlockCopier) -> None:
         """Has `draft` compute beside the model. `copier`: of the blocks that both share, in place of the own one."""
         self._draft, self._copier = draft, copier
+        if self._steps is not None and draft.reads_layers is not None:
+            self._steps.read_by(draft.reads_layers, draft.take)
 
     def leave_out(self, tokens: NDArray[np.bool_]) -> None:
         """See `collect`: `tokens`, bool [vocabulary], are no candidates from now on."""
@@ -403,10 +405,10 @@ class ModelRunner:
     def _compute(self, plan: StepPlan, progress: Progress) -> Tensor:
         """This rank's share of the logits [R, vocab share]."""
         pools = as_int32(plan.pools).reshape(-1, 2) if self._is_leader else NO_POOLS
-        if self._native is not None and (draft := self._read_draft) is not None:
+        if self._decoder is not None and (draft := self._read_draft) is not None:
             layers = draft.reads_layers or ()
-            with span(self._native.label):
-                logits, self.pooled, states = self._native.forward_with_states(plan, progress, pools, layers)
+            with span(self._decoder.label):
+                logits, self.pooled, states = self._decoder.forward_with_states(plan, progress, pools, layers)
             draft.take(plan, states)
             return logits
         if self._decoder is not None:

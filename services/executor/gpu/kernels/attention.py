@@ -104,7 +104,7 @@ def attend(
     tile_sequence, tile_first, sinks, slopes, scale, softcap, window, num_hot, first_row, num_rows, splits,
     head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EDGE: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr, CODE: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, FIRST: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr,
     WORDS: tl.constexpr, STAGES: tl.constexpr, HOT_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,8 @@ def attend(
     on take the place of `out`; a part has LEAST turns or more, so long as there are keys.
     `hot`, `codes` [blocks, 2, KV_HEADS, SIZE, WIDTH], `scales` float32 [blocks, 2, KV_HEADS]; `slots` int32 [T]; `tables` int32, each
     sequence's from its `table_starts`, `head_stride` later for each KV head; `query_starts` int32 [S + 1]; `sinks`, `slopes` float32 [KV_HEADS * GROUP].
-    CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. A sequence without keys gets zeros.
+    CODE: 0 all blocks are hot, 1 int8, 2 e4m3, 3 as they are. FIRST: keys at positions before it are seen by their own
+    rows alone, for which WINDOWED must be set. A sequence without keys gets zeros.
     """
     # The last tiles of a chunk see the most keys: they go first, so that none is left over at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -148,6 +149,8 @@ def attend(
         begin += split * share
         end = tl.minimum(begin + share, newest)
 
+    if FIRST > 0:
+        window = tl.minimum(window, tl.maximum(position + 1 - FIRST, 1))[:, None]
     largest = tl.full([BLOCK_M], NEVER, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     slope = tl.zeros([BLOCK_M], tl.float32)

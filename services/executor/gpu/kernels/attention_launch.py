@@ -91,6 +91,8 @@ class Scores(NamedTuple):
     window: int | None = None
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    first: int = 0
+    """Keys at positions before it are seen by their own rows alone."""
 
 
 def attend(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out: Tensor) -> None:
@@ -124,7 +126,7 @@ def attend_calls(query: Tensor, layer: Layer, batch: Batch, scores: Scores, out:
         "KV_HEADS": kv_heads, "GROUP": group, "SIZE": layer.hot.shape[3], "WIDTH": width, "BLOCK_D": padded,
         "TOKENS": batch.tile_tokens or batch.rows_per_tile // group, "BLOCK_M": batch.rows_per_tile, "BLOCK_N": shape.keys, "EDGE": shape.edge, "SPLIT": splits > 1,
         "LEAST": max(1, LEAST_KEYS // shape.keys), "CODE": code,
-        "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window),
+        "CAPPED": scores.softcap is not None, "WINDOWED": bool(scores.window or scores.first), "FIRST": scores.first,
         "SINKS": scores.sinks is not None, "SLOPES": scores.slopes is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "WIDE": query.device.type == "cpu",
         "HALF": query.dtype != torch.float32 and query.device.type != "cpu",

@@ -28,6 +28,7 @@ from services.executor.model.loading.loader import (
     build_causal,
     is_gguf,
     load_config,
+    move_buffers,
     parameters_of,
     place,
     plan_reads,
@@ -146,6 +147,7 @@ class Place:
     """Where a head is to compute."""
 
     dtype: torch.dtype
+    device: torch.device
     collectives: Collectives
     before_reading: Callable[[int], None] = lambda least: None
     """As of `load_model`."""
@@ -406,9 +408,10 @@ def _read(
                 own.append((parameter, replace(read, content=_without(prefix, read.content))))
             elif not prefix and not any(part.source.startswith(_OTHERS) for part in read.content.parts):
                 own.append((parameter, read))
-        tensors = read_all([read for _, read in own], held, torch.device("cpu"), lambda done, total: None)
+        tensors = read_all([read for _, read in own], held, where.device, lambda done, total: None)
         for (parameter, _), tensor in zip(own, tensors, strict=True):
             place(parameter, tensor)
+    move_buffers(head, where.device)
     head.eval()
 
 

@@ -225,11 +225,16 @@ def load_model(
         for parameter, _ in plan:
             # Taken off the list, so that packing a weight can free it.
             place(parameter, tensors.pop(0))
+    move_buffers(model, device)
+    served: nn.Module = model.eval()
+    return served
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """What of `model` is neither read nor placed: it was made beside its modules."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    served: nn.Module = model.eval()
-    return served
 
 
 def load_frozen(directory: Path, dtype: torch.dtype, collectives: Collectives, *, mapped: bool) -> nn.Module:

@@ -23,15 +23,15 @@ from services.executor.core.settings import MTP, ExecutorSettings
 from services.executor.core.sharding import HeadCounts, ShardLayout
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.cpu.packed_file import ModelFacts
-from services.executor.gpu.linear import use_products
+from services.executor.gpu.device import sent
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.model.row_states import RowStates
 from services.executor.sampling.candidates import RowLogits
+from services.executor.worker.backend import module_runner
 from services.executor.worker.drafting.model import DraftModel
+from services.executor.worker.drafting.row_states import RowStates
 from services.executor.worker.runner import ModelRunner, widths_of
 from services.executor.worker.weights import Enough, Share
-from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:  # they import transformers
     from services.executor.gpu.steps import StepLimits
@@ -43,6 +43,7 @@ class HeadShare(Share):
     """One rank's share of a head."""
 
     reads_compressed = False
+    has_graphs = False
 
     def __init__(
         self, settings: ExecutorSettings, loaded: "LoadedHead", layout: ShardLayout, dtype: torch.dtype
@@ -72,12 +73,8 @@ class HeadShare(Share):
         limits: "StepLimits | None",
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
-        from services.executor.model.loading.loader import pack_linears
-
         assert beside is not None, "a head computes beside its model"
-        pack_linears(self.head)
-        use_products(self.head)
-        return ModelRunner(self.head, self.facts.widths, store, beside.collectives, store.device, spill)
+        return module_runner(self.head, store, beside.collectives, spill, self.head.first_seen)
 
     @property
     def imports(self) -> list[str]:
@@ -108,7 +105,8 @@ class DraftHead(DraftModel):
         rows = as_int32(plan.sample_rows)
         # In place of the model's own, which the step behind the round computes.
         self._states.keep(
-            as_int32(plan.slots)[rows], self._head.made[torch.from_numpy(rows.astype(np.int64))]
+            as_int32(plan.slots)[rows],
+            self._head.made.index_select(0, sent(rows.astype(np.int64), self._head.made.device)),
         )
         return logits
 
@@ -133,10 +131,6 @@ class DraftHead(DraftModel):
         return self._head.reading(self._states.at(slots_before(plan, self._size)))
 
 
-class NotComputed(ConfigurationError):
-    """The ring serves without the head: one sentence says why."""
-
-
 def load_head(
     settings: ExecutorSettings,
     directory: Path,
@@ -146,18 +140,15 @@ def load_head(
     target: Share,
     has_room: Enough,
 ) -> HeadShare:
-    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`, and `NotComputed` where the
-    device does not compute heads."""
+    """Reads the head in `directory` beside `target`. Raises `ModelLoadError`."""
     from services.executor.model.loading.draft_heads import Place, load_eagle3_head, load_mtp_head
 
-    if device.type != "cpu":
-        raise NotComputed("Draft heads that read hidden states are computed on CPUs alone so far.")
     of_model = settings.draft_model == MTP
 
     def before_reading(least: int) -> None:
         has_room((), target.dtype, target.facts.context_length, None, least)
 
-    place = Place(target.dtype, collectives, before_reading)
+    place = Place(target.dtype, device, collectives, before_reading)
     loaded = (
         load_mtp_head(directory, place) if of_model else load_eagle3_head(directory, model_directory, place)
     )

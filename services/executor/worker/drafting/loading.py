@@ -17,7 +17,7 @@ from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.kv_cache.capacity import StepWidths, check_room, smallest
 from services.executor.kv_cache.offload import BlockCopier, Spill
 from services.executor.kv_cache.store import KvStore
-from services.executor.worker.drafting.heads import DraftHead, HeadShare, NotComputed, load_head
+from services.executor.worker.drafting.heads import DraftHead, HeadShare, load_head
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.translation import Translation
 from services.executor.worker.drafting.vocabulary import is_head, translation_of
@@ -127,7 +127,7 @@ def load_draft(
             translation = translation_of(where.model, directory)
             share = load_share(own, spec, directory, device, collectives, lambda done, total: None, room)
         room(share.facts.states, target.dtype, share.facts.context_length, None, 0)
-    except (_NoRoom, NotComputed) as error:
+    except _NoRoom as error:
         share, reason = None, error.message
     if not smallest((int(share is not None),), device, collectives)[0]:
         reason = reason or "Another rank has no room for it."

@@ -40,10 +40,12 @@ def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
             assert float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median()) < 0.2, layers
 
 
-def states_read(directory: Path, tokens: list[int], layers: Sequence[int]) -> list[Tensor]:
-    """[rows, hidden] of each of `layers`; of none, what the head reads."""
+def states_read(
+    directory: Path, tokens: list[int], layers: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """[rows, hidden] of each of `layers`, computed in float32 of weights of `dtype`; of none, what the head reads."""
     model = auto_class(load_config(directory)).from_pretrained(
-        str(directory), attn_implementation="eager", dtype=torch.bfloat16
+        str(directory), attn_implementation="eager", dtype=dtype
     )
     with torch.inference_mode(), StateTaps(layers).watching(model.float()) as states:
         model(torch.tensor([tokens]), use_cache=False)

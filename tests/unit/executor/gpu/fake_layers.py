@@ -2,10 +2,13 @@
 blocks of its sequence, so a wrong id, position, slot, table or length changes the logits. All numbers are whole and
 exact: no order of a sum changes them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from services.executor.core.step_plan import StepPlan
+from services.executor.gpu.decoder import Taps
 from services.executor.gpu.inputs import StepInputs
 from services.executor.gpu.kernels.attention_launch import Batch
 
@@ -24,7 +27,7 @@ class FakeLayers:
         self.store = torch.zeros((num_blocks * block_size, HIDDEN), dtype=torch.float64)
         self.label = "compute: fake"
 
-    def compute(self, inputs: StepInputs, on_layer: object = None) -> Tensor:
+    def compute(self, inputs: StepInputs, on_layer: object = None, taps: Taps | None = None) -> Tensor:
         ids, positions = inputs.token_ids.long(), inputs.positions.double()[:, None] + 1
         states = self._embedding[ids] * positions
         written = inputs.slots >= 0
@@ -32,7 +35,14 @@ class FakeLayers:
         hidden = torch.zeros_like(states)
         for batch in inputs.batches:
             self._attend(batch, hidden)
+        if taps is not None:
+            taps.take(0, states)
+            taps.take(1, hidden)
+            taps.take_last(hidden + states)
         return hidden + states
+
+    def taps(self, rows: int, layers: Sequence[int]) -> Taps:
+        return Taps(layers, torch.full((rows, max(1, len(layers)) * HIDDEN), torch.nan, dtype=torch.float64))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return hidden.index_select(0, rows) @ self._head

@@ -127,21 +127,33 @@ class Sequences:
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.lists(st.integers(1, 9), max_size=2)), min_size=1, max_size=10),
     st.integers(0, 99),
+    st.sampled_from([None, (), (1,), (0, 1, 1)]),
 )
-@settings(max_examples=12)
-def test_replays_give_what_kernels_one_by_one_give(steps: list[tuple[int, list[int]]], seed: int) -> None:
+@settings(max_examples=20)
+def test_replays_give_what_kernels_one_by_one_give(
+    steps: list[tuple[int, list[int]]], seed: int, reads: tuple[int, ...] | None
+) -> None:
+    """`reads`: whose inputs a draft head reads."""
     sequences = Sequences(np.random.default_rng(seed))
     eager, replayed = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
     graphs, decoder = make_graphs(replayed)
+    if reads is not None:
+        decoder.read_states(reads)
     graphs.capture()
     for decodes, prompts in steps:
         plan = sequences.step(decodes, prompts)
         if plan is None:
             continue
         inputs = inputs_of(plan, BLOCK, SHAPE.kv_heads, GROUP, CPU, SHAPE.processors)
-        expected = eager.logits(eager.compute(inputs), inputs.sample_rows)
+        taps = eager.taps(len(inputs.token_ids), reads or ())
+        expected = eager.logits(eager.compute(inputs, taps=taps), inputs.sample_rows)
         found = decoder.launch(plan, Progress.unread())
         assert torch.equal(found.logits, expected)
+        if reads is None:
+            assert found.states is None
+        else:
+            assert found.states is not None
+            assert torch.equal(found.states, taps.into)
         assert torch.equal(found.tokens, expected.argmax(dim=-1))
         assert torch.equal(found.largest, expected.amax(dim=-1)) or not len(expected)
         assert torch.equal(replayed.store[BLOCK:], eager.store[BLOCK:])  # block 0 is what capturing used

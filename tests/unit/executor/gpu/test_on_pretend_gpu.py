@@ -25,7 +25,8 @@ from services.executor.core.step_plan import StepPlan
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.device import CudaMarks
 from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
-from services.executor.gpu.steps import StepLimits, warmup_chunks, warmup_plans
+from services.executor.gpu.sampling import Pending
+from services.executor.gpu.steps import GpuSteps, StepLimits, warmup_chunks, warmup_plans
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -44,7 +45,15 @@ from tests.unit.executor.gpu.texts import DRAWN, GREEDY, ONE_LAYER, requests, te
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, Script
 from tests.unit.executor.model.tiny import build, logits_of
+from tests.unit.executor.worker.draft_heads import (
+    DEEPSEEK,
+    Eagle3Reference,
+    MtpReference,
+    add_mtp_head,
+    make_eagle3,
+)
 from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.test_draft_heads import HEADS, check
 from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
 GPU = torch.device("cuda", 0)
@@ -231,15 +240,16 @@ def test_marks_are_passed_when_the_device_has_come_to_them(gpu: Host) -> None:
     assert ended == [1]
 
 
-# --- a draft model -------------------------------------------------------------------------------
+# --- draft models and heads -------------------------------------------------------------------------------
 
+SELDOM = ("deepseek_v3", "glm4_moe", "qwen3_next")
+"""Whose keys and values are one line, whose experts are all computed alike, and whose other layers are recurrent."""
 ON_GPU = {"device": "cuda", "dtype": "fp32", "kv_memory": 1 << 20, "max_sequences": 4, "max_batch_tokens": 16}
 
 
-@pytest.mark.slow
-def test_drafts_are_proposed_and_checked_in_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_in(tmp_path / "model", num_hidden_layers=1)
-    twin = Path(shutil.copytree(model, tmp_path / "twin"))
+@pytest.fixture
+def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps the graphs have replayed, and how many were launched kernel by kernel."""
     seen = Counter[str]()
     replay = StepGraphs.replay
 
@@ -250,14 +260,81 @@ def test_drafts_are_proposed_and_checked_in_graphs(tmp_path: Path, monkeypatch: 
         return found
 
     monkeypatch.setattr(StepGraphs, "replay", watched)
-    with pretend_gpu():
-        with ring_of(tmp_path, model, **ON_GPU) as ring:
-            plain = Generated(ring, PROMPT, DRAWN).run(6)
-        with ring_of(tmp_path, model, twin, **ON_GPU) as ring:
-            seen.clear()  # of warming up, before there are graphs
-            drafted = Generated(ring, PROMPT, DRAWN).run(6, drafts=2)
+    return seen
+
+
+@pytest.mark.slow
+def test_drafts_are_proposed_and_checked_in_graphs(
+    tmp_path: Path, gpu: Host, steps_seen: Counter[str]
+) -> None:
+    model = model_in(tmp_path / "model", num_hidden_layers=1)
+    twin = Path(shutil.copytree(model, tmp_path / "twin"))
+    with ring_of(tmp_path, model, **ON_GPU) as ring:
+        plain = Generated(ring, PROMPT, DRAWN).run(6)
+    with ring_of(tmp_path, model, twin, **ON_GPU) as ring:
+        steps_seen.clear()  # of warming up, before there are graphs
+        drafted = Generated(ring, PROMPT, DRAWN).run(6, drafts=2)
     assert drafted.text == plain.text
     assert drafted.accepted == drafted.proposed > 0
-    assert seen["rows, replayed"] > 0
-    assert seen["one row, replayed"] > 0
-    assert seen["one row, launched"] == 0
+    assert steps_seen["rows, replayed"] > 0
+    assert steps_seen["one row, replayed"] > 0
+    assert steps_seen["one row, launched"] == 0
+
+
+@pytest.fixture
+def launched(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Steps that the device was given, none of which the host waited for."""
+    steps: list[StepPlan] = []
+    launch = GpuSteps.launch
+
+    def watched(self: GpuSteps, plan: StepPlan, *others: Any) -> Pending:
+        gpu.waits.clear()
+        pending = launch(self, plan, *others)
+        assert gpu.waits == []
+        steps.append(plan)
+        return pending
+
+    monkeypatch.setattr(GpuSteps, "launch", watched)
+    return steps
+
+
+def test_an_eagle3_head_reads_steps_that_graphs_hold(
+    tmp_path: Path, launched: list[StepPlan], steps_seen: Counter[str]
+) -> None:
+    model = model_in(tmp_path / "model", num_hidden_layers=2)
+    layers = (0, 1, 1)
+    head = make_eagle3(
+        tmp_path / "head", 144, eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)}
+    )
+    with ring_of(tmp_path, model, **ON_GPU) as ring:
+        plain = Generated(ring, PROMPT, GREEDY).run(6)
+    with ring_of(tmp_path, model, head, **ON_GPU) as ring:
+        assert ring.spec.drafts, ring.spec.draft_left_out
+        assert ring.spec.draft_reads_states
+        steps_seen.clear()
+        followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
+        launched.clear()
+        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
+    assert steps_seen["rows, replayed"] > 0
+    assert len(launched) > 4
+    check(followed, Eagle3Reference(head, model, layers))
+    check(behind, Eagle3Reference(head, model, layers))
+    assert followed.text[:6] == behind.text[:6] == plain.text
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mellum", *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
+)
+def test_a_models_own_head_computes_what_its_checkpoint_means(
+    tmp_path: Path, launched: list[StepPlan], model_type: str
+) -> None:
+    names = HEADS[model_type]
+    model = model_in(tmp_path / "model", None, model_type, **settings_of(model_type))
+    add_mtp_head(model, names=names, shared=names is not DEEPSEEK)
+    with ring_of(tmp_path, model, "mtp", **ON_GPU) as ring:
+        assert ring.spec.drafts, ring.spec.draft_left_out
+        found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
+        behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
+    check(found, MtpReference(model, names))
+    check(behind, MtpReference(model, names))
+    assert behind.text == found.text

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.executor.model.row_states import RowStates
+from services.executor.worker.drafting.row_states import RowStates
 
 SLOTS, CAPACITY = 24, 7
 slots = st.lists(st.integers(0, SLOTS - 1), unique=True, min_size=1, max_size=12)

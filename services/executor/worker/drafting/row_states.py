@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.executor.core.step_plan import Int32Array
+from services.executor.gpu.device import sent
 
 
 class RowStates:
@@ -62,4 +63,4 @@ class RowStates:
         self._row_of[slots] = -1
 
     def _to_device(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._rows.device)
+        return sent(np.ascontiguousarray(values), self._rows.device)

@@ -1,0 +1,36 @@
+"""What the GPU's decoder hands over of what layers read, for draft heads, interpreted on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU's decoder is tested where Triton is (Linux on x86-64)")
+
+from services.executor.collectives.base import SingleRank
+from services.executor.core.progress import Progress
+from services.executor.gpu.decoder import GpuDecoder
+from services.executor.worker.runner import NO_POOLS
+from tests.unit.executor.cpu.test_taps import states_read
+from tests.unit.executor.gpu.gpu_runners import runner_of, small_model
+from tests.unit.executor.gpu.test_decoder import LOWERED
+from tests.unit.executor.model.ring import Script
+
+OFTEN = ("gemma2", "granite", "llama", "qwen2_moe")
+"""Families that every run of the tests tries: with norms behind layers, with scaled residuals, with experts."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [family if family in OFTEN else pytest.param(family, marks=pytest.mark.slow) for family in LOWERED],
+)
+def test_hands_over_what_layers_read(tmp_path: Path, model_type: str) -> None:
+    directory = small_model(tmp_path, model_type)
+    decoder = runner_of(directory, SingleRank())._decoder
+    assert isinstance(decoder, GpuDecoder)
+    script = Script([8])
+    plan, _ = script.step({0: 8})
+    for layers in ((), (0, 1, 1)):
+        *_, states = decoder.forward_with_states(plan, Progress.unread(), NO_POOLS, layers)
+        expected = states_read(directory, script.sequences[0][:8], layers, torch.float32)
+        torch.testing.assert_close(states, torch.cat(expected, dim=-1), rtol=1e-3, atol=1e-4)
