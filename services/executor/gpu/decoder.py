@@ -6,7 +6,7 @@ can hold them. What a step reads is in `StepInputs`; what it writes are the KV s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class Taps(NamedTuple):
     """Where a step leaves what a draft head reads of it."""
 
     layers: Sequence[int]
-    """Whose inputs; none: what comes behind the last norm."""
+    """Whose inputs (behind the last one: what the last norm reads); none: what comes behind the last norm."""
     into: Tensor
     """[T, layers * hidden], side by side"""
 
@@ -104,6 +104,10 @@ class GpuDecoder:
     """Holds a lowered model's weights on the device of its store, and runs step plans; a `model.decoder.Decoder`."""
 
     label = "compute: GPU decoder, sums over the ranks included"
+    first_seen: ClassVar[int] = 0
+    """See `StepContext`."""
+    given_width = 0
+    """Of `StepInputs.states`; 0: there are none."""
 
     def __init__(
         self,
@@ -126,9 +130,9 @@ class GpuDecoder:
         self._scalars = lowered.scalars
         self._norms = elementwise.Norms(lowered.scalars.eps, offset=lowered.family.norm_offset != 0.0)
         self._gelu = lowered.activation == "gelu_tanh"
-        self._store = store
+        self._store, self.dtype = store, store.shape.dtype
         self._collectives = collectives
-        self._attention = GpuKernels(store)
+        self._attention = GpuKernels(store, self.first_seen)
         self._q_heads = layout.q_heads.size
         self.group = layout.q_per_kv
         """Query heads of each of its KV heads."""
@@ -146,7 +150,6 @@ class GpuDecoder:
         self._embedded = make_lookup(embedding, store.shape.dtype)
         self._embeddings = embedding.shape[0]
         self._head = make(*weights_of(lowered.head))
-        self.vocab_rows = lowered.head.stored.shape[0]
         release(lowered.head)
         release(lowered.embedding)
         self.processors = 0 if batch_invariant else self._attention.processors
@@ -174,9 +177,8 @@ class GpuDecoder:
         `on_layer` is called as each layer has been launched. Raises `RingLost`.
         """
         rows = self._adapted_rows(inputs.adapters)
-        residual = self._embed(inputs.token_ids)
+        residual, states = self._begin(inputs)
         rotations = self._rotations(inputs.positions)
-        states = elementwise.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
         following = [layer.norms["attention_norm"] for layer in self._layers[1:]]
         for layer, next_norm in zip(self._layers, [*following, self._final_norm], strict=True):
             if taps is not None:
@@ -191,13 +193,14 @@ class GpuDecoder:
             states = self._add_norm(summed, residual, layer, "after_feed_forward_norm", next_norm)
             on_layer()
         if taps is not None:
+            taps.take(len(self._layers), residual)
             taps.take_last(states)
         return states
 
     def taps(self, rows: int, layers: Sequence[int]) -> Taps:
         """Room for what `layers` read of a step of so many rows."""
         width = max(len(layers), 1) * len(self._final_norm)
-        return Taps(layers, self._final_norm.new_empty((rows, width), dtype=self._store.shape.dtype))
+        return Taps(layers, self._final_norm.new_empty((rows, width), dtype=self.dtype))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """This rank's share of the logits [R, rows of the head] of `rows`, integers [R], of `hidden` [T, hidden]: in
@@ -273,6 +276,11 @@ class GpuDecoder:
         return self.largest(self.logits(self.compute(inputs, progress.tick), inputs.sample_rows))
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _begin(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """What layers add to [T, hidden], in memory of its own, and what the first one reads, [T, inputs]."""
+        residual = self._embed(inputs.token_ids)
+        return residual, elementwise.norm(residual, self._layers[0].norms["attention_norm"], self._norms)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T, hidden], whole on every rank, in memory of its own."""

@@ -248,6 +248,10 @@ class StepGraphs:
         self.reads: Sequence[int] | None = None
         """Layers whose inputs a draft head reads, as `Taps` has them; None: there is none. To be set before graphs are
         captured."""
+        self._given = torch.zeros(
+            (most_sequences, layers.given_width), dtype=layers.dtype, device=before.device
+        )
+        """`StepInputs.states`, of a draft head."""
         self._results = Computed(*(torch.empty(0),) * 3)
         """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
 
@@ -282,9 +286,9 @@ class StepGraphs:
             mib=(self._capture.memory() - before) // _MIB,
         )
 
-    def replay(self, plan: StepPlan) -> Computed | None:
+    def replay(self, plan: StepPlan, given: Tensor | None = None) -> Computed | None:
         """Has the device compute `plan`; None where there is no graph for it, as where rows read some blocks only.
-        Does not wait."""
+        `given`: `StepInputs.states`. Does not wait."""
         rung = rung_for(len(plan.token_ids) // 4, self.rungs)
         if rung is None or not (is_decode(plan) or is_like_decodes(plan)):
             return None
@@ -300,6 +304,8 @@ class StepGraphs:
         if slots is not None:
             filled = _longer(slots, rung, -1)
             self._adapter_slots[:rung].copy_(sent(filled, self._adapter_slots.device))
+        if given is not None:
+            self._given[: len(given)].copy_(given)
         graph()
         count = len(plan.sample_rows) // 4
         logits, largest, tokens, states = self._results
@@ -364,6 +370,8 @@ class StepGraphs:
         inputs = self._inputs(rung)
         if with_adapters:
             inputs = inputs._replace(adapters=self._adapter_slots[:rung])
+        if self._given.numel():
+            inputs = inputs._replace(states=self._given[:rung])
         logits_of, largest_of, tokens_of = (result[:rung] for result in self._results[:3])
         states = self._results.states
         taps = None if self.reads is None or states is None else Taps(self.reads, states[:rung])
@@ -409,6 +417,10 @@ class GraphedDecoder:
         self._device = device
         self._graphs = graphs
         self._reads: Sequence[int] | None = None
+        self.states: Tensor | None = None
+        """What the last step has left for `read_states`."""
+        self.given: Tensor | None = None
+        """`StepInputs.states` of the steps from now on."""
         self.label = inner.label
 
     def read_states(self, layers: Sequence[int]) -> None:
@@ -421,21 +433,16 @@ class GraphedDecoder:
         computed = None if len(pools) else self._replay(plan, progress)
         if computed is not None:
             return computed.logits, sums_of(computed.logits, pools)
-        inputs = self._inputs(plan)
-        hidden = self._inner.compute(inputs, progress.tick)
+        hidden, inputs = self._compute(plan, progress)
         return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools)
 
     def forward_with_states(
         self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
         """`layers`: those of `read_states`."""
-        computed = None if len(pools) else self._replay(plan, progress)
-        if computed is not None and computed.states is not None:
-            return computed.logits, sums_of(computed.logits, pools), computed.states
-        inputs = self._inputs(plan)
-        taps = self._inner.taps(len(inputs.token_ids), layers)
-        hidden = self._inner.compute(inputs, progress.tick, taps)
-        return self._inner.logits(hidden, inputs.sample_rows), sums_of(hidden, pools), taps.into
+        logits, pooled = self.forward(plan, progress, pools)
+        assert self.states is not None, "they are read"
+        return logits, pooled, self.states
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         computed = self.launch(plan, progress)
@@ -446,11 +453,9 @@ class GraphedDecoder:
         computed = self._replay(plan, progress)
         if computed is not None:
             return computed
-        inputs = self._inputs(plan)
-        taps = None if self._reads is None else self._inner.taps(len(inputs.token_ids), self._reads)
-        hidden = self._inner.compute(inputs, progress.tick, taps)
+        hidden, inputs = self._compute(plan, progress)
         logits = self._inner.logits(hidden, inputs.sample_rows)
-        return Computed(logits, *self._inner.largest(logits), None if taps is None else taps.into)
+        return Computed(logits, *self._inner.largest(logits), self.states)
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
@@ -467,11 +472,20 @@ class GraphedDecoder:
         self._inner.reserve(slots, max_rank)
 
     def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
-        computed = None if self._graphs is None else self._graphs.replay(plan)
+        computed = None if self._graphs is None else self._graphs.replay(plan, self.given)
         if computed is not None:
+            self.states = computed.states
             self._inner.compress(plan)  # which blocks were filled, and how many, no graph can know
             progress.tick()  # for all of its layers: nothing on the host sees them go by
         return computed
+
+    def _compute(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, StepInputs]:
+        """The normed hidden states, kernel by kernel, and what they were computed of."""
+        inputs = self._inputs(plan)
+        taps = None if self._reads is None else self._inner.taps(len(inputs.token_ids), self._reads)
+        hidden = self._inner.compute(inputs, progress.tick, taps)
+        self.states = None if taps is None else taps.into
+        return hidden, inputs
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         shape = self._shape
@@ -487,6 +501,7 @@ class GraphedDecoder:
             compressions=self._inner.pairs_of(plan),
             adapters=self._inner.adapters_of(plan),
             sparse=self._inner.sparse_of(plan),
+            states=self.given,
         )
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))

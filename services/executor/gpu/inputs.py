@@ -84,6 +84,9 @@ class StepInputs(NamedTuple):
     sparse: Callable[[int], Split | None] | None = None
     """How a layer attends in which not every row reads everything (`SparseStep.split`); None: there is none."""
 
+    states: Tensor | None = None
+    """[T, hidden]: what a draft head reads beside its tokens; None: zeros."""
+
     def of(self, kv_heads: int, group: int) -> Sequence[Batch]:
         """`batches`, which were made for these heads."""
         return self.batches

@@ -142,6 +142,12 @@ class Eagle3Norms(nn.Module):
         self.embedded = torch.empty(0)
         """Of the forward pass."""
 
+    @property
+    def weight(self) -> Tensor:
+        """That of states, which a decoder of ours takes for the layer's first norm."""
+        weight: Tensor = self.of_states.weight  # type: ignore[assignment]  # a norm's
+        return weight
+
     def forward(self, states: Tensor) -> Tensor:
         own = states if self.normed else self.of_states(states)
         return torch.cat((self.of_embeddings(self.embedded), own), dim=-1)
@@ -156,19 +162,25 @@ class Eagle3Head(HeadModel):
         self._norms = [norms]  # the layer has it
         model.base_model.norm.register_forward_pre_hook(lambda module, given: self._make(given[0]))
 
+    @property
+    def norms(self) -> "Eagle3Norms":
+        return self._norms[0]
+
     def taken(self, states: Tensor) -> Tensor:
         projected: Tensor = self.fc(states.to(self.model.dtype))
         return projected
 
     def combined(self, embedded: Tensor, states: Tensor) -> Tensor:
-        [norms] = self._norms
-        norms.embedded = embedded
-        normed: Tensor = norms.of_states(states) if norms.normed else states
+        self.norms.embedded = embedded
+        normed: Tensor = self.norms.of_states(states) if self.norms.normed else states
         return normed
 
 
 class ReducedHead(VocabParallelHead):
     """An output layer of few tokens of the vocabulary: the local logits of all, `NEVER` for the others."""
+
+    places: Tensor
+    """int64: of its own tokens among those of the rank"""
 
     def __init__(
         self,
@@ -191,7 +203,7 @@ class ReducedHead(VocabParallelHead):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = hidden.new_full((*hidden.shape[:-1], self._width), NEVER)
-        logits[..., self.places] = self.multiply(hidden)  # type: ignore[index]  # a buffer
+        logits[..., self.places] = self.multiply(hidden)
         return logits
 
 

@@ -299,7 +299,7 @@ def lower(model: Any, dtype: torch.dtype) -> Lowered:
         family=family,
         heads=heads,
         layers=layers,
-        final_norm=_norm_weight(base.norm, family),
+        final_norm=norm_weight(base.norm, family),
         embedding=base.embed_tokens,
         head=model.get_output_embeddings(),
         frequencies=frequencies.sets,
@@ -459,7 +459,7 @@ def _vectors(layer: Any, attention: Any, family: Family) -> dict[str, Tensor]:
         norms |= {name: norm for name, norm in found.items() if norm is not None}
     if lower_layer_input(layer) is not None:
         norms["after_input_norm"] = layer.post_per_layer_input_norm
-    vectors = {name: _norm_weight(norm, family) for name, norm in norms.items()}
+    vectors = {name: norm_weight(norm, family) for name, norm in norms.items()}
     sinks: Tensor | None = getattr(attention, "sinks", None)
     if sinks is not None:
         vectors["sinks"] = sinks.detach().float() * math.log2(math.e)
@@ -493,7 +493,8 @@ def _check_linears(part: Any, fused: tuple[str, ...], single: tuple[str, ...], l
         raise CannotLower(f"a {type(part).__name__} is built of other layers")
 
 
-def _norm_weight(norm: Any, family: Family) -> Tensor:
+def norm_weight(norm: Any, family: Family) -> Tensor:
+    """float32, as `LoweredLayer.norms` has them."""
     weight: Tensor = norm.weight.detach().float() + family.norm_offset
     return weight.contiguous()
 

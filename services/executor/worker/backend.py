@@ -29,8 +29,10 @@ from services.executor.worker.runner import ModelRunner, widths_of
 from shared.errors import ModelLoadError, reason_of
 
 if TYPE_CHECKING:  # they import Triton, which not every host has
+    from services.executor.gpu.draft_head import GraphedHead
     from services.executor.gpu.graphs import Capture
     from services.executor.gpu.steps import StepLimits
+    from services.executor.model.draft_heads import HeadModel
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +75,44 @@ def module_runner(
     pack_linears(model)
     use_products(model)
     return ModelRunner(model, widths_of(model), store, collectives, device, spill)
+
+
+def head_runner(
+    head: "HeadModel",
+    store: KvStore,
+    layout: ShardLayout,
+    collectives: Collectives,
+    spill: Spill,
+    limits: "StepLimits | None",
+) -> "tuple[ModelRunner, HeadModel | GraphedHead]":
+    """A runner for a draft head, loaded and not packed, and what is handed the states that it reads. `limits`: as of
+    `make_runner`."""
+    if store.device.type == "cuda" and has_triton() and limits is not None:
+        pack_for_gpu(head, store.device)
+        try:
+            lowered = _lowered_for_gpu(head.model, store)
+        except CannotLower as reason:
+            log.info("computing_draft_head_with_pytorch", attending_with="Triton", reason=str(reason))
+        else:
+            from services.executor.gpu.draft_head import GpuHead, GraphedHead
+            from services.executor.gpu.steps import GpuSteps
+
+            widths = widths_of(head)
+            decoder = GpuHead(head, lowered, store, layout, collectives)
+            steps = GpuSteps(decoder, store, collectives, widths, limits)
+            runner = ModelRunner(
+                head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
+            )
+            return runner, GraphedHead(decoder, steps.decoder)
+    return module_runner(head, store, collectives, spill, head.first_seen), head
+
+
+def _lowered_for_gpu(model: Any, store: KvStore) -> Lowered:
+    """Raises `CannotLower`."""
+    lowered = lowering.lower(model, store.shape.dtype)
+    if lowered.native_alone:
+        raise CannotLower(f"the GPU decoder computes no {lowered.native_alone}")
+    return lowered
 
 
 def _modules_on_gpu(
@@ -126,9 +166,7 @@ def gpu_runner(
     pack_for_gpu(model, store.device)
     batch_invariant = limits is not None and limits.batch_invariant
     try:
-        lowered = lowering.lower(model, store.shape.dtype)
-        if lowered.native_alone:
-            raise CannotLower(f"the GPU decoder computes no {lowered.native_alone}")
+        lowered = _lowered_for_gpu(model, store)
     except CannotLower as reason:
         if batch_invariant:
             raise ModelLoadError(

@@ -474,8 +474,8 @@ def _numerics(settings: ExecutorSettings, runner: ModelRunner, kv_format: str, r
 
 
 def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = None) -> "StepLimits | None":
-    """Of a GPU's steps of sequences of up to `context` tokens, which `draft` computes, too; None where there is no
-    Triton."""
+    """Of a GPU's steps of sequences of up to `context` tokens, which `draft` computes, too, in graphs of its own; None
+    where there is no Triton."""
     if not has_triton():
         if settings.batch_invariant:
             raise ConfigurationError(
@@ -485,7 +485,7 @@ def step_limits(settings: ExecutorSettings, context: int, draft: Share | None = 
     from services.executor.gpu.steps import StepLimits
 
     memory = settings.cuda_graphs_memory if settings.cuda_graphs == "auto" else 0
-    memory //= 1 if draft is None or not draft.has_graphs else 2
+    memory //= 1 if draft is None else 2
     return StepLimits(
         settings.max_sequences, settings.max_batch_tokens, context, memory, settings.batch_invariant
     )

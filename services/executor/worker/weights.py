@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 import torch
@@ -65,8 +65,6 @@ class Share:
     """Of its steps, where a GPU's memory is planned by them."""
     reads_compressed: bool
     """See `backend.reads_compressed`."""
-    has_graphs: ClassVar[bool] = True
-    """Whether its steps may be captured in CUDA graphs."""
 
     def runner(
         self,

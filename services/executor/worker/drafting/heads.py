@@ -27,13 +27,14 @@ from services.executor.gpu.device import sent
 from services.executor.kv_cache.offload import Spill
 from services.executor.kv_cache.store import KvStore
 from services.executor.sampling.candidates import RowLogits
-from services.executor.worker.backend import module_runner
+from services.executor.worker.backend import head_runner
 from services.executor.worker.drafting.model import DraftModel
 from services.executor.worker.drafting.row_states import RowStates
 from services.executor.worker.runner import ModelRunner, widths_of
 from services.executor.worker.weights import Enough, Share
 
 if TYPE_CHECKING:  # they import transformers
+    from services.executor.gpu.draft_head import GraphedHead
     from services.executor.gpu.steps import StepLimits
     from services.executor.model.draft_heads import HeadModel, StateTaps
     from services.executor.model.loading.draft_heads import LoadedHead
@@ -43,7 +44,6 @@ class HeadShare(Share):
     """One rank's share of a head."""
 
     reads_compressed = False
-    has_graphs = False
 
     def __init__(
         self, settings: ExecutorSettings, loaded: "LoadedHead", layout: ShardLayout, dtype: torch.dtype
@@ -62,6 +62,8 @@ class HeadShare(Share):
         )
         self.taps = StateTaps(loaded.layers)
         self.head = head
+        self.reader: HeadModel | GraphedHead = head
+        """What is handed states, and hands its own over."""
         self.layers = loaded.layers
         self.rows = 2 * settings.max_batch_tokens + settings.max_sequences * settings.block_size
         """Whose states are kept: those of a sequence's block that is not full, and those of the last steps."""
@@ -74,7 +76,8 @@ class HeadShare(Share):
         beside: ModelRunner | None = None,
     ) -> ModelRunner:
         assert beside is not None, "a head computes beside its model"
-        return module_runner(self.head, store, beside.collectives, spill, self.head.first_seen)
+        runner, self.reader = head_runner(self.head, store, self.layout, beside.collectives, spill, limits)
+        return runner
 
     @property
     def imports(self) -> list[str]:
@@ -89,7 +92,7 @@ class DraftHead(DraftModel):
     def __init__(self, share: HeadShare, runner: ModelRunner, store: KvStore) -> None:
         super().__init__(share, runner)
         self.reads_layers = share.layers
-        self._head: HeadModel = share.head
+        self._head = share.reader
         self._taps: StateTaps = share.taps
         self._size = store.block_size
         slots = (store.num_hot + store.num_cold) * self._size

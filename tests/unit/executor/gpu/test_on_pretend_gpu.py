@@ -24,6 +24,7 @@ from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan
 from services.executor.gpu import quantized_matmul
 from services.executor.gpu.device import CudaMarks
+from services.executor.gpu.draft_head import GraphedHead
 from services.executor.gpu.graphs import Computed, GraphedDecoder, StepGraphs
 from services.executor.gpu.sampling import Pending
 from services.executor.gpu.steps import GpuSteps, StepLimits, warmup_chunks, warmup_plans
@@ -52,7 +53,7 @@ from tests.unit.executor.worker.draft_heads import (
     add_mtp_head,
     make_eagle3,
 )
-from tests.unit.executor.worker.drafting_ring import Generated, ring_of
+from tests.unit.executor.worker.drafting_ring import Generated, Ring, ring_of
 from tests.unit.executor.worker.test_draft_heads import HEADS, check
 from tests.unit.executor.worker.test_draft_model import PROMPT, model_in
 
@@ -253,8 +254,8 @@ def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     seen = Counter[str]()
     replay = StepGraphs.replay
 
-    def watched(self: StepGraphs, plan: StepPlan) -> Computed | None:
-        found = replay(self, plan)
+    def watched(self: StepGraphs, plan: StepPlan, given: Tensor | None = None) -> Computed | None:
+        found = replay(self, plan, given)
         rows = "one row" if len(plan.token_ids) == 4 else "rows"
         seen[f"{rows}, {'launched' if found is None else 'replayed'}"] += 1
         return found
@@ -298,6 +299,13 @@ def launched(gpu: Host, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     return steps
 
 
+def computes_in_graphs(ring: Ring) -> bool:
+    """Its draft head; else modules of its own compute it."""
+    draft = ring.engine._loaded._draft
+    assert draft is not None
+    return isinstance(draft._head, GraphedHead)
+
+
 def test_an_eagle3_head_reads_steps_that_graphs_hold(
     tmp_path: Path, launched: list[StepPlan], steps_seen: Counter[str]
 ) -> None:
@@ -311,11 +319,14 @@ def test_an_eagle3_head_reads_steps_that_graphs_hold(
     with ring_of(tmp_path, model, head, **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
         assert ring.spec.draft_reads_states
+        assert computes_in_graphs(ring)
         steps_seen.clear()
         followed = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
         launched.clear()
         behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
     assert steps_seen["rows, replayed"] > 0
+    assert steps_seen["one row, replayed"] > 0
+    assert steps_seen["one row, launched"] == 0
     assert len(launched) > 4
     check(followed, Eagle3Reference(head, model, layers))
     check(behind, Eagle3Reference(head, model, layers))
@@ -333,6 +344,7 @@ def test_a_models_own_head_computes_what_its_checkpoint_means(
     add_mtp_head(model, names=names, shared=names is not DEEPSEEK)
     with ring_of(tmp_path, model, "mtp", **ON_GPU) as ring:
         assert ring.spec.drafts, ring.spec.draft_left_out
+        assert computes_in_graphs(ring) == (model_type in ("mellum", "glm4_moe"))
         found = Generated(ring, PROMPT, GREEDY, rewrites=True).run(8, 2)
         behind = Generated(ring, PROMPT, GREEDY, 12, rewrites=True).run(8, 2, followed=False)
     check(found, MtpReference(model, names))
