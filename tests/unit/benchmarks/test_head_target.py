@@ -53,7 +53,7 @@ def test_its_heads_are_right_as_often_as_wanted(tmp_path: Path, monkeypatch: pyt
         GenerationRequest(str(number), "r", "m", "c", prompt, 32, SamplingParams(0.0))
         for number, prompt in enumerate(prompts)
     ]
-    with speculation.with_draft(made, "mtp", "bf16", 1) as engine:
+    with speculation.engine_of(made, "mtp", "bf16", 1, "cpu") as engine:
         rows = speculation.rows_of("words", 1, speculation.measure(engine, requests, 1, 1, 4))
     assert [row[2] for row in rows] == ["none", "n-gram", "draft head"]
     assert all(row[-1] == "4/4" for row in rows)
