@@ -161,14 +161,18 @@ class Generations:
         if self._queued.add(generation):
             self._background.spawn(self._queued.look())
 
-    def add(self, generations: Sequence[Generation]) -> None:
-        """From now on they get what is said of them. Raises `QueueFull`."""
-        if len(self._by_id) + len(generations) > self._settings.max_generations:
+    def check_room(self, count: int) -> None:
+        """For so many more. Raises `QueueFull`."""
+        if len(self._by_id) + count > self._settings.max_generations:
             raise QueueFull(
                 f"The gateway has {len(self._by_id)} generations in flight and takes at most "
                 f"{self._settings.max_generations}; try again in a moment.",
                 retry_after=1,
             )
+
+    def add(self, generations: Sequence[Generation]) -> None:
+        """From now on they get what is said of them. Raises `QueueFull`."""
+        self.check_room(len(generations))
         if not self._by_id:
             self._some.set()
         for generation in generations:
