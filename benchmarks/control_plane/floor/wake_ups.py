@@ -1,7 +1,7 @@
 """What it costs to be woken: an event loop that does nothing else, and the same Python after a pause.
 
     woken     an event loop that sleeps and is woken, so many times a second
-    a pause   a fixed piece of Python, in a loop and after pauses in which others had the caches
+    a pause   a fixed piece of Python, in a loop and after pauses of some milliseconds
 
 Where requests and tokens come one by one, each wakes several processes: this is the part of their CPU time that no
 change of what those processes do takes away.

@@ -106,7 +106,7 @@ class GpuDecoder:
     label = "compute: GPU decoder, sums over the ranks included"
     first_seen: ClassVar[int] = 0
     """See `StepContext`."""
-    given_width = 0
+    states_width = 0
     """Of `StepInputs.states`; 0: there are none."""
 
     def __init__(

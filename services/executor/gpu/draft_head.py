@@ -36,7 +36,7 @@ class GpuHead(GpuDecoder):
         """`lowered`: of the model of one layer in `head`."""
         places = head.get_output_embeddings()
         super().__init__(lowered, store, layout, collectives)
-        self.given_width = head.hidden
+        self.states_width = head.hidden
         self._begins = _begin_of(head, lowered)
         self.taken = head.taken
         """See `HeadModel.taken`."""
@@ -56,7 +56,7 @@ class GpuHead(GpuDecoder):
         embedded = self._embed(inputs.token_ids)
         states = inputs.states
         if states is None:
-            states = embedded.new_zeros((len(embedded), self.given_width))
+            states = embedded.new_zeros((len(embedded), self.states_width))
         return self._begins(
             embedded, states.to(embedded), self._norms, self._layers[0].norms["attention_norm"]
         )
@@ -107,13 +107,13 @@ class GraphedHead:
 
     def __init__(self, head: GpuHead, decoder: GraphedDecoder) -> None:
         """`decoder`: around `head`, with graphs that are still to be captured."""
-        self.hidden = head.given_width
+        self.hidden = head.states_width
         self._head, self._decoder = head, decoder
-        decoder.read_states(head.made_layers)
+        decoder.tap(head.made_layers)
 
     @property
     def made(self) -> Tensor:
-        states = self._decoder.states
+        states = self._decoder.tapped
         assert states is not None, "no step was computed"
         return states
 
@@ -122,8 +122,8 @@ class GraphedHead:
 
     @contextmanager
     def reading(self, states: Tensor) -> Iterator[None]:
-        self._decoder.given = states
+        self._decoder.input_states = states
         try:
             yield
         finally:
-            self._decoder.given = None
+            self._decoder.input_states = None

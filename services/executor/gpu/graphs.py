@@ -165,8 +165,6 @@ class Computed(NamedTuple):
     """[R], of the logits' data type: NaN where a row holds NaN."""
     tokens: Tensor
     """int64 [R]: the column of each row's largest logit, the first of those that tie."""
-    states: Tensor | None = None
-    """[T, width] of all rows, where a draft head reads some (`Taps`)."""
 
 
 def ladder(most: int) -> list[int]:
@@ -245,13 +243,15 @@ class StepGraphs:
         """Captured as steps with adapters come; None: it could not be."""
         self._adapter_slots = torch.full((most_sequences,), -1, dtype=torch.int32, device=before.device)
         self._most_memory = MOST_MEMORY
-        self.reads: Sequence[int] | None = None
+        self.tapped_layers: Sequence[int] | None = None
         """Layers whose inputs a draft head reads, as `Taps` has them; None: there is none. To be set before graphs are
         captured."""
-        self._given = torch.zeros(
-            (most_sequences, layers.given_width), dtype=layers.dtype, device=before.device
+        self._input_states = torch.zeros(
+            (most_sequences, layers.states_width), dtype=layers.dtype, device=before.device
         )
         """`StepInputs.states`, of a draft head."""
+        self._tapped: Tensor | None = None
+        """Of the largest size, as `_results`."""
         self._results = Computed(*(torch.empty(0),) * 3)
         """Of the largest size. Outside the graphs' pool, where the next capture may put something else."""
 
@@ -286,9 +286,9 @@ class StepGraphs:
             mib=(self._capture.memory() - before) // _MIB,
         )
 
-    def replay(self, plan: StepPlan, given: Tensor | None = None) -> Computed | None:
+    def replay(self, plan: StepPlan, input_states: Tensor | None = None) -> Computed | None:
         """Has the device compute `plan`; None where there is no graph for it, as where rows read some blocks only.
-        `given`: `StepInputs.states`. Does not wait."""
+        `input_states`: `StepInputs.states`. Does not wait."""
         rung = rung_for(len(plan.token_ids) // 4, self.rungs)
         if rung is None or not (is_decode(plan) or is_like_decodes(plan)):
             return None
@@ -304,13 +304,15 @@ class StepGraphs:
         if slots is not None:
             filled = _longer(slots, rung, -1)
             self._adapter_slots[:rung].copy_(sent(filled, self._adapter_slots.device))
-        if given is not None:
-            self._given[: len(given)].copy_(given)
+        if input_states is not None:
+            self._input_states[: len(input_states)].copy_(input_states)
         graph()
         count = len(plan.sample_rows) // 4
-        logits, largest, tokens, states = self._results
-        tapped = None if states is None else states[: len(plan.token_ids) // 4]
-        return Computed(logits[:count], largest[:count], tokens[:count], tapped)
+        return Computed(*(result[:count] for result in self._results))
+
+    def tapped(self, rows: int) -> Tensor | None:
+        """What the last replay, of so many rows, has left as `Taps` has it; None: nothing is tapped."""
+        return None if self._tapped is None else self._tapped[:rows]
 
     def _graph_with_adapters(self, rung: int) -> Work | None:
         """The graph of steps of which some rows have LoRA adapters, captured when the first one comes: most models get
@@ -336,11 +338,12 @@ class StepGraphs:
         inputs = self._inputs(1)
         logits = self._layers.logits(self._layers.compute(inputs), inputs.sample_rows)
         rows = self._ladder[-1]
+        if self.tapped_layers is not None:
+            self._tapped = self._layers.taps(rows, self.tapped_layers).into
         return Computed(
             logits.new_zeros((rows, logits.shape[1])),
             logits.new_zeros(rows),
             logits.new_zeros(rows, dtype=torch.int64),
-            None if self.reads is None else self._layers.taps(rows, self.reads).into,
         )
 
     def _capture_one(self, rung: int) -> bool:
@@ -370,11 +373,11 @@ class StepGraphs:
         inputs = self._inputs(rung)
         if with_adapters:
             inputs = inputs._replace(adapters=self._adapter_slots[:rung])
-        if self._given.numel():
-            inputs = inputs._replace(states=self._given[:rung])
-        logits_of, largest_of, tokens_of = (result[:rung] for result in self._results[:3])
-        states = self._results.states
-        taps = None if self.reads is None or states is None else Taps(self.reads, states[:rung])
+        if self._input_states.numel():
+            inputs = inputs._replace(states=self._input_states[:rung])
+        logits_of, largest_of, tokens_of = (result[:rung] for result in self._results)
+        tapped = self.tapped(rung)
+        taps = None if tapped is None else Taps(self.tapped_layers or (), tapped)
 
         def work() -> None:
             resolved = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))
@@ -416,18 +419,18 @@ class GraphedDecoder:
         self._before = before
         self._device = device
         self._graphs = graphs
-        self._reads: Sequence[int] | None = None
-        self.states: Tensor | None = None
-        """What the last step has left for `read_states`."""
-        self.given: Tensor | None = None
+        self._tapped_layers: Sequence[int] | None = None
+        self.tapped: Tensor | None = None
+        """[T, width]: what the last step has left, where layers are tapped."""
+        self.input_states: Tensor | None = None
         """`StepInputs.states` of the steps from now on."""
         self.label = inner.label
 
-    def read_states(self, layers: Sequence[int]) -> None:
+    def tap(self, layers: Sequence[int]) -> None:
         """Has steps leave what a draft head reads, as `Taps` has it; to be called before graphs are captured."""
-        self._reads = layers
+        self._tapped_layers = layers
         if self._graphs is not None:
-            self._graphs.reads = layers
+            self._graphs.tapped_layers = layers
 
     def forward(self, plan: StepPlan, progress: Progress, pools: Int32Array) -> tuple[Tensor, Floats]:
         computed = None if len(pools) else self._replay(plan, progress)
@@ -439,10 +442,10 @@ class GraphedDecoder:
     def forward_with_states(
         self, plan: StepPlan, progress: Progress, pools: Int32Array, layers: Sequence[int]
     ) -> tuple[Tensor, Floats, Tensor]:
-        """`layers`: those of `read_states`."""
+        """`layers`: those of `tap`."""
         logits, pooled = self.forward(plan, progress, pools)
-        assert self.states is not None, "they are read"
-        return logits, pooled, self.states
+        assert self.tapped is not None, "they are tapped"
+        return logits, pooled, self.tapped
 
     def forward_to_largest(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, Tensor]:
         computed = self.launch(plan, progress)
@@ -455,7 +458,7 @@ class GraphedDecoder:
             return computed
         hidden, inputs = self._compute(plan, progress)
         logits = self._inner.logits(hidden, inputs.sample_rows)
-        return Computed(logits, *self._inner.largest(logits), self.states)
+        return Computed(logits, *self._inner.largest(logits))
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return self._inner.largest(logits)
@@ -472,9 +475,9 @@ class GraphedDecoder:
         self._inner.reserve(slots, max_rank)
 
     def _replay(self, plan: StepPlan, progress: Progress) -> Computed | None:
-        computed = None if self._graphs is None else self._graphs.replay(plan, self.given)
-        if computed is not None:
-            self.states = computed.states
+        computed = None if self._graphs is None else self._graphs.replay(plan, self.input_states)
+        if self._graphs is not None and computed is not None:
+            self.tapped = self._graphs.tapped(len(plan.token_ids) // 4)
             self._inner.compress(plan)  # which blocks were filled, and how many, no graph can know
             progress.tick()  # for all of its layers: nothing on the host sees them go by
         return computed
@@ -482,9 +485,10 @@ class GraphedDecoder:
     def _compute(self, plan: StepPlan, progress: Progress) -> tuple[Tensor, StepInputs]:
         """The normed hidden states, kernel by kernel, and what they were computed of."""
         inputs = self._inputs(plan)
-        taps = None if self._reads is None else self._inner.taps(len(inputs.token_ids), self._reads)
+        layers = self._tapped_layers
+        taps = None if layers is None else self._inner.taps(len(inputs.token_ids), layers)
         hidden = self._inner.compute(inputs, progress.tick, taps)
-        self.states = None if taps is None else taps.into
+        self.tapped = None if taps is None else taps.into
         return hidden, inputs
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
@@ -501,7 +505,7 @@ class GraphedDecoder:
             compressions=self._inner.pairs_of(plan),
             adapters=self._inner.adapters_of(plan),
             sparse=self._inner.sparse_of(plan),
-            states=self.given,
+            states=self.input_states,
         )
         if (as_int32(plan.token_ids) < 0).any():
             inputs = inputs._replace(token_ids=resolve(inputs.token_ids, self._before))

@@ -138,9 +138,9 @@ class GpuSteps:
         self.decoder = GraphedDecoder(decoder, shape, staging, before, device, self._graphs)
         self._take: Callable[[StepPlan, Tensor], None] | None = None
 
-    def read_by(self, layers: Sequence[int], take: Callable[[StepPlan, Tensor], None]) -> None:
+    def tap(self, layers: Sequence[int], take: Callable[[StepPlan, Tensor], None]) -> None:
         """Hands what `layers` read of each step that is launched to `take`, as a draft head's; before `prepare`."""
-        self.decoder.read_states(layers)
+        self.decoder.tap(layers)
         self._take = take
 
     def prepare(self) -> None:
@@ -161,8 +161,8 @@ class GpuSteps:
         """Begins a step, without pools, that some rows are sampled of; by all ranks. `states`, of rows that do not
         need the host, are rank 0's; the others' are None, and so are not asked for their tokens."""
         computed = self.decoder.launch(plan, progress)
-        if self._take is not None and computed.states is not None:
-            self._take(plan, computed.states)
+        if self._take is not None and self.decoder.tapped is not None:
+            self._take(plan, self.decoder.tapped)
         greedy = only_largest(np.frombuffer(plan.candidates, WANT))
         if greedy:
             start = sum(self._widths[: self._collectives.rank])
@@ -174,7 +174,7 @@ class GpuSteps:
             return self._sampler.sample(
                 computed.logits, computed.largest, tell(nothing, self._collectives), ()
             )
-        pending = self._sampler.sample(*whole[:3], states)
+        pending = self._sampler.sample(*whole, states)
         if self._collectives.world_size > 1:
             tell(self._sampler.tokens[: len(states)], self._collectives)
         return pending

@@ -93,17 +93,17 @@ def head_runner(
             lowered = _lowered_for_gpu(head.model, store)
         except CannotLower as reason:
             log.info("computing_draft_head_with_pytorch", attending_with="Triton", reason=str(reason))
-        else:
-            from services.executor.gpu.draft_head import GpuHead, GraphedHead
-            from services.executor.gpu.steps import GpuSteps
+            return _modules_on_gpu(head, store, collectives, spill, head.first_seen), head
+        from services.executor.gpu.draft_head import GpuHead, GraphedHead
+        from services.executor.gpu.steps import GpuSteps
 
-            widths = widths_of(head)
-            decoder = GpuHead(head, lowered, store, layout, collectives)
-            steps = GpuSteps(decoder, store, collectives, widths, limits)
-            runner = ModelRunner(
-                head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
-            )
-            return runner, GraphedHead(decoder, steps.decoder)
+        widths = widths_of(head)
+        decoder = GpuHead(head, lowered, store, layout, collectives)
+        steps = GpuSteps(decoder, store, collectives, widths, limits)
+        runner = ModelRunner(
+            head, widths, store, collectives, store.device, spill, steps.decoder, steps=steps
+        )
+        return runner, GraphedHead(decoder, steps.decoder)
     return module_runner(head, store, collectives, spill, head.first_seen), head
 
 

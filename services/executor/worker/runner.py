@@ -203,7 +203,7 @@ class ModelRunner:
         """Has `draft` compute beside the model. `copier`: of the blocks that both share, in place of the own one."""
         self._draft, self._copier = draft, copier
         if self._steps is not None and draft.reads_layers is not None:
-            self._steps.read_by(draft.reads_layers, draft.take)
+            self._steps.tap(draft.reads_layers, draft.take)
 
     def leave_out(self, tokens: NDArray[np.bool_]) -> None:
         """See `collect`: `tokens`, bool [vocabulary], are no candidates from now on."""

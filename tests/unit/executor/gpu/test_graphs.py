@@ -138,7 +138,7 @@ def test_replays_give_what_kernels_one_by_one_give(
     eager, replayed = FakeLayers(NUM_BLOCKS, BLOCK, GROUP), FakeLayers(NUM_BLOCKS, BLOCK, GROUP)
     graphs, decoder = make_graphs(replayed)
     if reads is not None:
-        decoder.read_states(reads)
+        decoder.tap(reads)
     graphs.capture()
     for decodes, prompts in steps:
         plan = sequences.step(decodes, prompts)
@@ -150,10 +150,10 @@ def test_replays_give_what_kernels_one_by_one_give(
         found = decoder.launch(plan, Progress.unread())
         assert torch.equal(found.logits, expected)
         if reads is None:
-            assert found.states is None
+            assert decoder.tapped is None
         else:
-            assert found.states is not None
-            assert torch.equal(found.states, taps.into)
+            assert decoder.tapped is not None
+            assert torch.equal(decoder.tapped, taps.into)
         assert torch.equal(found.tokens, expected.argmax(dim=-1))
         assert torch.equal(found.largest, expected.amax(dim=-1)) or not len(expected)
         assert torch.equal(replayed.store[BLOCK:], eager.store[BLOCK:])  # block 0 is what capturing used

@@ -254,8 +254,8 @@ def steps_seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     seen = Counter[str]()
     replay = StepGraphs.replay
 
-    def watched(self: StepGraphs, plan: StepPlan, given: Tensor | None = None) -> Computed | None:
-        found = replay(self, plan, given)
+    def watched(self: StepGraphs, plan: StepPlan, input_states: Tensor | None = None) -> Computed | None:
+        found = replay(self, plan, input_states)
         rows = "one row" if len(plan.token_ids) == 4 else "rows"
         seen[f"{rows}, {'launched' if found is None else 'replayed'}"] += 1
         return found
