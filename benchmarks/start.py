@@ -148,6 +148,7 @@ def kill_phases(log: Log, killed: float, answered: float) -> dict[str, float]:
 def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
     """Of the rank that was loaded last: others wait for it."""
     names = {
+        "kernels": "kernels proven",
         "weights": "weights",
         "kv_cache": "KV cache",
         "warm_up": "kernels, first step",
@@ -158,7 +159,9 @@ def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
 
 
 def _parts(line: Line) -> dict[str, float]:
-    return {name: float(line.get(name, 0.0)) for name in ("weights", "kv_cache", "warm_up", "others")}
+    return {
+        name: float(line.get(name, 0.0)) for name in ("kernels", "weights", "kv_cache", "warm_up", "others")
+    }
 
 
 def medians(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:

@@ -18,9 +18,11 @@ os.environ.setdefault("RYZANSTEIN_WEIGHT_CACHE_BYTES", "0")
 
 from benchmarks.on_gpu.device import choose
 from services.cli.supervision.nats_server import LocalNats
+from services.executor.native import library
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
+from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
 choose()
@@ -29,6 +31,19 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_report_header() -> list[str]:
+    """What decides which kernels' tests run here."""
+    return [
+        f"CPU levels: {', '.join(library.levels()) or library.why_not()}",
+        f"C compilers: {', '.join(compilers())}",
+    ]
+
+
+def pytest_sessionstart() -> None:
+    if os.environ.get("RYZANSTEIN_TEST_EMULATE") == "amx":
+        emulate_amx()
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,8 @@ from services.executor.native.library import (
     SharedHead,
     Span,
     Step,
+    kernels_at,
+    levels,
 )
 from services.executor.sampling.candidates import largest_of
 from shared.errors import ConfigurationError, RingLost
@@ -191,6 +193,27 @@ class NativeDecoder:
             self._handle, logits.data_ptr(), rows, width, values.data_ptr(), tokens.data_ptr()
         )
         return values, tokens
+
+    def level_with_finite_logits(self, plan: StepPlan) -> str:
+        """Another level at which the processor computes finite logits of `plan`; empty: none, or its ranks or weights
+        that are not in memory forbid the trial."""
+        if self._model.ring or self._streamer is not None:
+            return ""
+        others = [level for level in levels() if level != self.level]
+        return next((level for level in others if self._is_finite_at(kernels_at(level), plan)), "")
+
+    def _is_finite_at(self, kernels: Any, plan: StepPlan) -> bool:
+        own = self._library, self._handle
+        handle = kernels.rz_decoder_new(ctypes.byref(self._model), 1, None)
+        if not handle:
+            return False
+        self._library, self._handle = kernels, handle
+        try:
+            logits, _ = self.forward(plan, Progress.unread(), np.empty((0, 2), np.int32))
+        finally:
+            kernels.rz_decoder_free(handle)
+            self._library, self._handle = own
+        return bool(logits.isfinite().all())
 
     def spent(self) -> dict[str, float]:
         """Seconds that the steps so far have spent on each of `PARTS`."""

@@ -8,7 +8,8 @@ It has the kernels once for each level of instructions of its architecture (`lev
     x86-64   avx2    avxvnni    avx512vnni    avx512bf16    amx
     Arm      neon    neonbf16
 
-A process computes at the best one that its processor runs, or at the one that it was told to.
+A process computes at the best one that its processor runs and that proves itself (`proof.c`), or at the one that it
+was told to.
 """
 
 import ctypes
@@ -20,7 +21,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import structlog
+
 from shared.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
 
 MODULE = "services.executor.native._kernels"
 ROTARIES = 2
@@ -29,6 +34,8 @@ MODULES = 4
 """That are joined in a linear, at most."""
 DISABLE = "RYZANSTEIN_NATIVE_KERNELS"
 """Environment variable; `0` turns the kernels off."""
+LEVEL = "RYZANSTEIN_CPU_LEVEL"
+"""Environment variable: the level where `choose_level` was told none."""
 ARITHMETIC = 2
 """Raised by a release whose kernels compute other bits of the same model (`test_levels.py` tells), so that its rings
 have fingerprints of their own and continue no texts of the release before as if nothing had changed. 2: attention
@@ -309,6 +316,7 @@ class Step(ctypes.Structure):
 
 
 _KERNELS: dict[str, tuple[Any, list[Any]]] = {
+    "rz_prove": (c_int, []),
     "rz_packed_bytes": (c_size_t, [c_long, c_long]),
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
     "rz_quantized_bytes": (c_size_t, [POINTER(Format), c_long]),
@@ -333,29 +341,49 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
 }
 """The functions that are there once for each level, which their names end with."""
 
+PROOFS = (
+    "",
+    "products of bf16",
+    "products of int8",
+    "products of 14-bit numbers",
+    "attention over bf16 keys",
+    "attention over int8 keys",
+    "anything, for want of memory",
+)
+"""What a level computes wrongly, as `proof.h` numbers it."""
+
 _LEVEL_NAMES = 64
 """As in `decoder.h`."""
 _chosen = ""
 
 
 def choose_level(level: str) -> None:
-    """Has `load_library` give the kernels of `level`; empty: of the best that this processor runs.
+    """Has `load_library` give the kernels of `level`; empty: of the environment's (`LEVEL`), or of the best that this
+    processor runs. Logs which levels failed their proof.
 
-    Raises `ConfigurationError` where it does not run them.
+    Raises `ConfigurationError` where the processor does not run `level`, or computes wrongly at it.
     """
     global _chosen
-    if level and not why_not() and level not in levels():
+    asked = level or os.environ.get(LEVEL, "")
+    if asked and not why_not() and asked not in levels():
+        cause = "which is not a level that this CPU has"
+        if asked in wrong_levels():
+            cause = f"at which this CPU computes wrong {wrong_levels()[asked]}"
         raise ConfigurationError(
-            f"RYZANSTEIN_CPU_LEVEL is {level!r}, which is not a level that this CPU has; leave it empty, or choose one "
-            f"of: {', '.join(levels())}."
+            f"{LEVEL} is {asked!r}, {cause}; leave it empty, or choose one of: {', '.join(levels())}."
         )
-    _chosen = level
+    _tell_wrong_levels()
+    _chosen = asked
 
 
 def load_library() -> Any | None:
     """The functions of `_KERNELS` at the chosen level, and `level`, its name. None where they cannot be used:
     `why_not` says why."""
-    return None if why_not() else kernels_at(_chosen or levels()[0])
+    if why_not():
+        return None
+    if not _chosen:
+        choose_level("")
+    return kernels_at(_chosen or levels()[0])
 
 
 @cache
@@ -369,14 +397,37 @@ def why_not() -> str:
             "the package again: pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: "
             "--no-deps --editable .)"
         )
-    return "" if levels() else "this processor has neither AVX2 nor Arm's dot products"
+    if levels():
+        return ""
+    if wrong := wrong_levels():
+        told = "; ".join(f"at {level} {kernels}" for level, kernels in wrong.items())
+        return f"this processor, or what emulates it, computes wrongly: {told}"
+    return "this processor has neither AVX2 nor Arm's dot products"
 
 
 @cache
 def levels() -> tuple[str, ...]:
-    """The levels of the library that this processor runs, the best first."""
+    """The levels of the library that this processor runs and computes rightly at, the best first."""
+    return tuple(level for level, wrong in _proofs().items() if not wrong)
+
+
+def wrong_levels() -> dict[str, str]:
+    """The levels that this processor has and computes something wrongly at: what."""
+    return {level: wrong for level, wrong in _proofs().items() if wrong}
+
+
+@cache
+def _proofs() -> dict[str, str]:
+    """Of each level that this processor has, the best first, the kernels that compute otherwise than plain C; empty:
+    none. Takes less than a millisecond for a level."""
     library = compiled()
-    return _levels_of(library) if library else ()
+    return {level: PROOFS[kernels_at(level).rz_prove()] for level in _levels_of(library)} if library else {}
+
+
+@cache
+def _tell_wrong_levels() -> None:
+    for level, kernels in wrong_levels().items():
+        log.error("cpu_level_computes_wrongly", cpu_level=level, kernels=kernels, instead=levels()[:1])
 
 
 def _levels_of(library: Any) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from services.executor.kv_transfer.endpoint import RankEndpoint
 from services.executor.model.card import encoder_config, read_card, read_json
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.pooling import is_classifier, read_vectors
-from services.executor.native.library import ARITHMETIC
+from services.executor.native.library import ARITHMETIC, choose_level
 from services.executor.sampling.candidates import RowLogits
 from services.executor.sampling.sampler import Sampler, wants_of
 from services.executor.worker import rendezvous as meeting
@@ -347,6 +347,9 @@ class RingMember:
             if settings.pin_threads:
                 bind_to_numa_node(device)
         collectives = recorded(collectives, board.recorder)
+        if device.type == "cpu":
+            choose_level(settings.cpu_level)  # whose kernels are proven
+            laps.over("kernels")
 
         def report(done: int, total: int) -> None:
             board.loaded(done, total)

@@ -30,6 +30,7 @@ from services.executor.model.adapters.targets import AdapterTarget
 from services.executor.model.lowering import Decoder, sums_of
 from services.executor.model.parallel.layers import VocabParallelHead
 from services.executor.model.step_context import AttentionBackend, StepContext
+from services.executor.native.library import LEVEL
 from services.executor.sampling.candidates import (
     WANT,
     RowLogits,
@@ -448,15 +449,26 @@ class ModelRunner:
         when its weights compute what is no number.
         """
         size = self._store.block_size
-        logits = self.forward(plan_alone(min(2, size), list(range(min(2, size))), size))
+        first = plan_alone(min(2, size), list(range(min(2, size))), size)
+        logits = self.forward(first)
         if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
-            raise ModelLoadError(
-                "The model's weights compute NaN or infinite values; the weights file is "
-                "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
-            )
+            raise ModelLoadError(self._cause_of_infinite_logits(first))
         self._rehearse(rehearsal)
         if self._steps is not None:
             self._steps.prepare()
+
+    def _cause_of_infinite_logits(self, plan: StepPlan) -> str:
+        native = self._native
+        if native is not None and (other := native.level_with_finite_logits(plan)):
+            return (
+                f"The CPU kernels of the level {native.level!r} compute NaN or infinite values of the model's weights, "
+                f"and those of {other!r} finite ones: the kernels are wrong on this CPU, not the weights; set "
+                f"{LEVEL}={other}, and report it."
+            )
+        return (
+            "The model's weights compute NaN or infinite values; the weights file is "
+            "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
+        )
 
     def _rehearse(self, steps: Sequence[StepPlan]) -> None:
         if not steps:

@@ -4,7 +4,7 @@
 #define RZ_DIGITS_AMX_H
 
 #include "../gemm.h"
-#include "tile_amx.h"
+#include "instructions_amx.h"
 
 enum { NUMBERS_OF_TILE = ROWS_OF_TILE / 2, QUADS_OF_TILE = 16 };
 
@@ -12,11 +12,11 @@ enum { NUMBERS_OF_TILE = ROWS_OF_TILE / 2, QUADS_OF_TILE = 16 };
 static void shape_digit_tiles(int digits)
 {
     tile_shapes shapes = { .palette = 1 };
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < TILE_REGISTERS; i++) {
         shapes.row_bytes[i] = 64;
         shapes.rows[i] = (uint8_t)(i < 5 ? digits : QUADS_OF_TILE);
     }
-    _tile_loadconfig(&shapes);
+    tiles_shape(&shapes);
 }
 
 static void multiply_tile(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,
@@ -24,21 +24,21 @@ static void multiply_tile(int rows, const uint8_t *digits, long stride, const in
 {
     shape_digit_tiles(2 * rows); /* which also sets all of them to zero */
     for (int quad = 0; quad < quads; quad += QUADS_OF_TILE, packed += QUADS_OF_TILE * QUAD) {
-        _tile_loadd(4, digits + 4 * quad, stride);
-        _tile_loadd(5, packed, QUAD);
-        _tile_dpbusd(0, 4, 5);
-        _tile_loadd(5, packed + 64, QUAD);
-        _tile_dpbusd(1, 4, 5);
-        _tile_loadd(5, packed + 2 * 64, QUAD);
-        _tile_dpbusd(2, 4, 5);
-        _tile_loadd(5, packed + 3 * 64, QUAD);
-        _tile_dpbusd(3, 4, 5);
+        tile_load(4, digits + 4 * quad, stride);
+        tile_load(5, packed, QUAD);
+        tile_multiply_bytes(0, 4, 5);
+        tile_load(5, packed + 64, QUAD);
+        tile_multiply_bytes(1, 4, 5);
+        tile_load(5, packed + 2 * 64, QUAD);
+        tile_multiply_bytes(2, 4, 5);
+        tile_load(5, packed + 3 * 64, QUAD);
+        tile_multiply_bytes(3, 4, 5);
     }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
-    _tile_release();
+    tile_store(0, sums[0], 64);
+    tile_store(1, sums[1], 64);
+    tile_store(2, sums[2], 64);
+    tile_store(3, sums[3], 64);
+    tiles_release();
 }
 
 void rz_multiply_digits(int rows, const uint8_t *digits, long stride, const int8_t *packed, int quads,

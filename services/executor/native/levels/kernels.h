@@ -65,6 +65,7 @@
 #define rz_plan_adapters RZ_OF_LEVEL(rz_plan_adapters)
 #define rz_plan_attention RZ_OF_LEVEL(rz_plan_attention)
 #define rz_plan_recurrent RZ_OF_LEVEL(rz_plan_recurrent)
+#define rz_prove RZ_OF_LEVEL(rz_prove)
 #define rz_quantize RZ_OF_LEVEL(rz_quantize)
 #define rz_quantized_bytes RZ_OF_LEVEL(rz_quantized_bytes)
 #define rz_quantized_pack RZ_OF_LEVEL(rz_quantized_pack)
@@ -125,6 +126,7 @@
 #include "../latent.c"
 #include "../low_rank.c"
 #include "../products.c"
+#include "../proof.c"
 #include "../quantize.c"
 #include "../quantized.c"
 #include "../quantized_pack.c"

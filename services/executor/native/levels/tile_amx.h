@@ -3,40 +3,33 @@
 #ifndef RZ_TILE_AMX_H
 #define RZ_TILE_AMX_H
 
-enum { PAIRS_OF_TILE = 16, ROWS_OF_TILE = 16 };
-
-/* Of the palette of eight tiles: Intel 64 Architectures Software Developer's Manual, volume 1, section 18.3. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} tile_shapes;
+#include "instructions_amx.h"
 
 /* Tiles 0 to 3: sums of (rows 0, outputs 0), (0, 16), (16, 0), (16, 16); 4 and 5: rows of x; 6 and 7: weights. */
 static void shape_tiles(int rows)
 {
     const int first = rows < ROWS_OF_TILE ? rows : ROWS_OF_TILE, second = rows > first ? rows - first : 1;
-    const int counts[8] = { first, first, second, second, first, second, PAIRS_OF_TILE, PAIRS_OF_TILE };
+    const int counts[TILE_REGISTERS] = { first, first, second, second, first, second, PAIRS_OF_TILE, PAIRS_OF_TILE };
     tile_shapes shapes = { .palette = 1 };
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < TILE_REGISTERS; i++) {
         shapes.row_bytes[i] = 64;
         shapes.rows[i] = (uint8_t)counts[i];
     }
-    _tile_loadconfig(&shapes);
+    tiles_shape(&shapes);
 }
 
 /* Adds the products of 16 pairs of inputs to the sums. */
 RZ_INLINE void add_pairs(int rows, const bf16 *x, long ldx, const bf16 *panel)
 {
-    _tile_loadd(6, panel, 2 * PANEL * sizeof(bf16));
-    _tile_loadd(7, panel + PANEL, 2 * PANEL * sizeof(bf16));
-    _tile_loadd(4, x, ldx * (long)sizeof(bf16));
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    tile_load(6, panel, 2 * PANEL * sizeof(bf16));
+    tile_load(7, panel + PANEL, 2 * PANEL * sizeof(bf16));
+    tile_load(4, x, ldx * (long)sizeof(bf16));
+    tile_multiply_bf16(0, 4, 6);
+    tile_multiply_bf16(1, 4, 7);
     if (rows > ROWS_OF_TILE) {
-        _tile_loadd(5, x + ROWS_OF_TILE * ldx, ldx * (long)sizeof(bf16));
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        tile_load(5, x + ROWS_OF_TILE * ldx, ldx * (long)sizeof(bf16));
+        tile_multiply_bf16(2, 5, 6);
+        tile_multiply_bf16(3, 5, 7);
     }
 }
 
@@ -57,12 +50,12 @@ static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pair
     float *second = c + ROWS_OF_TILE * ldc;
     shape_tiles(rows); /* which also sets all of them to zero */
     if (add) {
-        _tile_loadd(0, c, stride);
-        _tile_loadd(1, c + LANES, stride);
+        tile_load(0, c, stride);
+        tile_load(1, c + LANES, stride);
     }
     if (add && rows > ROWS_OF_TILE) {
-        _tile_loadd(2, second, stride);
-        _tile_loadd(3, second + LANES, stride);
+        tile_load(2, second, stride);
+        tile_load(3, second + LANES, stride);
     }
     long pair = 0;
     for (; pair + PAIRS_OF_TILE <= pairs; pair += PAIRS_OF_TILE) {
@@ -72,13 +65,13 @@ static void tile(int rows, const bf16 *x, long ldx, const bf16 *panel, long pair
     }
     if (pair < pairs)
         add_last_pairs(rows, x + 2 * pair, ldx, panel + pair * 2 * PANEL, pairs - pair);
-    _tile_stored(0, c, stride);
-    _tile_stored(1, c + LANES, stride);
+    tile_store(0, c, stride);
+    tile_store(1, c + LANES, stride);
     if (rows > ROWS_OF_TILE) {
-        _tile_stored(2, second, stride);
-        _tile_stored(3, second + LANES, stride);
+        tile_store(2, second, stride);
+        tile_store(3, second + LANES, stride);
     }
-    _tile_release();
+    tiles_release();
 }
 
 #endif

@@ -1,9 +1,11 @@
 """The kernels at each level of instructions: the same integers, the same floats up to the order of sums, and at one
-level the same bits however a step is cut. Levels that this processor lacks run over a model of their instructions
-(`levels/amx_model.c`, `levels/avxvnni_model.c`) or in an emulator (`qemu-aarch64`)."""
+level the same bits however a step is cut, by each compiler that is here. Levels that this processor lacks run with
+their instructions emulated (`levels/amx_emulator.c`: the compiler's own machine code), over a model of one
+(`levels/avxvnni_model.c`), or in an emulator (`qemu-aarch64`)."""
 
 import hashlib
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,11 +17,11 @@ import numpy as np
 import pytest
 
 from services.executor.native import library
+from tests.unit.executor.cpu.emulation import compilers
 
 NATIVE = Path(library.__file__).parent
 CHECKS = Path(__file__).with_name("levels")
 OPTIONS = [
-    "-O1",
     "-std=gnu11",
     "-ffp-contract=off",
     "-Wno-unknown-pragmas",
@@ -46,6 +48,8 @@ class Level(NamedTuple):
     needs: str
     """A level that this processor must have, to run without an emulator."""
     is_arm: bool = False
+    emulator: str = ""
+    """A source beside `check.c` that carries out what the processor lacks."""
 
 
 LEVELS = {
@@ -53,19 +57,40 @@ LEVELS = {
     "avxvnni": Level(CHECKS / "avxvnni_model.c", "avx2"),
     "avx512vnni": Level(NATIVE / "levels/avx512vnni.c", "avx512vnni"),
     "avx512bf16": Level(NATIVE / "levels/avx512bf16.c", "avx512bf16"),
-    "amx": Level(CHECKS / "amx_model.c", "avx512bf16"),
+    "amx": Level(NATIVE / "levels/amx.c", "avx512bf16", emulator="amx_emulator.c"),
     "neon": Level(NATIVE / "levels/neon.c", "neon", is_arm=True),
     "neonbf16": Level(NATIVE / "levels/neonbf16.c", "neonbf16", is_arm=True),
 }
 PLAINEST = "neon" if ARM else "avx2"
 
 
+def build(
+    program: Path, level: Level, main: Path, native: Path, compiler: tuple[str, ...], optimization: str
+) -> None:
+    """`main`, which includes the level of the sources in `native`."""
+    source = (
+        native / level.source.relative_to(NATIVE) if level.source.is_relative_to(NATIVE) else level.source
+    )
+    sources = [main, *(native / f"{name}.c" for name in ("reference", "shared_memory", "threads"))]
+    if level.emulator and level.source.stem not in library.levels():
+        sources.append(CHECKS / level.emulator)
+    # clang knows no `#pragma GCC target`.
+    told = re.search(r'#pragma GCC target\("(.*)"\)', source.read_text()) if "clang" in compiler[0] else None
+    flags = [f"-m{feature}" for feature in told[1].split(",")] if told else []
+    if "-mavx512bf16" in flags:
+        flags.append("-mavx512vbmi")  # of functions that only processors with it call
+    options = [f"-O{optimization}", *OPTIONS, *flags, f'-DCHECKED_LEVEL="{source}"']
+    subprocess.run(
+        [*compiler, *options, *sources, "-o", program, "-lm"], check=True, stderr=subprocess.DEVNULL
+    )
+
+
 @cache
-def lines_of(name: str) -> list[list[str]]:
+def lines_of(name: str, compiled_by: str = "gcc", optimization: str = "1") -> list[list[str]]:
     """What `levels/check.c` says of a level."""
     level = LEVELS[name]
     emulated = level.is_arm and X86
-    compiler, runner = (CROSS, EMULATOR) if emulated else (("gcc",), ())
+    compiler, runner = (CROSS, EMULATOR) if emulated else ((compiled_by,), ())
     for tool in (*compiler[:1], *runner[:1]):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
@@ -73,9 +98,7 @@ def lines_of(name: str) -> list[list[str]]:
         pytest.skip(f"this processor lacks {level.needs}")
     with tempfile.TemporaryDirectory() as directory:
         program = Path(directory, "check")
-        sources = [CHECKS / "check.c", NATIVE / "shared_memory.c", NATIVE / "threads.c"]
-        checked = f'-DCHECKED_LEVEL="{level.source}"'
-        subprocess.run([*compiler, *OPTIONS, checked, *sources, "-o", program, "-lm"], check=True)
+        build(program, level, CHECKS / "check.c", NATIVE, compiler, optimization)
         ran = subprocess.run([*runner, program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout.splitlines()[-1:] + ran.stderr.splitlines()
     return [line.split() for line in ran.stdout.splitlines()]
@@ -93,7 +116,10 @@ def lines_of(name: str) -> list[list[str]]:
     ],
 )
 def test_every_level_computes_the_same(name: str) -> None:
-    found, plainest = lines_of(name), lines_of(PLAINEST)
+    compare(lines_of(name), lines_of(PLAINEST))
+
+
+def compare(found: list[list[str]], plainest: list[list[str]]) -> None:
     assert [line[0] for line in found] == [line[0] for line in plainest]
     for ours, theirs in zip(found, plainest, strict=True):
         if ours[0] == "exact":
@@ -103,6 +129,73 @@ def test_every_level_computes_the_same(name: str) -> None:
             largest = np.abs(expected[np.isfinite(expected)]).max()
             tolerance = TOLERANCES.get(ours[0], TOLERANCE)
             np.testing.assert_allclose(values, expected, rtol=0, atol=tolerance * largest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimization", ["2", "3"])
+@pytest.mark.parametrize("compiler", compilers())
+def test_every_compiler_makes_the_same_of_tiles(compiler: str, optimization: str) -> None:
+    """A compiler knows nothing of what an instruction reads but what its operands say."""
+    compare(lines_of("amx", compiler, optimization), lines_of(PLAINEST))
+
+
+class Bug(NamedTuple):
+    """Planted: `wrong` in the place of `right`, in the source `file`."""
+
+    level: str
+    file: str
+    right: str
+    wrong: str
+    told: str
+
+
+BUGS = (
+    Bug("avx512bf16", "gemm.c", "panel += 2 * PANEL;", "panel += PANEL;", "products of bf16"),
+    Bug(
+        "avx512bf16",
+        "quantized.c",
+        "i32_set1(x.starts[row * x.blocks * 2 + block * halves + half])",
+        "i32_set1(0)",
+        "products of int8",
+    ),
+    Bug(
+        "avx512bf16",
+        "digits.c",
+        "f32_set1(UPPER), f32_from_i32(lower)",
+        "f32_set1(127), f32_from_i32(lower)",
+        "products of 14-bit numbers",
+    ),
+    Bug("avx512bf16", "vector.h", "f32_set1(6.9314718e-1f)", "f32_set1(6.5e-1f)", "attention over bf16 keys"),
+    Bug(
+        "avx512bf16",
+        "attention.c",
+        "values->largest / LARGEST_NUMBER",
+        "values->largest / UPPER",
+        "attention over int8 keys",
+    ),
+    Bug(
+        "amx",
+        "levels/instructions_amx.h",
+        '"r"((const void *)(from)), "r"((long)(stride)) : "memory")',
+        '"r"((const void *)(from)), "r"((long)(stride)))',
+        "products of bf16",
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.told.replace(" ", "-") + "-" + bug.level)
+def test_the_proof_of_a_level_tells_what_it_computes_wrongly(bug: Bug, tmp_path: Path) -> None:
+    level = LEVELS[bug.level]
+    if level.needs not in library.levels():
+        pytest.skip(f"this processor lacks {level.needs}")
+    native = tmp_path / "native"
+    shutil.copytree(NATIVE, native, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    source = (native / bug.file).read_text()
+    assert source.count(bug.right) == 1
+    (native / bug.file).write_text(source.replace(bug.right, bug.wrong))
+    build(tmp_path / "prove", level, CHECKS / "prove.c", native, ("gcc",), "2")
+    assert library.PROOFS[subprocess.run([tmp_path / "prove"], check=False).returncode] == bug.told
 
 
 def test_avx512_bf16_computes_what_it_always_has() -> None:

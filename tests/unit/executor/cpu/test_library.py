@@ -5,9 +5,12 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import structlog
 
 from services.executor.native import library
 from shared.errors import ConfigurationError
@@ -148,10 +151,115 @@ def test_a_level_has_its_own_instructions(
     assert not [one.name for one in others if re.search(beyond, one.body)]
 
 
+WIDTHS = {"zmm": 64, "ymm": 32, "xmm": 16}
+OF_IMMEDIATES = {"movb": 1, "movw": 2, "movl": 4, "movq": 8}
+
+
+def stored(line: str) -> tuple[str, range] | None:
+    """The base register of a store, and the bytes that it writes, from the register on."""
+    store = re.search(r"\t(\w+) +(?:%(\w+)|\$\S+),(-?0x[0-9a-f]+|)\((%\w+)\)$", line.split("#")[0].rstrip())
+    if store is None or not store[1].startswith(("mov", "vmov")):
+        return None
+    mnemonic, source, offset, base = store.groups()
+    if source is None:
+        width = OF_IMMEDIATES[mnemonic]
+    elif mnemonic in ("vmovd", "vmovq"):
+        width = 4 if mnemonic == "vmovd" else 8
+    elif source[:3] in WIDTHS:
+        width = WIDTHS[source[:3]]
+    else:
+        width = 1 if re.fullmatch(r"[abcd][lh]|\w+l|r\d+b", source) else 8
+        width = 2 if re.fullmatch(r"[abcd]x|[sd]i|[bs]p|r\d+w", source) else width
+        width = 4 if re.fullmatch(r"e\w\w|r\d+d", source) else width
+    first = int(offset or "0", 16)
+    return base, range(first, first + width)
+
+
+@disassembles
+def test_tiles_are_shaped_by_what_was_stored_before(functions: list[Function]) -> None:
+    """ldtilecfg reads 64 bytes, and a compiler that is told of fewer may leave the stores of the others out."""
+    shaped = 0
+    for function in functions:
+        written: dict[str, set[int]] = {}
+        for line in function.body.splitlines():
+            if store := stored(line):
+                written.setdefault(store[0], set()).update(store[1])
+            if read := re.search(r"\tldtilecfg +(-?0x[0-9a-f]+|)\((%\w+)\)", line):
+                first = int(read[1] or "0", 16)
+                assert set(range(first, first + 64)) <= written.get(read[2], set()), (function.name, line)
+                shaped += 1
+    assert shaped
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What this processor computes wrongly, by level."""
+    told = {"best": "", "plain": ""}
+    cached = (library.levels, library.why_not, library._tell_wrong_levels)
+    monkeypatch.setattr(library, "_proofs", lambda: told)
+    monkeypatch.setattr(library, "compiled", lambda: object())
+    monkeypatch.setattr(library, "kernels_at", lambda level: SimpleNamespace(level=level))
+    monkeypatch.setattr(library, "_chosen", "")
+    monkeypatch.delenv(library.LEVEL, raising=False)
+    monkeypatch.delenv(library.DISABLE, raising=False)
+    for function in cached:
+        function.cache_clear()
+    yield told
+    for function in cached:
+        function.cache_clear()
+
+
+def test_a_level_that_computes_wrongly_is_left_for_the_next(proofs: dict[str, str]) -> None:
+    proofs["best"] = "products of bf16"
+    with structlog.testing.capture_logs() as logs:
+        library.choose_level("")
+        library.choose_level("")
+    assert library.load_library().level == "plain"
+    told = {"event": "cpu_level_computes_wrongly", "log_level": "error", "instead": ("plain",)}
+    assert logs == [{**told, "cpu_level": "best", "kernels": "products of bf16"}]
+    with pytest.raises(ConfigurationError) as refused:
+        library.choose_level("best")
+    assert str(refused.value) == (
+        "RYZANSTEIN_CPU_LEVEL is 'best', at which this CPU computes wrong products of bf16; leave it empty, or choose "
+        "one of: plain."
+    )
+
+
+def test_a_processor_that_computes_wrongly_at_every_level_has_no_kernels(proofs: dict[str, str]) -> None:
+    proofs.update(best="products of bf16", plain="attention over int8 keys")
+    assert library.load_library() is None
+    assert library.why_not() == (
+        "this processor, or what emulates it, computes wrongly: at best products of bf16; at plain attention over int8 "
+        "keys"
+    )
+
+
+def test_the_environment_chooses_a_level_where_nothing_else_does(
+    proofs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.LEVEL, "plain")
+    assert library.load_library().level == "plain"
+    library.choose_level("best")
+    assert library.load_library().level == "best"
+    library.choose_level("")
+    assert library.load_library().level == "plain"
+    monkeypatch.setenv(library.LEVEL, "other")
+    with pytest.raises(ConfigurationError, match="'other', which is not a level that this CPU has"):
+        library.choose_level("")
+
+
+def test_every_level_of_this_processor_proves_itself() -> None:
+    if library.compiled() is None:
+        pytest.skip("no C compiler was there when the package was installed")
+    assert library.wrong_levels() == {}
+    assert set(library.levels()) == set(library._levels_of(library.compiled()))
+
+
 def test_the_best_level_is_chosen_where_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     if library.why_not():
         pytest.skip(f"native kernels: {library.why_not()}")
     monkeypatch.setattr(library, "_chosen", "")
+    monkeypatch.delenv(library.LEVEL, raising=False)
     assert library.load_library().level == library.levels()[0]
     for level in library.levels():
         library.choose_level(level)

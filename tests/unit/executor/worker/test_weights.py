@@ -1,11 +1,13 @@
 """In which data type a rank's share is computed, and at which level of CPU instructions."""
 
+import ctypes
 import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
@@ -27,7 +29,7 @@ from services.executor.worker import weights
 from services.executor.worker.runner import ModelRunner
 from services.executor.worker.weights import Share, load_share
 from shared.config import load_settings
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
 from tests.unit.executor.model.loading.quantized_weights import FORMS
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
@@ -83,6 +85,29 @@ def test_without_fast_bf16_a_model_that_the_kernels_compute_is_bf16(
     with structlog.testing.capture_logs() as logged:
         assert runner_of(share).kernels == f"native {library.levels()[-1]}"
     assert [line["cpu_level"] for line in logged if "native" in line["event"]] == [library.levels()[-1]]
+
+
+@natively
+def test_kernels_are_suspected_where_those_of_another_level_compute_numbers(tmp_path: Path) -> None:
+    if len(library.levels()) < 2:
+        pytest.skip("this processor has one level")
+    runner = runner_of(share_of(model_of(tmp_path, head_dim=32)))
+    decoder, kernels = runner._native, library.load_library()
+
+    def forward(handle: int, step: Any) -> int:
+        result: int = kernels.rz_decoder_forward(handle, step)
+        ctypes.memset(step._obj.logits, 0xFF, decoder.vocab_rows * 4)  # NaN
+        return result
+
+    decoder._library = SimpleNamespace(**{**vars(kernels), "rz_decoder_forward": forward})
+    other = next(level for level in library.levels() if level != kernels.level)
+    with pytest.raises(ModelLoadError) as refused:
+        runner.warm_up()
+    assert str(refused.value) == (
+        f"The CPU kernels of the level {kernels.level!r} compute NaN or infinite values of the model's weights, and "
+        f"those of {other!r} finite ones: the kernels are wrong on this CPU, not the weights; set "
+        f"RYZANSTEIN_CPU_LEVEL={other}, and report it."
+    )
 
 
 def test_without_fast_bf16_a_model_that_pytorch_computes_is_fp32(no_fast_bf16: None, tmp_path: Path) -> None:

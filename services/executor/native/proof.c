@@ -1,0 +1,228 @@
+/* See proof.h. Small matrices of odd shapes, of whole numbers: products are exact in any order of sums, and are compared
+ * for equality where no scale rounds them. */
+#include "proof.h"
+
+#include "attention.h"
+#include "digits.h"
+#include "gemm.h"
+#include "quantized.h"
+#include "reference.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    PROOF_OUTPUTS = 40, /* one panel, and a part of another */
+    PROOF_INPUTS = 256, /* at most */
+    PROOF_ROWS = 32,
+    PROOF_KEYS = 150, /* two rounds, and a part of another */
+    PROOF_DIM = 64,
+    PROOF_BLOCK = 16,
+    PROOF_BLOCKS = (PROOF_KEYS + PROOF_BLOCK - 1) / PROOF_BLOCK,
+    PROOF_HEADS = 2,
+};
+
+typedef struct {
+    uint32_t state;
+    int32_t x[PROOF_ROWS * PROOF_INPUTS], w[COLUMNS * PROOF_INPUTS];
+    int32_t expected[PROOF_ROWS * COLUMNS];
+    bf16 inputs[PROOF_ROWS * PROOF_INPUTS], weights[COLUMNS * PROOF_INPUTS];
+    float sums[PROOF_ROWS * COLUMNS];
+    int32_t zero[COLUMNS];
+    uint8_t codes[COLUMNS * PROOF_INPUTS], digits[2 * PROOF_ROWS * PROOF_INPUTS];
+    int32_t keys[2][PROOF_BLOCKS * PROOF_BLOCK * PROOF_DIM], queries[PROOF_HEADS * PROOF_DIM];
+    bf16 asked[PROOF_HEADS * PROOF_DIM], kept[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
+    int8_t coded[PROOF_BLOCKS * 2 * PROOF_BLOCK * PROOF_DIM];
+    float scales[PROOF_BLOCKS * 2], partial[PROOF_HEADS * (PROOF_DIM + 2)];
+    int32_t table[PROOF_BLOCKS];
+} proof;
+
+/* In [-largest, largest]. */
+static int32_t proof_draw(proof *of, int32_t largest)
+{
+    of->state = of->state * 1664525u + 1013904223u;
+    return (int32_t)((of->state >> 8) % (uint32_t)(2 * largest + 1)) - largest;
+}
+
+/* Exact up to 256, in units that are powers of two. */
+static bf16 bf16_of_number(int32_t number, float unit)
+{
+    union { float value; uint32_t bits; } both = { (float)number * unit };
+    return (bf16)(both.bits >> 16);
+}
+
+static void proof_fill(proof *of, int32_t *numbers, bf16 *values, long count, int32_t largest)
+{
+    for (long i = 0; i < count; i++) {
+        numbers[i] = proof_draw(of, largest);
+        values[i] = bf16_of_number(numbers[i], 1);
+    }
+}
+
+/* Whether sums [rows][ld] are the expected ones [rows][outputs] from output `first` on, in `unit`s, up to `rounding`. */
+static int proof_holds(const proof *of, int rows, int outputs, int first, int ld, float unit, float rounding)
+{
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < ld && first + i < outputs; i++) {
+            const float expected = unit * (float)of->expected[row * outputs + first + i];
+            if (!(fabsf(of->sums[row * ld + i] - expected) <= rounding))
+                return 0;
+        }
+    return 1;
+}
+
+static int proof_of_bf16(proof *of, int rows, int inputs, void *packed)
+{
+    const long pairs = (inputs + 1) / 2;
+    rows = rows < TILE_ROWS ? rows : TILE_ROWS;
+    proof_fill(of, of->x, of->inputs, (long)rows * inputs, 8);
+    proof_fill(of, of->w, of->weights, (long)PROOF_OUTPUTS * inputs, 8);
+    rz_reference_products(rows, PROOF_OUTPUTS, inputs, of->x, of->w, of->expected);
+    memset(packed, 0, rz_packed_bytes(PROOF_OUTPUTS, inputs));
+    rz_pack(packed, of->weights, PROOF_OUTPUTS, inputs, inputs, 0, PROOF_OUTPUTS, PROOF_OUTPUTS);
+    for (int panel = 0; panel * PANEL < PROOF_OUTPUTS; panel++)
+        for (int add = 0; add < 2; add++) { /* twice: the second time to the negative of what comes */
+            const bf16 *from = (const bf16 *)packed + panel * pairs * 2 * PANEL;
+            for (int i = 0; i < rows * PANEL; i++)
+                of->sums[i] = add ? -of->sums[i] : NAN;
+            rz_tile(rows, of->inputs, inputs, from, pairs, of->sums, PANEL, add, NULL);
+            if (!proof_holds(of, rows, PROOF_OUTPUTS, panel * PANEL, PANEL, add ? 0.0f : 1.0f, 0))
+                return 0;
+        }
+    return 1;
+}
+
+/* Codes of `bits` bits, whose scale is a half. */
+static int proof_of_int8(proof *of, int bits, int rows, void *packed)
+{
+    enum { INPUTS = 256, GROUP = 32, GROUPS = INPUTS / GROUP };
+    const int offset = 1 << (bits - 1);
+    float scales[PROOF_OUTPUTS * GROUPS];
+    for (int i = 0; i < PROOF_OUTPUTS * GROUPS; i++)
+        scales[i] = 0.5f;
+    proof_fill(of, of->x, of->inputs, (long)rows * INPUTS, 127);
+    for (int i = 0; i < rows * INPUTS; i += BLOCK) /* so that a block's unit is one */
+        of->x[i] = 127, of->inputs[i] = bf16_of_number(127, 1);
+    for (int i = 0; i < PROOF_OUTPUTS * INPUTS; i++) {
+        of->w[i] = proof_draw(of, offset - 1);
+        of->codes[i] = (uint8_t)(of->w[i] + offset);
+    }
+    rz_reference_products(rows, PROOF_OUTPUTS, INPUTS, of->x, of->w, of->expected);
+    const rz_format format = { .bits = bits, .group = GROUP, .offset = offset, .scale_type = RZ_F32,
+                               .minimums = RZ_NO_MINIMUMS, .columns = INPUTS };
+    const rz_codes weight = { .codes = of->codes, .scales = scales, .outputs = PROOF_OUTPUTS, .code_stride = INPUTS,
+                              .scale_stride = GROUPS };
+    rz_quantized_pack(packed, &format, &weight, 0, (PROOF_OUTPUTS + PANEL - 1) / PANEL);
+    rz_rounded rounded = rz_rounded_in((char *)packed + rz_quantized_bytes(&format, PROOF_OUTPUTS), &format, rows);
+    for (int row = 0; row < rows; row++)
+        rz_round_row(&rounded, &format, row, of->inputs + (long)row * INPUTS, INPUTS);
+    for (int panel = 0; panel * PANEL < PROOF_OUTPUTS; panel++) {
+        const uint8_t *from = (const uint8_t *)packed + (size_t)panel * rz_quantized_panel_bytes(&format);
+        rz_quantized_panel(&format, from, NULL, &rounded, 0, rows, of->sums);
+        /* Units are rounded: 127 times the inverse of 127. */
+        if (!proof_holds(of, rows, PROOF_OUTPUTS, panel * PANEL, PANEL, 0.5f, 1e-6f * 127 * (float)offset * INPUTS))
+            return 0;
+    }
+    return 1;
+}
+
+/* Numbers of 14 bits; quads of codes behind theirs are zeros. */
+static int proof_of_digits(proof *of, int rows, int inputs, void *packed)
+{
+    enum { STRIDE = PROOF_INPUTS };
+    const int quads = (inputs + 63) / 64 * 16;
+    int8_t *codes = packed;
+    memset(codes, 0, (size_t)quads * 4 * COLUMNS);
+    memset(of->digits, 0x55, sizeof of->digits);
+    for (int i = 0; i < rows * inputs; i++) {
+        of->x[i] = LARGEST_NUMBER / 2 + proof_draw(of, LARGEST_NUMBER / 2);
+        uint8_t *digit = of->digits + i / inputs * 2 * STRIDE + i % inputs;
+        digit[0] = (uint8_t)(of->x[i] / UPPER), digit[STRIDE] = (uint8_t)(of->x[i] % UPPER);
+    }
+    for (int column = 0; column < COLUMNS; column++)
+        for (int i = 0; i < inputs; i++) {
+            of->w[column * inputs + i] = proof_draw(of, 3); /* sums stay below 2^24, where floats are exact */
+            codes[(i / 4 * COLUMNS + column) * 4 + i % 4] = (int8_t)of->w[column * inputs + i];
+        }
+    for (int i = 0; i < COLUMNS; i++)
+        of->zero[i] = 0;
+    rz_reference_products(rows, COLUMNS, inputs, of->x, of->w, of->expected);
+    rz_multiply_digits(rows, of->digits, STRIDE, codes, quads, of->zero, of->sums, COLUMNS);
+    return proof_holds(of, rows, COLUMNS, 0, COLUMNS, 1, 0);
+}
+
+/* Numbers in units as the cache keeps them: every block as bf16, and behind these all of them as codes. */
+static void proof_keep(proof *of, int codec, float unit)
+{
+    for (int block = 0; block < PROOF_BLOCKS; block++) {
+        const int kept = (block * 3 + 1) % PROOF_BLOCKS, is_own = block == PROOF_BLOCKS - 1;
+        of->table[block] = codec && !is_own ? PROOF_BLOCKS + kept : kept;
+        for (int line = 0; line < 2; line++) {
+            const long at = (kept * 2L + line) * PROOF_BLOCK * PROOF_DIM;
+            int32_t *numbers = of->keys[line] + (long)block * PROOF_BLOCK * PROOF_DIM;
+            proof_fill(of, numbers, of->kept + at, PROOF_BLOCK * PROOF_DIM, codec ? 127 : 8);
+            for (long i = 0; i < PROOF_BLOCK * PROOF_DIM; i++) {
+                of->coded[at + i] = (int8_t)numbers[i];
+                of->kept[at + i] = bf16_of_number(numbers[i], unit);
+            }
+            of->scales[kept * 2 + line] = unit;
+        }
+    }
+}
+
+/* The last of PROOF_KEYS tokens asks all of them: its own block is bf16, the others as `codec` says. */
+static int proof_of_attention(proof *of, int codec, void *scratch)
+{
+    const float unit = codec ? 0.03125f : 1.0f;
+    proof_fill(of, of->queries, of->asked, PROOF_HEADS * PROOF_DIM, 8);
+    proof_keep(of, codec, unit);
+    const int32_t slot = of->table[PROOF_BLOCKS - 1] * PROOF_BLOCK + (PROOF_KEYS - 1) % PROOF_BLOCK;
+    const rz_attention_shape shape = { .kv_heads = 1, .lines = 2, .key_dim = PROOF_DIM, .value_dim = PROOF_DIM,
+                                       .block_size = PROOF_BLOCK, .scale = 0.01f };
+    const rz_cache cache = { of->kept, of->coded, of->scales, PROOF_BLOCKS, codec };
+    const rz_attention_part part = { .table = of->table, .slots = &slot, .queries = of->asked, .partial = of->partial,
+                                     .q_stride = PROOF_HEADS * PROOF_DIM, .out_stride = PROOF_HEADS * PROOF_DIM, .rows = 1,
+                                     .heads = PROOF_HEADS, .position = PROOF_KEYS - 1, .last_key = PROOF_KEYS, .parts = 1,
+                                     .until_layer = 1 };
+    rz_attend(&shape, &cache, &part, NULL, scratch);
+    for (int head = 0; head < PROOF_HEADS; head++) {
+        double expected[PROOF_DIM];
+        const float *found = of->partial + head * (PROOF_DIM + 2);
+        rz_reference_attention(PROOF_DIM, 0, PROOF_KEYS, of->queries + head * PROOF_DIM, of->keys[0], of->keys[1],
+                               0.01 * (double)unit, (double)unit, expected);
+        for (int i = 0; i < PROOF_DIM; i++)
+            if (!(fabs((double)(found[i] / found[PROOF_DIM + 1]) - expected[i]) <= 0.02)) /* of weights as bf16 */
+                return 0;
+    }
+    return 1;
+}
+
+static int proof_of_all(proof *of, void *memory)
+{
+    of->state = 1;
+    for (int rows = 1; rows <= PROOF_ROWS; rows += 1 + rows / 2)
+        if (!proof_of_bf16(of, rows, 70, memory) || !proof_of_bf16(of, rows, 6, memory))
+            return RZ_WRONG_BF16;
+    for (int bits = 4; bits <= 8; bits *= 2)
+        if (!proof_of_int8(of, bits, 1, memory) || !proof_of_int8(of, bits, 13, memory))
+            return RZ_WRONG_INT8;
+    for (int rows = 1; rows <= 19; rows += 6)
+        if (!proof_of_digits(of, rows, 72, memory))
+            return RZ_WRONG_DIGITS;
+    if (!proof_of_attention(of, RZ_CODEC_NONE, memory))
+        return RZ_WRONG_ATTENTION;
+    return proof_of_attention(of, RZ_CODEC_INT8, memory) ? RZ_PROVEN : RZ_WRONG_CODED_ATTENTION;
+}
+
+int rz_prove(void)
+{
+    enum { WEIGHTS = 1 << 18 }; /* packed weights and rounded activations: less than 64 KiB */
+    const size_t scratch = rz_attention_scratch(), room = scratch > WEIGHTS ? scratch : WEIGHTS;
+    proof *of = calloc(1, sizeof *of);
+    void *memory = aligned_alloc(64, (room + 63) / 64 * 64);
+    const int result = of && memory ? proof_of_all(of, memory) : RZ_UNPROVEN;
+    free(memory);
+    free(of);
+    return result;
+}
