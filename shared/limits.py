@@ -134,7 +134,12 @@ TEMPLATE_MEMORY = Limit(
     "template_memory", 512 << 20, "bytes", "address space of the process that renders chat templates"
 )
 TEMPLATE_TEXT = Limit("template_text", 64 << 20, "bytes", "the prompt that a chat template makes, in UTF-8")
-RESPONSE_CHAIN = Limit("response_chain", 1000, "entries", "responses behind `previous_response_id`")
+RESPONSE_CHAIN = Limit(
+    "response_chain",
+    1000,
+    "entries",
+    "responses behind `previous_response_id`; responses to whose items a request refers",
+)
 RESPONSE_HISTORY = Limit(
     "response_history",
     64,
@@ -149,6 +154,17 @@ CONVERSATION_RESPONSES = Limit(
     "conversation_responses", 64, "entries", "responses of a conversation that have not ended"
 )
 RESPONSE_BYTES = Limit("response_bytes", 64 << 20, "bytes", "a stored response that is read, decompressed")
+HISTORY_BYTES = Limit(
+    "history_bytes",
+    16 << 20,
+    "bytes",
+    "items of earlier responses and conversations that a request reads or lists, decompressed, each reference to one "
+    "counted; lists have shorter pages instead",
+    setting="RYZANSTEIN_HISTORY_BYTES",
+)
+HISTORY_READS = Limit(
+    "history_reads", 256 << 20, "bytes", "stored responses that a request reads for their items, decompressed"
+)
 UPLOAD_FIELDS = Limit("upload_fields", 32, "entries", "fields of an upload's form")
 UPLOAD_FIELD = Limit("upload_field", 4096, "bytes", "a field of an upload's form beside the file")
 UPLOAD_FIELD_NAME = Limit("upload_field_name", 256, "characters", "the name of a field of an upload's form")

@@ -112,7 +112,7 @@ class Work:
             self._grammars,
             backend.authenticator,
             self.limiter,
-            History(lookup, conversations),
+            History(lookup, conversations, settings.history_bytes),
             files,
         )
         jobs = self._jobs = batch_jobs(bus, settings.tenant_batches)
@@ -142,7 +142,7 @@ class Work:
             reading,
             catalog,
             lookup,
-            StoredChats(chats, store, keeper, answers),
+            StoredChats(chats, store, keeper, answers, settings.history_bytes),
             conversations,
             files,
             Uploads(files),

@@ -106,3 +106,14 @@ def shown(data: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
         "last_id": data[-1]["id"] if data else None,
         "has_more": has_more,
     }
+
+
+def shown_raw(entries: Sequence[tuple[str, msgspec.Raw]], has_more: bool) -> dict[str, Any]:
+    """The same of entries that are JSON already, with their ids."""
+    return {
+        "object": "list",
+        "data": [entry for _, entry in entries],
+        "first_id": entries[0][0] if entries else None,
+        "last_id": entries[-1][0] if entries else None,
+        "has_more": has_more,
+    }

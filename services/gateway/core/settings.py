@@ -30,6 +30,9 @@ class GatewaySettings(CommonSettings):
     generation_bytes: int = Field(default=16 << 20, gt=0)
     """Bytes that the generations of one request may put into the queue together: each choice carries the whole
     prompt."""
+    history_bytes: int = Field(default=16 << 20, gt=0)
+    """Bytes of stored items, decompressed, that one request may have of earlier responses and conversations; an item
+    that it refers to twice counts twice. Pages of lists end before they have more."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)

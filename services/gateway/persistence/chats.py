@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.core.errors import RouteError
-from services.gateway.core.pagination import Order, PageQuery, page, shown
+from services.gateway.core.pagination import Order, PageQuery, page, shown, shown_raw
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
+from services.gateway.persistence.budget import ByteBudget, beside_loop
 from services.gateway.persistence.keeper import Keeper
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
+from shared.limits import HISTORY_BYTES
 from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
@@ -164,7 +166,11 @@ def not_found(public_id: str) -> RouteError:
 class StoredChats:
     """Methods raise `BrokerUnavailable`, and `RouteError` for an id of which the tenant has stored nothing."""
 
-    def __init__(self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers) -> None:
+    def __init__(
+        self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers, most: int
+    ) -> None:
+        """`most`: bytes of a page."""
+        self._most = most
         self._index = index
         self._store = store
         self._keeper = keeper
@@ -175,15 +181,22 @@ class StoredChats:
         return _completion(*await self._found(public_id, tenant))
 
     async def listed(self, tenant: str, wanted: ChatsQuery) -> bytes:
-        """A page, as JSON."""
+        """A page, as JSON: one chat at least, and no more than the bytes of a page have room for."""
         chats = [chat for chat in await self._index.of(tenant) if wanted.takes(chat)]
         chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
-        data = []
+        data: list[tuple[str, msgspec.Raw]] = []
+        budget = ByteBudget(HISTORY_BYTES, self._most)
         for chat in chosen:
             stored = await self._store.get(chat.identity, tenant)
-            if stored is not None:  # the oldest have made room
-                data.append(msgspec.json.decode(_completion(chat, stored)))
-        return msgspec.json.encode(shown(data, more))
+            if stored is None:  # the oldest have made room
+                continue
+            if data and len(stored.response) > budget.left:
+                more = True
+                break
+            budget.use(len(stored.response))
+            completion = await beside_loop(len(stored.response), _completion, chat, stored)
+            data.append((chat.id, msgspec.Raw(completion)))
+        return msgspec.json.encode(shown_raw(data, more))
 
     async def messages(self, public_id: str, tenant: str, wanted: MessagesQuery) -> bytes:
         """A page of what its request said, as JSON."""

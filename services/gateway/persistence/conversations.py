@@ -11,15 +11,15 @@ adds it then (`intake/responses/history.py`).
 
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import structlog
 
-from services.gateway.core.errors import QuotaExceeded, RouteError
-from services.gateway.persistence.store import inflated
+from services.gateway.core.errors import InvalidParameter, QuotaExceeded, RouteError
+from services.gateway.persistence.budget import ByteBudget, beside_loop
+from services.gateway.persistence.items import StoredItem, joined, size_of, split
+from services.gateway.persistence.store import deflated, inflated
 from shared import limits
 from shared.errors import PayloadTooLarge, Unavailable
 from shared.messages.records import ConversationEntry, ConversationTurn
@@ -30,7 +30,6 @@ from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 log = structlog.get_logger(__name__)
 
-Item = dict[str, Any]
 PREFIX = "conv_"
 ROOM = 4096
 """Bytes of a message that are not a turn's items."""
@@ -56,7 +55,9 @@ class Conversations:
         self.bucket = TenantBucket(bus, subjects.CONVERSATIONS_BUCKET, ConversationEntry, ttl=ttl)
         self._trimmed = Trimmed(self.bucket, quota)
 
-    async def create(self, tenant: str, metadata: dict[str, str], items: Sequence[Item]) -> tuple[str, float]:
+    async def create(
+        self, tenant: str, metadata: dict[str, str], items: Sequence[StoredItem]
+    ) -> tuple[str, float]:
         """Its id, and when it began."""
         identity, now = secrets.token_hex(16), time.time()
         turns = [await self._written(identity, tenant, secrets.token_hex(16), items)] if items else []
@@ -83,7 +84,7 @@ class Conversations:
             if part is not None:
                 await self.bucket.purge(part.key)
 
-    async def add(self, public_id: str, tenant: str, items: Sequence[Item]) -> None:
+    async def add(self, public_id: str, tenant: str, items: Sequence[StoredItem]) -> None:
         """Items of a client. Raises `QuotaExceeded`, `PayloadTooLarge`."""
         await self._head(public_id, tenant)
         await self._append(public_id, tenant, secrets.token_hex(16), items)
@@ -102,22 +103,38 @@ class Conversations:
 
         return await self._change(public_id, tenant, without)
 
-    async def item(self, public_id: str, tenant: str, item_id: str) -> Item:
+    async def item(self, public_id: str, tenant: str, item_id: str) -> StoredItem:
         """Raises `RouteError` where there is no such item."""
         head = await self.get(public_id, tenant)
         for turn in head.turns:
             if item_id in turn.ids:
                 for item in await self._items_of(public_id, tenant, turn):
-                    if item["id"] == item_id:
+                    if item.id == item_id:
                         return item
         raise unknown_item(item_id)
 
-    async def items(self, public_id: str, tenant: str) -> list[Item]:
-        """All of them, in order."""
-        head = await self.get(public_id, tenant)
-        return [item for turn in head.turns for item in await self._items_of(public_id, tenant, turn)]
+    async def page(
+        self,
+        public_id: str,
+        tenant: str,
+        budget: ByteBudget,
+        *,
+        after: str | None,
+        limit: int,
+        ascending: bool,
+    ) -> tuple[list[StoredItem], bool]:
+        """`limit` items behind the item `after`, fewer where the turns that have them are larger than what is left of
+        `budget`, and whether there are more. Raises `InvalidParameter` where there is no item `after`."""
+        head, found = await self.get(public_id, tenant), list[StoredItem]()
+        for turn, begin in turns_behind(head.turns, after, ascending=ascending):
+            if found and (len(found) >= limit or turn.size > budget.left):
+                return found[:limit], True
+            items = await self._items_of(public_id, tenant, turn)
+            budget.use(turn.size if items else 0)
+            found += (items if ascending else items[::-1])[begin:]
+        return found[:limit], len(found) > limit
 
-    async def newest(self, public_id: str, tenant: str, room: int) -> tuple[list[Item], bool]:
+    async def newest(self, public_id: str, tenant: str, room: int) -> tuple[list[StoredItem], bool]:
         """The newest turns that have `room` bytes of items at most, and whether those are all."""
         head, turns = await self.get(public_id, tenant), list[ConversationTurn]()
         for turn in reversed(head.turns):
@@ -144,7 +161,7 @@ class Conversations:
 
         return await self._change(public_id, tenant, begun)
 
-    async def end(self, public_id: str, tenant: str, response: str, items: Sequence[Item]) -> None:
+    async def end(self, public_id: str, tenant: str, response: str, items: Sequence[StoredItem]) -> None:
         """The response has ended: its turn is added, once. None where it has failed. A conversation that was deleted
         meanwhile stays so."""
         try:
@@ -161,7 +178,7 @@ class Conversations:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    async def _append(self, public_id: str, tenant: str, name: str, items: Sequence[Item]) -> None:
+    async def _append(self, public_id: str, tenant: str, name: str, items: Sequence[StoredItem]) -> None:
         turn = await self._written(_identity(public_id), tenant, name, items)
 
         def appended(head: ConversationEntry) -> ConversationEntry:
@@ -174,10 +191,11 @@ class Conversations:
         await self._change(public_id, tenant, appended)
 
     async def _written(
-        self, identity: str, tenant: str, name: str, items: Sequence[Item]
+        self, identity: str, tenant: str, name: str, items: Sequence[StoredItem]
     ) -> ConversationTurn:
-        written = msgspec.json.encode(items)
-        data = zlib.compress(written, 1)
+        size = size_of(items)
+        written = await beside_loop(size, joined, items)
+        data = await deflated(written)
         if len(data) > self._bus.max_payload - ROOM:
             raise PayloadTooLarge(
                 f"These items have {len(data):,} bytes, deflated, and a turn of a conversation may have "
@@ -185,15 +203,14 @@ class Conversations:
             )
         await self.bucket.put(tenant, f"{identity}-{name}", ConversationEntry(time.time(), items=data))
         self._trimmed.wrote(tenant, len(data))
-        return ConversationTurn(name, [item["id"] for item in items], len(written))
+        return ConversationTurn(name, [item.id for item in items], len(written))
 
-    async def _items_of(self, public_id: str, tenant: str, turn: ConversationTurn) -> list[Item]:
+    async def _items_of(self, public_id: str, tenant: str, turn: ConversationTurn) -> list[StoredItem]:
         entry = await self.bucket.get(tenant, f"{_identity(public_id)}-{turn.name}")
         if entry is None:  # it has made room for newer ones
             return []
-        items: list[Item] = msgspec.json.decode(inflated(entry.value.items))
-        ids = frozenset(turn.ids)
-        return [item for item in items if item["id"] in ids]
+        data, ids = await inflated(entry.value.items), frozenset(turn.ids)
+        return [item for item in await beside_loop(len(data), split, data) if item.id in ids]
 
     async def _head(self, public_id: str, tenant: str) -> Entry[ConversationEntry]:
         identity = _identity(public_id)
@@ -217,9 +234,25 @@ class Conversations:
         )
 
 
-def turn_of(items: Sequence[Item], shown: Item) -> list[Item]:
-    """What a response that has ended adds: `items` that it brought, and its output. None where it has failed."""
-    return [*items, *shown["output"]] if shown["status"] in ("completed", "incomplete") else []
+def turns_behind(
+    turns: Sequence[ConversationTurn], after: str | None, *, ascending: bool
+) -> list[tuple[ConversationTurn, int]]:
+    """The turns that have items behind the item `after`, in the order in which they are read, and where in each those
+    begin. Raises `InvalidParameter` where there is no item `after`. Pure."""
+    ordered = [turn for turn in (turns if ascending else reversed(turns)) if turn.ids]
+    if after is None:
+        return [(turn, 0) for turn in ordered]
+    for number, turn in enumerate(ordered):
+        ids = turn.ids if ascending else turn.ids[::-1]
+        if after in ids:
+            rest = [(other, 0) for other in ordered[number + 1 :]]
+            begin = ids.index(after) + 1
+            return rest if begin == len(ids) else [(turn, begin), *rest]
+    raise InvalidParameter(
+        f"Invalid 'after': no item '{after[:64]}' is in this conversation.",
+        param="after",
+        reason="invalid_value",
+    )
 
 
 def unknown_item(item_id: str) -> RouteError:

@@ -12,7 +12,9 @@ import structlog
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.generation import Generation
 from services.gateway.lifecycle.token_stream import Limits
-from services.gateway.persistence.conversations import Conversations, turn_of
+from services.gateway.persistence.budget import beside_loop
+from services.gateway.persistence.conversations import Conversations
+from services.gateway.persistence.items import turn_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
 from shared.errors import RyzansteinError, Unavailable, error_from_code
@@ -132,9 +134,9 @@ class ResponseShelf:
         response, _ = await self._runs.shown(answer, None)
         record = answer.record
         if record.response is not None and (conversation := record.response.conversation):
-            shown = msgspec.json.decode(response)
-            turn = turn_of(msgspec.json.decode(record.response.items), shown)
-            await self._conversations.end(conversation, record.tenant, answer.identity, turn)
+            own = record.response.items
+            turn = await beside_loop(len(own) + len(response), turn_of, own, response)
+            await self._conversations.end(conversation, record.tenant, answer.identity, turn.added)
         await self._store.keep(stored_of(answer, response))
 
     async def has(self, record: GenerationRecord) -> bool:

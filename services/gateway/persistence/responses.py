@@ -11,13 +11,12 @@ id ──▶ known here, still going? ──yes──▶ its log
 
 import time
 from collections.abc import Sequence
-from typing import Any
-
-import msgspec
 
 from services.gateway.core.errors import RouteError
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
+from services.gateway.persistence.budget import ByteBudget, beside_loop
+from services.gateway.persistence.items import ResponseTurn, StoredItem, split, turn_of
 from services.gateway.persistence.keeper import Keeper, answer_of
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
@@ -30,6 +29,12 @@ _PREFIX = PREFIXES["responses"]
 
 Found = Answer | StoredResponse
 """A response that goes on, or that the store does not have yet; or one that it has."""
+
+
+def _own_items(found: Found) -> bytes:
+    response = found.record.response
+    assert response is not None, "it is a response"
+    return response.items
 
 
 def not_found(public_id: str) -> RouteError:
@@ -51,21 +56,22 @@ class ResponseLookup:
         self._answers = answers
         self._runs = runs
 
-    async def find(self, public_id: str, tenant: str) -> Found:
-        """Raises `RouteError` where there is none; another tenant's is not there either."""
-        found = await self._find(public_id, tenant)
+    async def find(self, public_id: str, tenant: str, reads: ByteBudget | None = None) -> Found:
+        """Raises `RouteError` where there is none; another tenant's is not there either. `reads`: as
+        `ResponseStore.get`."""
+        found = await self._find(public_id, tenant, reads)
         if found.record.requests[0].tenant != tenant:
             raise not_found(public_id)
         return found
 
-    async def _find(self, public_id: str, tenant: str) -> Found:
+    async def _find(self, public_id: str, tenant: str, reads: ByteBudget | None) -> Found:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
         answer = self._answers.known(identity)
         if answer is None or answer.ended:
             await self._keeper.written(identity)
-            stored = await self._store.get(identity, tenant)
+            stored = await self._store.get(identity, tenant, reads)
             if stored is not None:
                 return stored
             answer = await self._of_journal(public_id, identity, tenant)
@@ -95,11 +101,15 @@ class ResponseLookup:
         response, _ = await self._runs.shown(found, self._answers)
         return response
 
-    async def items(self, found: Found) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The items of its own input, and the response object."""
-        response = found.record.response
-        assert response is not None, "it is a response"
-        return msgspec.json.decode(response.items), msgspec.json.decode(await self.shown(found))
+    async def items(self, found: Found) -> list[StoredItem]:
+        """The items of its own input."""
+        data = _own_items(found)
+        return await beside_loop(len(data), split, data)
+
+    async def turn(self, found: Found) -> ResponseTurn:
+        """What it adds to a conversation."""
+        own, response = _own_items(found), await self.shown(found)
+        return await beside_loop(len(own) + len(response), turn_of, own, response)
 
     async def read(self, found: Found, after: Sequence[int] | None, *, obfuscated: bool = False) -> Run:
         """A reading of its events that has begun, behind event `after`; None: from the first. `obfuscated`: its

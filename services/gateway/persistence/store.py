@@ -7,13 +7,13 @@ Each tenant has a quota: beyond it its own oldest make room. The bucket has a li
 together. A response that was deleted is an entry of no parts, so that nobody takes it from the journal instead.
 """
 
-import asyncio
 import time
 import zlib
 
 import msgspec
 import structlog
 
+from services.gateway.persistence.budget import LARGE, ByteBudget, beside_loop
 from shared.errors import PayloadTooLarge
 from shared.limits import RESPONSE_BYTES
 from shared.messages.records import ResponsePart, StoredResponse
@@ -25,8 +25,6 @@ log = structlog.get_logger(__name__)
 
 ROOM = 4096
 """Bytes of a message that are not the part's data."""
-LARGE = 64 << 10
-"""Bytes from which a response is deflated and inflated beside the event loop."""
 LEVEL = 1
 """How hard: most of what can be won, quickly."""
 _decoder = msgspec.msgpack.Decoder(StoredResponse)
@@ -46,15 +44,20 @@ class ResponseStore:
     async def keep(self, stored: StoredResponse) -> None:
         """Writes it, unless it is there already or has been deleted."""
         record = stored.record
-        await self._write(record.identity, record.tenant, await _deflated(encode(stored)), "")
+        await self._write(record.identity, record.tenant, await deflated(encode(stored)), "")
 
-    async def get(self, identity: str, tenant: str) -> StoredResponse | None:
-        """What is kept, or None; see `is_deleted`."""
+    async def get(self, identity: str, tenant: str, reads: ByteBudget | None = None) -> StoredResponse | None:
+        """What is kept, or None; see `is_deleted`. `reads` is charged with its bytes, decompressed."""
         head = await self.bucket.get(tenant, identity)
         if head is None or not head.value.parts:
             return None
         data = await self._read(identity, tenant, head.value)
-        return None if data is None else _decoder.decode(await _inflated(data))
+        if data is None:
+            return None
+        whole = await inflated(data)
+        if reads is not None:
+            reads.charge(len(whole))
+        return await beside_loop(len(whole), _decoder.decode, whole)
 
     async def is_known(self, identity: str, tenant: str) -> bool:
         """Whether it is kept, or has been deleted."""
@@ -118,25 +121,24 @@ class ResponseStore:
         self._trimmed.wrote(tenant, len(head.data))
 
 
-async def _deflated(data: bytes) -> bytes:
+async def deflated(data: bytes) -> bytes:
     """A large one is not deflated on the event loop (the library lets go of the interpreter)."""
-    if len(data) < LARGE:
-        return zlib.compress(data, LEVEL)
-    return await asyncio.to_thread(zlib.compress, data, LEVEL)
+    return await beside_loop(len(data), zlib.compress, data, LEVEL)
 
 
-async def _inflated(data: bytes) -> bytes:
-    """Raises `PayloadTooLarge` where it is more than was ever written."""
-    return inflated(data) if len(data) < LARGE else await asyncio.to_thread(inflated, data)
-
-
-def inflated(data: bytes) -> bytes:
-    """What was deflated, 18 kB of which may be 4 MiB. Raises `PayloadTooLarge` above the limit."""
+async def inflated(data: bytes) -> bytes:
+    """What was deflated, 18 kB of which may be 4 MiB: only its beginning is inflated on the event loop. Raises
+    `PayloadTooLarge` above the limit."""
     inflate = zlib.decompressobj()
-    found = inflate.decompress(data, RESPONSE_BYTES.value)
-    if not inflate.eof and (inflate.unconsumed_tail or len(found) == RESPONSE_BYTES.value):
+    begin = inflate.decompress(data, LARGE)
+    if inflate.eof or len(begin) < LARGE:
+        return begin
+    rest = await beside_loop(
+        LARGE, inflate.decompress, inflate.unconsumed_tail, RESPONSE_BYTES.value - LARGE + 1
+    )
+    if len(begin) + len(rest) > RESPONSE_BYTES.value:
         raise PayloadTooLarge(f"A kept response is too large to be read ({RESPONSE_BYTES.cited()}).")
-    return found
+    return begin + rest
 
 
 def _name(identity: str, number: int) -> str:

@@ -16,7 +16,8 @@ from services.gateway.intake.decoding import decode
 from services.gateway.intake.responses.items import read_input
 from services.gateway.intake.responses.schemas import check_include
 from services.gateway.intake.schemas import Metadata
-from services.gateway.streams.response_items import Item
+from services.gateway.persistence.budget import HistoryBudget, beside_loop
+from services.gateway.persistence.items import StoredItem, encoded
 from shared import limits
 from shared.messages.records import ConversationEntry
 
@@ -141,11 +142,13 @@ def _shown(public_id: str, entry: ConversationEntry) -> dict[str, Any]:
     }
 
 
-async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[Item]:
-    """The items of a request, what they refer to in its place. Raises `InvalidParameter`."""
+async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
+    """The items of a request, what they refer to in its place. Raises `InvalidParameter`, `PayloadTooLarge`."""
     items = read_input(given, secrets.token_hex(16), "items")
-    resolved: list[Item] = await ask.parts.intake.responses.history.resolve(items, ask.tenant)
-    return resolved
+    history = ask.parts.intake.responses.history
+    budget = history.budget()
+    resolved = await history.resolve(items, ask.tenant, budget)
+    return await beside_loop(sum(map(len, given)) + budget.items.used, encoded, resolved)
 
 
 async def create(ask: Ask) -> dict[str, Any]:
@@ -174,20 +177,30 @@ async def delete(ask: Ask) -> ConversationDeleted:
     return ConversationDeleted(public_id, "conversation.deleted", True)
 
 
-async def list_items(ask: Ask) -> ItemList:
+async def list_items(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(ItemsQuery)
     check_include(wanted.include)
-    return item_list(await _items(ask), wanted)
+    budget = await _settled(ask)
+    page, more = await ask.parts.conversations.page(
+        ask.named("conversation"),
+        ask.tenant,
+        budget.items,
+        after=wanted.after,
+        limit=wanted.limit,
+        ascending=wanted.order == "asc",
+    )
+    return item_list(page, more=more)
 
 
-async def _items(ask: Ask) -> list[Item]:
-    """With those of responses that have just ended."""
-    history = ask.parts.intake.responses.history
-    await history.settle(ask.named("conversation"), ask.tenant)
-    return await ask.parts.conversations.items(ask.named("conversation"), ask.tenant)
+async def _settled(ask: Ask) -> HistoryBudget:
+    """Counts the request, and adds the items of responses that have just ended. What is left for the request."""
+    history = (await ask.counted()).responses.history
+    budget = history.budget()
+    await history.settle(ask.named("conversation"), ask.tenant, budget)
+    return budget
 
 
-async def add_items(ask: Ask) -> ItemList:
+async def add_items(ask: Ask) -> dict[str, Any]:
     await ask.counted()
     check_include(ask.query(IncludeQuery).include)
     given = decode(await ask.body(ask.settings.body_limit), _new_items).items
@@ -195,14 +208,14 @@ async def add_items(ask: Ask) -> ItemList:
         raise empty_array("items")
     items = await _read(ask, given)
     await ask.parts.conversations.add(ask.named("conversation"), ask.tenant, items)
-    return item_list(items, ItemsQuery(order="asc"))
+    return item_list(items, more=False)
 
 
-async def retrieve_item(ask: Ask) -> Item:
+async def retrieve_item(ask: Ask) -> msgspec.Raw:
     check_include(ask.query(IncludeQuery).include)
-    public_id = ask.named("conversation")
-    await ask.parts.intake.responses.history.settle(public_id, ask.tenant)
-    return await ask.parts.conversations.item(public_id, ask.tenant, ask.named("item"))
+    await _settled(ask)
+    found = await ask.parts.conversations.item(ask.named("conversation"), ask.tenant, ask.named("item"))
+    return found.json
 
 
 async def delete_item(ask: Ask) -> dict[str, Any]:

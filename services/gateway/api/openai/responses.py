@@ -21,7 +21,7 @@ from services.gateway.api.openai.completions import (
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.errors import InvalidParameter
-from services.gateway.core.pagination import ListPage, Order, PageQuery
+from services.gateway.core.pagination import ListPage, Order, PageQuery, shown_raw
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import answer_text
@@ -36,6 +36,8 @@ from services.gateway.intake.responses.schemas import (
 from services.gateway.intake.responses.translation import own_words
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.idempotency import fingerprint
+from services.gateway.persistence.budget import ByteBudget
+from services.gateway.persistence.items import StoredItem
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.response_items import Item
@@ -92,11 +94,19 @@ def retrieval(query: bytes) -> Retrieval:
     return given
 
 
-def item_list(items: Sequence[Item], wanted: ItemsQuery) -> ItemList:
-    """A page of `items`. Raises `InvalidParameter` when `after` is none of them."""
+def item_list(items: Sequence[StoredItem], *, more: bool) -> dict[str, Any]:
+    """An `ItemList` of a page of items."""
+    return shown_raw([(item.id, item.json) for item in items], more)
+
+
+def page_of(
+    items: Sequence[StoredItem], wanted: ItemsQuery, budget: ByteBudget
+) -> tuple[list[StoredItem], bool]:
+    """A page of `items`, of one at least and of what is left of `budget` at most, and whether there are more. Raises
+    `InvalidParameter` when `after` is none of them."""
     ordered = list(items) if wanted.order == "asc" else list(reversed(items))
     if wanted.after:
-        ids = [item["id"] for item in ordered]
+        ids = [item.id for item in ordered]
         if wanted.after not in ids:
             raise InvalidParameter(
                 f"Invalid 'after': no item '{wanted.after[:64]}' is among the input items of this response.",
@@ -104,9 +114,13 @@ def item_list(items: Sequence[Item], wanted: ItemsQuery) -> ItemList:
                 reason="invalid_value",
             )
         ordered = ordered[ids.index(wanted.after) + 1 :]
-    data = ordered[: wanted.limit]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return ItemList(object="list", data=data, first_id=first, last_id=last, has_more=len(ordered) > len(data))
+    data: list[StoredItem] = []
+    for item in ordered[: wanted.limit]:
+        if data and len(item.json) > budget.left:
+            break
+        budget.use(len(item.json))
+        data.append(item)
+    return data, len(ordered) > len(data)
 
 
 PATH = "/v1/responses"
@@ -292,17 +306,19 @@ async def _cancelled(responses: ResponseLookup, found: Found) -> bytes:
     return run.snapshot()
 
 
-async def list_items(ask: Ask) -> ItemList:
+async def list_items(ask: Ask) -> dict[str, Any]:
     """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
-    items, _ = await responses.items(await responses.find(ask.named("response"), ask.tenant))
-    return item_list(items, wanted)
+    budget = (await ask.counted()).responses.history.budget()
+    items = await responses.items(await responses.find(ask.named("response"), ask.tenant, budget.reads))
+    page, more = page_of(items, wanted, budget.items)
+    return item_list(page, more=more)
 
 
 async def count_tokens(ask: Ask) -> InputTokens:
     """How many tokens an input has."""
-    intake = ask.parts.intake
+    intake = await ask.counted()
     tokens = await intake.responses.count(await ask.body(ask.settings.body_limit), ask.tenant)
     return InputTokens("response.input_tokens", tokens)
 

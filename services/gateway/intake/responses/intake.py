@@ -31,6 +31,8 @@ from services.gateway.intake.responses.translation import MakeResponse, chat_req
 from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.lifecycle.answer import new_identity
+from services.gateway.persistence.budget import beside_loop
+from services.gateway.persistence.items import encoded_array
 from services.gateway.streams.response_items import Item
 from services.gateway.streams.run import Run
 from shared import limits
@@ -58,33 +60,34 @@ class ResponseIntake:
         request = self.check(body, always_streamed=always_streamed)
         await self._chat.loaded(request, context)
         identity = new_identity(self._writer, time.time())
-        past, own = await self._items(request, identity, context.tenant)
+        past, own, cost = await self._items(request, identity, context.tenant, body)
         items = compaction.behind_last(past + own)
         if compacts := compaction.is_wanted(items):
             own = own[:-1]  # what asks for the summary is no part of the conversation
         else:
             with own_words():
-                if (shorter := await self._shortened(request, items, context)) is not None:
+                if (shorter := await self._shortened(request, items, context, cost)) is not None:
                     items = own = shorter
-        make = MakeResponse(identity, request, own, compacts)
+        make = MakeResponse(identity, request, await beside_loop(cost, encoded_array, own), compacts)
         context = self._in_background(request, context)
         with own_words():
-            return await self._fitting(request, items, context, make)
+            return await self._fitting(request, items, context, make, cost)
 
     async def compact(self, body: bytes, context: Context) -> ChatCompletionRequest:
         """The chat whose answer is the summary of the conversation that `body` describes. Raises as `prepare`."""
         request = decode(body, self._compact)
         check_input_fields(request)
         card = await self._chat.loaded(request, context)
-        past, own = await self._items(request, new_identity(self._writer, time.time()), context.tenant)
+        identity = new_identity(self._writer, time.time())
+        past, own, cost = await self._items(request, identity, context.tenant, body)
         items = compaction.behind_last(past + own)
+        if compaction.is_wanted(items):
+            items = items[:-1]
         with own_words():
-            return _summarizing(
-                request, items[:-1] if compaction.is_wanted(items) else items, card.context_length
-            )
+            return await beside_loop(cost, _summarizing, request, items, card.context_length)
 
     async def _shortened(
-        self, request: ResponseRequest, items: list[Item], context: Context
+        self, request: ResponseRequest, items: list[Item], context: Context, cost: int
     ) -> list[Item] | None:
         """`items` with a summary in the place of those before the user's last message, where they have more tokens than
         the request wants; None: as they are."""
@@ -92,8 +95,9 @@ class ResponseIntake:
             context_length = self._chat.context_length(request.model, context.tenant)
             most = entry.compact_threshold or context_length // 2
             before, answered = compaction.split(items)
-            if before and await self._chat.chat_tokens(chat_request(request, items), context.tenant) > most:
-                asked = _summarizing(request, before, context_length)
+            chat = await beside_loop(cost, chat_request, request, items)
+            if before and await self._chat.chat_tokens(chat, context.tenant) > most:
+                asked = await beside_loop(cost, _summarizing, request, before, context_length)
                 summary = await self._chat.whole_answer(asked, context)
                 return [compaction.item_of(summary), *answered]
         return None
@@ -117,25 +121,31 @@ class ResponseIntake:
         """The conversation that `body` describes, as the messages of a chat. Raises as `count`."""
         request = decode(body, self._count)
         check_input_fields(request)
-        past, own = await self._items(request, new_identity(self._writer, time.time()), tenant)
+        identity = new_identity(self._writer, time.time())
+        past, own, cost = await self._items(request, identity, tenant, body)
         with own_words():
-            return chat_request(request, compaction.behind_last(past + own))
+            return await beside_loop(cost, chat_request, request, compaction.behind_last(past + own))
 
-    async def _items(self, request: InputFields, identity: str, tenant: str) -> tuple[list[Item], list[Item]]:
-        """The conversation so far, and the items of this request."""
+    async def _items(
+        self, request: InputFields, identity: str, tenant: str, body: bytes | msgspec.Raw
+    ) -> tuple[list[Item], list[Item], int]:
+        """The conversation so far, the items of this request, and the bytes of both."""
+        budget = self.history.budget()
         given = await self._read(request.input if request.input is not None else [], identity)
         past: list[Item] = []
         if request.previous_response_id:
             context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
-            past = await self.history.chain(request.previous_response_id, tenant, context, newest=newest)
-        own = await self.history.resolve(given, tenant)
+            past = await self.history.chain(
+                request.previous_response_id, tenant, context, budget, newest=newest
+            )
+        own = await self.history.resolve(given, tenant, budget)
         if conversation := conversation_of(request):
             context, newest = self._chat.context_length(request.model, tenant), request.truncation == "auto"
             added = isinstance(request, ResponseRequest) and not is_prewarm(request)
             past = await self.history.of_conversation(
-                conversation, tenant, context, newest=newest, response=identity if added else ""
+                conversation, tenant, context, budget, newest=newest, response=identity if added else ""
             )
-        return past, own
+        return past, own, len(body) + budget.items.used
 
     async def _read(self, given: str | list[msgspec.Raw], identity: str) -> list[Item | Reference]:
         if isinstance(given, str) or len(given) < MANY_ITEMS:
@@ -151,7 +161,7 @@ class ResponseIntake:
         return msgspec.structs.replace(context, background=context.background or limit)
 
     async def _fitting(
-        self, request: ResponseRequest, items: list[Item], context: Context, make: MakeResponse
+        self, request: ResponseRequest, items: list[Item], context: Context, make: MakeResponse, cost: int
     ) -> Run:
         """With `truncation` auto the oldest items go until the rest fits: as few as possible, by bisection, for
         fewer items never have more tokens."""
@@ -159,7 +169,7 @@ class ResponseIntake:
         context_length = self._chat.context_length(request.model, context.tenant)
 
         async def attempt(begin: int) -> Run:
-            chat = chat_request(request, items[begin:], stream=bool(request.stream))
+            chat = await beside_loop(cost, chat_request, request, items[begin:], stream=bool(request.stream))
             if make.compacts:
                 chat = compaction.summarizing(chat, context_length, most=chat.max_completion_tokens)
             return await self._chat.chat_run(chat, context, make)
@@ -167,7 +177,7 @@ class ResponseIntake:
         if request.truncation != "auto":
             return await attempt(0)
         begins = [0, *droppable(items[:-1] if make.compacts else items)]
-        begins = begins[_hopeless(items, begins, room_of(context_length)) :]
+        begins = begins[await beside_loop(cost, _hopeless, items, begins, room_of(context_length)) :]
         try:
             return await attempt(begins.pop(0))
         except ContextLengthExceeded as error:

@@ -275,20 +275,26 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    texts: dict[int, Content] = {}
     for item in items:
-        _add(messages, item)
+        _add(messages, item, texts)
     for message in messages:
         if message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # it has thought, and said nothing
     return messages
 
 
-def _add(messages: list[dict[str, Any]], item: Item) -> None:
+Content = str | list[dict[str, Any]]
+
+
+def _add(messages: list[dict[str, Any]], item: Item, texts: dict[int, Content]) -> None:
+    """`texts`: contents by the identity of their items, which live on: one that is referred to many times is put
+    together once."""
     kind = item["type"]
     if kind == "message":
-        _add_message(messages, item)
+        _add_message(messages, item["role"], _once(item, "content", texts))
     elif kind == "reasoning":
-        thought = text_of(item.get("content") or "")
+        thought = _once(item, "content", texts)
         if thought:
             messages.append({"role": "assistant", "content": None, "reasoning_content": thought})
     elif kind in (compaction.KIND, compaction.TRIGGER):
@@ -300,7 +306,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         call = {"id": item["call_id"], "type": member, member: called}
         _turn_of_assistant(messages)["tool_calls"].append(call)
     elif kind in OUTPUTS:
-        output = _content_of(item["output"])
+        output = _once(item, "output", texts)
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
 
 
@@ -308,7 +314,14 @@ _CALLS = {"function_call": ("function", "arguments"), "custom_tool_call": ("cust
 """Type and content of a call in a chat."""
 
 
-def _content_of(content: str | Sequence[Item]) -> str | list[dict[str, Any]]:
+def _once(item: Item, name: str, texts: dict[int, Content]) -> Content:
+    content = texts.get(id(item))
+    if content is None:
+        content = texts[id(item)] = _content_of(item.get(name) or "")
+    return content
+
+
+def _content_of(content: str | Sequence[Item]) -> Content:
     """A message's content for a chat: one text, unless there are files among its parts."""
     if isinstance(content, str) or all("text" in part and _BREAKPOINT not in part for part in content):
         return text_of(content)
@@ -325,9 +338,8 @@ def _chat_part(part: Item) -> dict[str, Any]:
     return shown | {name: part[name] for name in (_BREAKPOINT,) if name in part}
 
 
-def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
+def _add_message(messages: list[dict[str, Any]], role: str, text: Content) -> None:
     """The answer behind a thought is the same turn."""
-    role, text = item["role"], _content_of(item["content"])
     last = messages[-1] if messages else {}
     if role == "assistant" and last.get("content", "") is None and "tool_calls" not in last:
         last["content"] = text

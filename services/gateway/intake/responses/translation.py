@@ -226,7 +226,8 @@ class MakeResponse(msgspec.Struct, frozen=True):
 
     identity: str
     request: ResponseRequest
-    items: Sequence[Item]
+    items: bytes
+    """Of its own input, a JSON array: encoded once, however often the conversation is cut to fit."""
     compacts: bool = False
 
     def record(self, sampling: SamplingParams) -> ResponseRecord:
@@ -234,7 +235,7 @@ class MakeResponse(msgspec.Struct, frozen=True):
         shown = shown_fields(request, sampling.temperature, sampling.top_p)
         return ResponseRecord(
             shown=msgspec.json.encode(shown),
-            items=msgspec.json.encode(self.items),
+            items=self.items,
             previous=(request.previous_response_id or "")[-32:],
             store=request.store is not False,
             background=bool(request.background),

@@ -6,7 +6,16 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.core.errors import InvalidParameter
+from services.gateway.persistence import conversations
+from services.gateway.persistence.budget import ByteBudget
+from services.gateway.persistence.conversations import Conversations, turns_behind
+from services.gateway.persistence.items import encoded
+from services.gateway.persistence.store import inflated
 from shared import limits
+from shared.messages.records import ConversationTurn
+from shared.nats.bus import Bus
+from shared.nats.tenants import Quota
 from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, silence
 from tests.integration.gateway.responding import prompts, status, until_known
@@ -121,7 +130,7 @@ async def test_a_turn_that_was_deleted_does_not_come_back(
     async for item in client.conversations.items.list(made.id):
         assert item.id is not None
         await client.conversations.items.delete(item.id, conversation_id=made.id)
-    again: Any = [{"id": "msg_1", "type": "message"}]
+    again = encoded([{"id": "msg_1", "type": "message"}])
     identity = response.id.removeprefix("resp_")
     await gateway.service._backend.parts.conversations.end(made.id, "", identity, again)
     assert await texts(client, made.id) == []
@@ -153,3 +162,96 @@ async def test_one_that_is_longer_than_the_context_is_refused_or_cut(
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "conversation")
     await client.responses.create(model=MODEL, input="Hi", conversation=made.id, truncation="auto")
     assert prompts(ring)[-1] == "Hi\n"
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def kept(bus: Bus) -> Conversations:
+    shelf = Conversations(bus, 60.0, Quota(1 << 30, 10_000))
+    await shelf.bucket.ensure()
+    return shelf
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each turn that was inflated."""
+    sizes: list[int] = []
+
+    async def counting(data: bytes) -> bytes:
+        found = await inflated(data)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(conversations, "inflated", counting)
+    return sizes
+
+
+def said(*names: str, size: int = 1 << 20) -> Any:
+    return encoded([{"id": name, "type": "message", "text": "a" * size} for name in names])
+
+
+async def test_a_page_reads_the_turns_that_it_shows_alone(kept: Conversations, read: list[int]) -> None:
+    made, _ = await kept.create("t", {}, said("a0", "a1"))
+    for turn in range(1, 10):
+        await kept.add(made, "t", said(f"b{turn}", f"c{turn}"))
+    budget = ByteBudget(limits.HISTORY_BYTES)
+    page, more = await kept.page(made, "t", budget, after=None, limit=1, ascending=False)
+    assert ([item.id for item in page], more, len(read)) == (["c9"], True, 1)
+    assert budget.used == read[0]
+    page, more = await kept.page(made, "t", budget, after="a0", limit=2, ascending=True)
+    assert ([item.id for item in page], more, len(read)) == (["a1", "b1"], True, 3)
+    page, more = await kept.page(made, "t", budget, after="b1", limit=9, ascending=False)
+    assert ([item.id for item in page], more, len(read)) == (["a1", "a0"], False, 4)
+    page, more = await kept.page(made, "t", budget, after="a0", limit=9, ascending=False)
+    assert (page, more, len(read)) == ([], False, 4)
+
+
+async def test_a_page_ends_before_it_is_too_large(kept: Conversations, read: list[int]) -> None:
+    made, _ = await kept.create("t", {}, said("a"))
+    for name in "bcde":
+        await kept.add(made, "t", said(name))
+    shown, after = [], None
+    while True:
+        budget = ByteBudget(limits.HISTORY_BYTES, 5 << 19)
+        page, more = await kept.page(made, "t", budget, after=after, limit=100, ascending=True)
+        shown.append("".join(item.id for item in page))
+        if not more:
+            break
+        after = page[-1].id
+    assert shown == ["ab", "cd", "e"]
+    tiny = ByteBudget(limits.HISTORY_BYTES, 1)
+    page, more = await kept.page(made, "t", tiny, after=None, limit=100, ascending=True)
+    assert ([item.id for item in page], more) == (["a"], True)
+
+
+async def test_turns_that_have_made_room_are_left_out(kept: Conversations) -> None:
+    made, _ = await kept.create("t", {}, said("a", size=1))
+    for name in "bc":
+        await kept.add(made, "t", said(name, size=1))
+    oldest = (await kept.get(made, "t")).turns[0]
+    entry = await kept.bucket.get("t", f"{made.removeprefix('conv_')}-{oldest.name}")
+    assert entry is not None
+    await kept.bucket.purge(entry.key)
+    budget = ByteBudget(limits.HISTORY_BYTES)
+    page, more = await kept.page(made, "t", budget, after=None, limit=1, ascending=True)
+    assert ([item.id for item in page], more) == (["b"], True)
+    page, more = await kept.page(made, "t", budget, after="a", limit=5, ascending=True)
+    assert ([item.id for item in page], more) == (["b", "c"], False)
+
+
+def test_where_a_page_begins() -> None:
+    turns = [
+        ConversationTurn("1", ["a", "b"], 9),
+        ConversationTurn("2", [], 9),
+        ConversationTurn("3", ["c"], 9),
+    ]
+    first, _, last = turns
+    assert turns_behind(turns, None, ascending=True) == [(first, 0), (last, 0)]
+    assert turns_behind(turns, "a", ascending=True) == [(first, 1), (last, 0)]
+    assert turns_behind(turns, "b", ascending=True) == [(last, 0)]
+    assert turns_behind(turns, "b", ascending=False) == [(first, 1)]
+    assert turns_behind(turns, "a", ascending=False) == []
+    with pytest.raises(InvalidParameter, match="no item 'd'"):
+        turns_behind(turns, "d", ascending=True)

@@ -57,6 +57,27 @@ async def test_items_are_listed_and_referred_to(client: openai.AsyncOpenAI, ring
     assert (caught.value.code, caught.value.param) == ("item_not_found", "input[0].id")
 
 
+async def test_a_reference_costs_what_it_stands_for_each_time(
+    client: openai.AsyncOpenAI, ring: FakeRing
+) -> None:
+    parts: Any = [{"type": "input_text", "text": "a" * 450_000}] * 2
+    made = await client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": parts}, {"role": "user", "content": "Hi"}],
+        truncation="auto",
+    )
+    (first,) = (await client.responses.input_items.list(made.id, order="asc", limit=1)).data
+    reference: Any = {"type": "item_reference", "id": first.id}
+    counted = await client.responses.input_tokens.count(model=MODEL, input=[reference] * 2)
+    assert counted.input_tokens > 1_800_000
+    for ask in (client.responses.input_tokens.count, client.responses.create):
+        with pytest.raises(openai.APIStatusError, match="limit history_bytes") as caught:
+            await ask(model=MODEL, input=[reference] * 64)
+        assert (caught.value.status_code, caught.value.code) == (413, "payload_too_large")
+    with pytest.raises(openai.APIStatusError, match="limit history_bytes"):
+        await client.conversations.create(items=[reference] * 20)
+
+
 async def test_old_items_make_room_where_that_is_wanted(client: openai.AsyncOpenAI, ring: FakeRing) -> None:
     """The stub's context has 2048 tokens, one a character."""
     items: Any = [{"role": "user", "content": f"{number:03} " + "x" * 495} for number in range(6)]

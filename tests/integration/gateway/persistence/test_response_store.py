@@ -10,8 +10,11 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.persistence.budget import ByteBudget
 from services.gateway.persistence.store import ResponseStore
 from shared.config import CommonSettings
+from shared.errors import PayloadTooLarge
+from shared.limits import HISTORY_READS
 from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord, ResponsePart, ResponseRecord, StoredResponse
 from shared.nats import subjects
@@ -120,6 +123,17 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
         await bus.close()
     finally:
         await server.down()
+
+
+async def test_what_is_read_is_charged_decompressed(bus: Bus) -> None:
+    store, kept = await store_of(bus), response(1, "a" * 100_000)
+    await store.keep(kept)
+    reads = ByteBudget(HISTORY_READS, 250_000)
+    for count in (1, 2):
+        assert await store.get(kept.record.identity, "", reads) == kept
+        assert reads.used > count * 100_000
+    with pytest.raises(PayloadTooLarge, match="limit history_reads"):
+        await store.get(kept.record.identity, "", reads)
 
 
 async def test_the_first_to_write_has_written_it(bus: Bus) -> None:

@@ -73,6 +73,24 @@ async def test_lists_have_pages_and_are_chosen_by_model_and_metadata(gateway: Ru
             await client.chat.completions.list(limit=1000)
 
 
+async def test_a_page_ends_before_it_is_too_large(
+    nats_settings: CommonSettings, gateway: RunningGateway
+) -> None:
+    async with run_gateway(nats_settings, history_bytes=1500) as small, small.openai() as client:
+        ids = [await made(client, str(number)) for number in range(5)]
+
+        async def all_there() -> bool | None:
+            async with gateway.openai() as elsewhere:
+                return len((await elsewhere.chat.completions.list()).data) == 5 or None
+
+        await until_known(all_there)
+        page = await client.chat.completions.list(order="asc")
+        assert 1 <= len(page.data) < 5
+        assert page.has_more
+        listed = [chat.id async for chat in client.chat.completions.list(order="asc")]
+        assert listed == ids
+
+
 async def test_its_messages_are_what_the_request_said(gateway: RunningGateway) -> None:
     async with gateway.openai() as client:
         answer = await client.chat.completions.create(

@@ -1,0 +1,68 @@
+"""What one request may make of what is stored: bytes as they cost, decompressed and once for each use. Pure, but for
+`beside_loop`, by which work above a set cost leaves the event loop.
+
+    stored response ──inflated──▶ `reads`        items of it that the request has ──each use──▶ `items`
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from shared import limits
+from shared.errors import PayloadTooLarge
+from shared.limits import Limit
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LARGE = 64 << 10
+"""Bytes from which what is stored is deflated, inflated, read and written beside the event loop."""
+
+
+class ByteBudget:
+    """Bytes that are used up, and never given back."""
+
+    def __init__(self, limit: Limit, most: int | None = None) -> None:
+        """`most`: the limit as it is set."""
+        self.limit = limit
+        self.most = limit.value if most is None else most
+        self.used = 0
+
+    @property
+    def left(self) -> int:
+        return max(0, self.most - self.used)
+
+    @property
+    def cited(self) -> str:
+        """How a refusal names the limit."""
+        return self.limit.cited(self.most)
+
+    def use(self, size: int) -> None:
+        """Without a refusal, for what is cut short by `left`."""
+        self.used += size
+
+    def charge(self, size: int, param: str | None = None) -> None:
+        """Raises `PayloadTooLarge` beyond the limit. `param`: the field that asks for it."""
+        self.use(size)
+        if self.used > self.most:
+            raise PayloadTooLarge(
+                f"The stored items that this request asks for are too large together; ask for fewer of them "
+                f"({self.cited}).",
+                param=param,
+            )
+
+
+class HistoryBudget:
+    """Of one request."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes of items."""
+        self.items = ByteBudget(limits.HISTORY_BYTES, most)
+        self.reads = ByteBudget(limits.HISTORY_READS)
+
+
+async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(*args, **kwargs)`, in a thread where its `cost` in bytes is large."""
+    if cost < LARGE:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
