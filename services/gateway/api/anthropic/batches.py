@@ -207,6 +207,7 @@ async def _checked(ask: Ask, given: _RawCreate) -> bytes:
 
 async def list_batches(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(NeighbourQuery)
+    await ask.counted()
     jobs = await ask.parts.batches.all_of(ask.tenant, "/v1/messages")
     found, more = neighbours([_Listed(public_id(job), job) for job in jobs], wanted)
     first, last = (found[0].id, found[-1].id) if found else (None, None)

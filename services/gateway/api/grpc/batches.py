@@ -53,6 +53,7 @@ class BatchMethods:
         size = given.page_size or USUAL
         check_range("page_size", size, 1, MOST)
         with self._backend.active():
+            await self._backend.parts.intake.count(call.principal, {})
             batches = self._backend.parts.batches
             try:
                 jobs, more = await batches.listed(call.principal.tenant, given.page_token or None, size)

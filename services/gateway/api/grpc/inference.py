@@ -115,7 +115,9 @@ class Inference:
         """Tokenize."""
         given = decode(pb.TokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model, call.principal.tenant)
+            intake = self._backend.parts.intake
+            await intake.count(call.principal, {})
+            card, tokenizer = await intake.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             kind = given.WhichOneof("input")
             if kind is None:
@@ -124,7 +126,7 @@ class Inference:
                 ids = await tokenizer.encode(given.text)
             else:
                 chat = requests.conversation_request(given.model, given.conversation)
-                ids = await self._backend.parts.intake.chat_prompt(chat, call.principal.tenant)
+                ids = await intake.chat_prompt(chat, call.principal.tenant)
         shown = pb.TokenizeResponse(token_ids=ids, context_length=card.context_length)
         await call.send(shown.SerializeToString())
 
@@ -132,7 +134,9 @@ class Inference:
         """Detokenize."""
         given = decode(pb.DetokenizeRequest, call.take())
         with self._backend.active():
-            card, tokenizer = await self._backend.parts.intake.tokenizer(given.model, call.principal.tenant)
+            intake = self._backend.parts.intake
+            await intake.count(call.principal, {})
+            card, tokenizer = await intake.tokenizer(given.model, call.principal.tenant)
             call.model = card.model
             ids = list(given.token_ids)
             check_token_ids("token_ids", ids, card.vocab_size)

@@ -95,6 +95,7 @@ async def create(ask: Ask) -> dict[str, Any]:
 
 async def list_batches(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(PageQuery)
+    await ask.counted()
     jobs, more = await ask.parts.batches.listed(ask.tenant, wanted.after, wanted.limit)
     return shown([batch_object(job) for job in jobs], more)
 

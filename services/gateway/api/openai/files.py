@@ -161,6 +161,7 @@ def _expires_after(form: UploadForm) -> float:
 
 async def list_files(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(FilesQuery)
+    await ask.counted()
     records = await ask.parts.files.listed(ask.tenant, wanted.purpose)
     found, more = page(records, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
     return shown([file_object(record) for record in found], more)

@@ -251,6 +251,7 @@ async def list_jobs(ask: Ask) -> dict[str, Any]:
         raise InvalidParameter(
             "'metadata' is null and has keys; send one of the two.", param="metadata", reason="invalid_value"
         )
+    await ask.counted()
     jobs, more = await ask.parts.fine_tuning.listed(
         ask.tenant, wanted.after, wanted.limit, None if without else wanted.metadata
     )
@@ -275,6 +276,7 @@ async def resume(ask: Ask) -> dict[str, Any]:
 
 async def events(ask: Ask) -> dict[str, Any] | None:
     wanted = ask.query(EventsQuery)
+    await ask.counted()
     if wanted.stream == "true":
         await _stream(ask)
         return None

@@ -112,6 +112,7 @@ async def list_chats(ask: Ask) -> bytes:
     """Those of the tenant that are stored, page by page."""
     wanted = ask.query(ChatsQuery)
     convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
+    await ask.counted()
     return await ask.parts.stored_chats.listed(ask.tenant, wanted)
 
 
@@ -132,6 +133,7 @@ async def delete(ask: Ask) -> DeletedChat:
 
 async def list_messages(ask: Ask) -> bytes:
     wanted = ask.query(MessagesQuery)
+    await ask.counted()
     return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted)
 
 

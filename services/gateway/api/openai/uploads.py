@@ -147,6 +147,7 @@ async def add(ask: Ask) -> dict[str, Any]:
 
 
 async def complete(ask: Ask) -> dict[str, Any]:
+    await ask.counted()
     given = decode(await ask.body(BODY_BYTES), _completion)
     if not given.part_ids:
         raise empty_array("part_ids")
@@ -156,6 +157,7 @@ async def complete(ask: Ask) -> dict[str, Any]:
 
 
 async def cancel(ask: Ask) -> dict[str, Any]:
+    await ask.counted()
     return _shown(await ask.parts.uploads.cancel(ask.named("upload"), ask.tenant), "cancelled")
 
 

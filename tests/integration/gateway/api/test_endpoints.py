@@ -205,6 +205,7 @@ async def test_what_generates_nothing_is_refused_and_counted_alike(
     messages = {"model": MODEL, "messages": HELLO}
     for endpoint in (
         Endpoint("/v1/messages/count_tokens", messages, {}),
+        Endpoint("/v1/responses/input_tokens", {"model": MODEL, "input": "Hello"}, {}),
         Endpoint("/v1/messages/batches", {"requests": [line]}, {}),
         Endpoint("/v1/conversations", {}, {}),
         Endpoint("/v1/uploads", file, {}),
@@ -221,3 +222,26 @@ async def test_what_generates_nothing_is_refused_and_counted_alike(
         assert late.status_code == 429, endpoint.path
         assert "Please try again in" in refused(late, endpoint)
         assert 1 <= int(late.headers["retry-after"]) <= 62
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/files",
+        "/v1/batches",
+        "/v1/messages/batches",
+        "/v1/fine_tuning/jobs",
+        "/v1/fine_tuning/jobs/ftjob-1/events",
+        "/v1/chat/completions",
+        "/v1/chat/completions/chatcmpl-1/messages",
+        "/v1/conversations/conv_1/items",
+        "/v1/conversations/conv_1/items/msg_1",
+        "/v1/responses/resp_1/input_items",
+    ],
+)
+async def test_what_reads_a_tenants_entries_is_counted(http: httpx.AsyncClient, bus: Bus, path: str) -> None:
+    """Whether there are any or not."""
+    key = await make(bus, requests_per_minute=1)
+    await until(lambda: gateway_knows(http, key))
+    assert (await http.get(path, headers=bearer(key))).status_code in (200, 404)
+    assert (await http.get(path, headers=bearer(key))).status_code == 429

@@ -12,7 +12,7 @@ from services.gateway.api.grpc.generated import inference_pb2 as pb
 from shared.config import CommonSettings
 from shared.keys import NewKey
 from shared.nats.bus import Bus
-from tests.integration.gateway.api.grpc.conftest import PROMPT, QUESTION, Client, text_of
+from tests.integration.gateway.api.grpc.conftest import MODEL, PROMPT, QUESTION, Client, text_of
 from tests.integration.gateway.api.grpc.test_errors import SERVICE, details, failure
 from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -95,6 +95,26 @@ async def test_limits_are_kept_and_told(nats_settings: CommonSettings, ring: Fak
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert details(error)["ErrorInfo"].reason == "RATE_LIMIT_EXCEEDED"
         assert details(error)["RetryInfo"].retry_delay.seconds >= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [
+        ("Tokenize", pb.TokenizeRequest(model=MODEL, text="Hello")),
+        ("Detokenize", pb.DetokenizeRequest(model=MODEL, token_ids=[72])),
+        ("ListBatches", pb.ListBatchesRequest()),
+    ],
+)
+async def test_what_generates_nothing_is_counted(
+    nats_settings: CommonSettings, ring: FakeRing, method: str, request_: Any
+) -> None:
+    async with (
+        run_gateway(nats_settings, grpc_port=0, requests_per_minute=1) as gateway,
+        Client(gateway.service.grpc_address) as client,
+    ):
+        await getattr(client, method)(request_)
+        error = await failure(getattr(client, method)(request_))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_tls(nats_settings: CommonSettings, ring: FakeRing, files: Files, bus: Bus) -> None:
