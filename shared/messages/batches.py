@@ -120,6 +120,10 @@ class BatchJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the span that created it, where that was sampled: the traces of its lines link to it."""
     own_input: bool = False
     """Whether its input file was made with it, and goes with it."""
+    begun: int = 0
+    """Unfinished lines up to this number may be under way; 0: none is. Written before they begin."""
+    lost: list[int] = []
+    """`begun` of the gateways that were lost while they ran it, the largest three."""
 
 
 class LineResult(msgspec.Struct, frozen=True, array_like=True):

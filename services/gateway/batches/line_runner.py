@@ -13,7 +13,7 @@ are not known counts as `UNKNOWN`.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -35,13 +35,37 @@ FAULTS = 3
 """Tries of a line that a fault of ours may cost."""
 
 
+class LineGate:
+    """Which lines of a gateway's batches may begin: any number beside each other, or one that is alone, before which
+    all others end and behind which they go on. Pure."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._alone: object | None = None
+        """The batch that has the gateway for a line of its own, or is the next that will."""
+
+    def admits(self, batch: object, *, alone: bool) -> bool:
+        """Whether a line of `batch` may begin now. Where it is to be `alone`, no other begins from now on."""
+        if not alone:
+            return self._alone is None
+        if self._alone is None:
+            self._alone = batch
+        return self._alone is batch and not self.running
+
+    def leave(self, batch: object) -> None:
+        """Others may begin again, if it was for `batch` that they could not."""
+        if self._alone is batch:
+            self._alone = None
+
+
 class LineRunner:
     """One batch's."""
 
-    def __init__(self, parts: BatchParts, batches: Callable[[], int]) -> None:
-        """`batches` says how many batches run in this gateway."""
+    def __init__(self, parts: BatchParts, batches: Callable[[], int], gate: LineGate) -> None:
+        """`batches` says how many batches run in this gateway; `gate` is that of all of them."""
         self._parts = parts
         self._batches = batches
+        self._gate = gate
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._ended = False
@@ -53,23 +77,53 @@ class LineRunner:
         self._changed.set()
 
     async def begin(
-        self, job: BatchJob, request: Request, endpoint: LineEndpoint, tally: CompletionBitmap
+        self,
+        job: BatchJob,
+        request: Request,
+        endpoint: LineEndpoint,
+        tally: CompletionBitmap,
+        announce: Callable[[], Awaitable[bool]],
+        *,
+        alone: bool = False,
     ) -> bool:
-        """Begins `request` as soon as there is room and a group for it; False when no more are to be begun."""
-        await self._wait_for_room(job.model)
+        """Begins `request` as soon as there is room and a group for it, and `announce` says so; False when no more are
+        to be begun. `alone`: while no other line runs in this gateway, and returns when it has its result."""
+        await self._wait_for_room(job.model, alone)
         if self._ended:
+            return False
+        self._gate.running += 1
+        begins = False
+        try:
+            begins = await announce()
+        finally:
+            if not begins:
+                self._gate.running -= 1
+        if not begins:
             return False
         task = asyncio.create_task(self._run(job, request, endpoint, tally))
         self._tasks.add(task)
         task.add_done_callback(self._done)
         self._parts.metrics.in_flight.inc()
+        if alone:
+            await self.drained()
+            self._gate.leave(self)
+            await self._change()  # lines of other batches begin meanwhile
         return True
 
-    async def _wait_for_room(self, model: str) -> None:
-        while not self._ended and not self._has_room(model):
+    async def refuse(
+        self, job: BatchJob, request: Request, error: RyzansteinError, tally: CompletionBitmap
+    ) -> None:
+        """Stores that `request` has failed without being run."""
+        result = failed(job.id, request.line, request.custom_id, error)
+        await self._store(job, result)
+        self._count(result, tally)
+
+    async def _wait_for_room(self, model: str, alone: bool) -> None:
+        while not self._ended and not self._has_room(model, alone):
             if self._parts.catalog.has_ready_group(model):
                 await self._change()
             else:
+                self._gate.leave(self)
                 await self._wait_for_group(model)
 
     async def _wait_for_group(self, model: str) -> None:
@@ -78,11 +132,12 @@ class LineRunner:
             while not self._ended and not self._parts.catalog.has_ready_group(model):
                 await self._change()
 
-    def _has_room(self, model: str) -> bool:
+    def _has_room(self, model: str, alone: bool) -> bool:
         """While no group is up nothing is begun: what waits is the batch, not its lines in a queue."""
         catalog = self._parts.catalog
         most = room(catalog.places(model), self._parts.settings.batch_parallelism, self._batches())
-        return len(self._tasks) < most and catalog.has_ready_group(model)
+        fits = len(self._tasks) < most and catalog.has_ready_group(model)
+        return fits and self._gate.admits(self, alone=alone)
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -101,9 +156,11 @@ class LineRunner:
         """Ends what is under way; `unwanted`: nobody will go on with it."""
         self._unwanted = unwanted
         await cancel_all(self._tasks)
+        self._gate.leave(self)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
+        self._gate.running -= 1
         self._parts.metrics.in_flight.dec()
         self._changed.set()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -119,6 +176,9 @@ class LineRunner:
         with line_span(job, request.line, identity) as span, tracing.active(span):
             result = await self._result(job, request, endpoint)
             await self._store(job, result)
+        self._count(result, tally)
+
+    def _count(self, result: LineResult, tally: CompletionBitmap) -> None:
         if tally.add(result):
             self._parts.metrics.lines.labels("completed" if result.succeeded else "failed").inc()
 

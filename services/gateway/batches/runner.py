@@ -21,6 +21,10 @@ From 2 to 3 the order holds because a line's record is durable before the reques
 the key is known for RYZANSTEIN_IDEMPOTENCY_TTL: a batch must not lie without a gateway for longer than the shorter
 of the two, or lines of 3 to 6 run again.
 
+**A line that kills gateways.** How far lines may have begun is written into the job before they begin. Whoever takes it
+over from a lost gateway counts that against the lines which have no result: those that were under way when two gateways
+were lost run alone, and fail with `fatal_request` where one more is lost then.
+
 **Two gateways at once** (one slept through the loss of its lease): both take keys by compare-and-set, so of each
 line one generates and the other reads; both may store its result, and readers of the stream take the first.
 """
@@ -36,13 +40,13 @@ import structlog
 
 from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchParts
-from services.gateway.batches.line_runner import LineRunner, backoff
+from services.gateway.batches.line_runner import LineGate, LineRunner, backoff
 from services.gateway.batches.lines import ENVELOPE, Checker, Line, Request, Wrong, input_lines, parse
 from services.gateway.batches.results import EXPIRED, CompletionBitmap, Kind, not_run, write_file
 from services.gateway.core.errors import QuotaExceeded
 from services.gateway.core.job_runners import Work
 from services.gateway.core.leases import Lease, LeaseLost
-from shared.errors import InternalError, RyzansteinError, StorageFull
+from shared.errors import BrokerUnavailable, FatalRequest, InternalError, RyzansteinError, StorageFull
 from shared.limits import TENANT_FILE_BYTES
 from shared.messages.batches import OVER, BatchError, BatchJob, Ending
 from shared.nats.objects import MissingObject
@@ -51,6 +55,17 @@ log = structlog.get_logger(__name__)
 
 FINISH_WITHIN = 3600.0
 """Seconds for which writing a batch's files is tried while there is no room for them: somebody may delete some."""
+
+
+AHEAD = 16
+"""Lines that are written into the job beside the one that begins."""
+
+
+def _fatal(losses: int) -> FatalRequest:
+    return FatalRequest(
+        f"{losses} gateways were lost while this line was running, the last one while it ran alone; do not send it "
+        "again as it is."
+    )
 
 
 class BatchRunner:
@@ -65,6 +80,8 @@ class BatchRunner:
         self._tally = CompletionBitmap()
         self._reason: Ending = ""
         """Why no more lines are begun."""
+        self._began = False
+        """Whether lines have run under this lease."""
 
     @property
     def _job(self) -> BatchJob:
@@ -92,7 +109,7 @@ class BatchRunner:
     async def release(self) -> None:
         """Another gateway may go on at once."""
         with contextlib.suppress(LeaseLost, RyzansteinError):
-            await self._lease.release()
+            await self._lease.write(states.handed_back)
 
     def news(self, job: BatchJob) -> None:
         """Somebody has written the batch."""
@@ -164,12 +181,16 @@ class BatchRunner:
 
     async def _run_lines(self) -> None:
         await self._count()
+        if not self._began and self._job.begun:
+            log.warning("batch_gateway_lost", batch=self._job.id, begun=self._job.begun)
+            await self._lease.write(states.taken_over)
+        self._began = True
         try:
             async with contextlib.aclosing(self._unfinished()) as requests:
                 async for request in requests:
                     if self._tally.size >= self._parts.settings.tenant_file_bytes:
                         self._end_lines("failed")
-                    if not await self._lines.begin(self._job, request, self._endpoint, self._tally):
+                    if not await self._begin(request):
                         break
             await self._lines.drained()
         finally:
@@ -183,6 +204,39 @@ class BatchRunner:
             await self._lease.write(lambda job: states.finalizing(job, time.time(), ending))
         elif self._job.status == "in_progress":  # heard of by a watcher, and not read here yet
             await self._lease.write(lambda job: states.cancelling(job, time.time()))
+
+    async def _begin(self, request: Request) -> bool:
+        """False when no more lines are to be begun."""
+        losses = states.losses(self._job, request.line)
+        if losses > states.ALONE:
+            log.warning("line_fatal", batch=self._job.id, line=request.line, gateways=losses)
+            await self._lines.refuse(self._job, request, _fatal(losses), self._tally)
+            return True
+        alone = losses == states.ALONE
+        return await self._lines.begin(
+            self._job,
+            request,
+            self._endpoint,
+            self._tally,
+            partial(self._announce, request.line, alone),
+            alone=alone,
+        )
+
+    async def _announce(self, line: int, alone: bool) -> bool:
+        """Writes that `line` is under way, and those that will be soon, so that few begin with a writing of the job.
+        Tries for as long as the broker is away; False when no more lines are to be begun."""
+        if not alone and line <= self._job.begun:
+            return True
+        begun, tries = line if alone else line + AHEAD, 0
+        while not self._reason:
+            try:
+                await self._lease.write(lambda job: states.announced(job, begun))
+                return True
+            except BrokerUnavailable as error:
+                log.info("line_not_announced", batch=self._job.id, line=line, error=str(error))
+            await asyncio.sleep(min(2.0, backoff(tries)))
+            tries += 1
+        return False
 
     def _too_large(self) -> BatchError:
         limit = TENANT_FILE_BYTES.cited(self._parts.settings.tenant_file_bytes)
@@ -265,11 +319,12 @@ class BatchRunner:
 
 def batch_work(parts: BatchParts) -> Work[BatchJob]:
     """How this gateway runs batches."""
+    gate = LineGate()
     return Work(
         states.needs_work,
         lambda job: job.endpoint in parts.endpoints,
         parts.settings.batch_jobs,
-        lambda lease, running: BatchRunner(lease, parts, LineRunner(parts, running)),
+        lambda lease, running: BatchRunner(lease, parts, LineRunner(parts, running, gate)),
         parts.metrics.running,
         parts.metrics.taken_over,
     )

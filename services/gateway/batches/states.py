@@ -107,6 +107,33 @@ def ended(
     return _replace(job, status="completed", completed_at=now)
 
 
+ALONE = 2
+"""Gateways that are lost while a line is under way before it runs alone; where one more is lost then, it fails."""
+
+
+def announced(job: BatchJob, line: int) -> BatchJob:
+    """Unfinished lines up to `line` may begin."""
+    return _replace(job, begun=line)
+
+
+def handed_back(job: BatchJob) -> BatchJob:
+    """Its gateway has ended what was under way, and looks after it no longer."""
+    return _replace(job, begun=0, owner="")
+
+
+def taken_over(job: BatchJob) -> BatchJob:
+    """The gateway before was lost: what was under way there may be the cause."""
+    if not job.begun:
+        return job
+    return _replace(job, begun=0, lost=sorted([*job.lost, job.begun], reverse=True)[: ALONE + 1])
+
+
+def losses(job: BatchJob, line: int) -> int:
+    """Gateways that were lost while `line`, which has no result, was under way. Lines begin in their order, so what is
+    unfinished now was so then, and under way as far as the gateway had got."""
+    return sum(line <= begun for begun in job.lost)
+
+
 def needs_work(job: BatchJob) -> bool:
     """Whether some gateway has to look after it."""
     return job.status not in OVER or not job.clean

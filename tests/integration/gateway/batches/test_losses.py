@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from services.cli.supervision.nats_server import LocalNats
+from services.gateway.batches.runner import AHEAD
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest
 from shared.messages.batches import BatchJob
@@ -89,6 +90,10 @@ async def test_the_gateway_is_killed(
             async with gateway.http() as http:
                 metrics = (await http.get("/metrics")).text
             assert "ryzanstein_gateway_batches_taken_over_total 1.0" in metrics
+            jobs = await Bucket.open(bus, subjects.BATCHES_BUCKET, BatchJob, plain=True)
+            entry = await jobs.get(tenant_key("", batch))
+            assert entry is not None
+            assert [COUNT // 4 < begun <= COUNT + AHEAD for begun in entry.value.lost] == [True]
     assert len(ring.requests) == len({request.generation_id for request in ring.requests}) == COUNT
 
 

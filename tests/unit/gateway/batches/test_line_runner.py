@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from services.gateway.batches import line_runner
 from services.gateway.batches.dependencies import BatchMetrics
-from services.gateway.batches.line_runner import LineRunner
+from services.gateway.batches.line_runner import LineGate, LineRunner
 from services.gateway.batches.lines import Request
 from services.gateway.batches.results import CompletionBitmap
 from shared.errors import BrokerUnavailable, InvalidRequest
@@ -52,6 +52,10 @@ class Results:
         self.stored.append(result)
 
 
+async def announced() -> bool:
+    return True
+
+
 async def run(
     monkeypatch: pytest.MonkeyPatch, *outcomes: bytes | Exception, faults: int = 0
 ) -> tuple[LineResult, list[str], CompletionBitmap]:
@@ -64,10 +68,11 @@ async def run(
         catalog=SimpleNamespace(places=lambda model: 1, has_ready_group=lambda model: True),
         settings=SimpleNamespace(batch_parallelism=4),
     )
-    runner, tally = LineRunner(parts, lambda: 1), CompletionBitmap()
+    runner, tally = LineRunner(parts, lambda: 1, LineGate()), CompletionBitmap()
     job = BatchJob("b", "", "/v1/completions", "f", "f", "24h", 0.0, time.time() + 60)
     with capture_logs() as logs:
-        assert await runner.begin(job, Request(1, "one", msgspec.Raw(b"{}")), Endpoint(outcomes), tally)
+        request = Request(1, "one", msgspec.Raw(b"{}"))
+        assert await runner.begin(job, request, Endpoint(outcomes), tally, announced)
         async with asyncio.timeout(30):
             await runner.drained()
     [result] = results.stored
