@@ -162,6 +162,14 @@ HISTORY_BYTES = Limit(
     "counted; lists have shorter pages instead",
     setting="RYZANSTEIN_HISTORY_BYTES",
 )
+HISTORY_HELD = Limit(
+    "history_held",
+    256 << 20,
+    "bytes",
+    "such items of all requests that are being prepared, a quarter for each tenant",
+    "gateway",
+    "RYZANSTEIN_HISTORY_HELD_BYTES",
+)
 HISTORY_READS = Limit(
     "history_reads", 256 << 20, "bytes", "stored responses that a request reads for their items, decompressed"
 )

@@ -112,7 +112,7 @@ class Work:
             self._grammars,
             backend.authenticator,
             self.limiter,
-            History(lookup, conversations, settings.history_bytes),
+            History(lookup, conversations, settings.history_bytes, settings.history_held_bytes),
             files,
         )
         jobs = self._jobs = batch_jobs(bus, settings.tenant_batches)

@@ -33,6 +33,9 @@ class GatewaySettings(CommonSettings):
     history_bytes: int = Field(default=16 << 20, gt=0)
     """Bytes of stored items, decompressed, that one request may have of earlier responses and conversations; an item
     that it refers to twice counts twice. Pages of lists end before they have more."""
+    history_held_bytes: int = Field(default=256 << 20, gt=0)
+    """Bytes of these items that requests hold at a time while they are prepared, a quarter for each tenant; beyond it
+    429."""
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds that a client gets to send a request body."""
     prompt_limit: int = Field(default=0, ge=0)

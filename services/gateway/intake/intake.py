@@ -331,7 +331,8 @@ class Intake:
         self._authenticator.check(context.principal)
         context = await self._admitted(context)
         if decode(body, self._kind).input is not msgspec.UNSET:
-            request = await self.responses.chat_of(body, context.tenant)
+            with self.responses.history.budget(context.tenant) as budget:
+                request = await self.responses.chat_of(body, context.tenant, budget)
         else:
             request = self._decoded("chat.completions", body, context.answer_headers)  # type: ignore[assignment]
         request = without_answer(request)

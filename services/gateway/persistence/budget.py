@@ -1,15 +1,17 @@
 """What one request may make of what is stored: bytes as they cost, decompressed and once for each use. Pure, but for
 `beside_loop`, by which work above a set cost leaves the event loop.
 
-    stored response ──inflated──▶ `reads`        items of it that the request has ──each use──▶ `items`
+    stored response ──inflated──▶ `reads`        items of it that the request has ──each use──▶ `items`, and what the
+                                                 gateway's requests hold together
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 from shared import limits
-from shared.errors import PayloadTooLarge
+from shared.errors import PayloadTooLarge, QueueFull
 from shared.limits import Limit
 
 P = ParamSpec("P")
@@ -38,27 +40,74 @@ class ByteBudget:
         return self.limit.cited(self.most)
 
     def use(self, size: int) -> None:
-        """Without a refusal, for what is cut short by `left`."""
+        """For what is cut short by `left`, and refused by nothing here."""
         self.used += size
 
     def charge(self, size: int, param: str | None = None) -> None:
         """Raises `PayloadTooLarge` beyond the limit. `param`: the field that asks for it."""
-        self.use(size)
-        if self.used > self.most:
+        if size > self.left:
             raise PayloadTooLarge(
                 f"The stored items that this request asks for are too large together; ask for fewer of them "
                 f"({self.cited}).",
                 param=param,
             )
+        self.use(size)
+
+
+class HistoryPool:
+    """Bytes of items that requests of a gateway hold at a time, each tenant's and all."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: of all, of which a tenant has a quarter."""
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def take(self, tenant: str, size: int, held: int) -> None:
+        """Raises `QueueFull`. `held`: what the same request has taken before; one that is alone is never refused."""
+        mine, total = self._held[tenant], self._held.total()
+        own, all_ = mine > held and mine + size > self._most // 4, total > held and total + size > self._most
+        if own or all_:
+            whose = "your other requests hold" if own else "other requests hold"
+            raise QueueFull(
+                f"The gateway has no room for the stored items that this request asks for beside those that {whose}; "
+                f"try again in a moment ({limits.HISTORY_HELD.cited(self._most)}, a quarter of them for a tenant).",
+                retry_after=1,
+            )
+        self._held[tenant] += size
+
+    def give_back(self, tenant: str, size: int) -> None:
+        self._held[tenant] -= size
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class _Items(ByteBudget):
+    def __init__(self, most: int, pool: HistoryPool, tenant: str) -> None:
+        super().__init__(limits.HISTORY_BYTES, most)
+        self._pool, self._tenant = pool, tenant
+
+    def use(self, size: int) -> None:
+        self._pool.take(self._tenant, size, self.used)
+        super().use(size)
+
+    def give_back(self) -> None:
+        self._pool.give_back(self._tenant, self.used)
 
 
 class HistoryBudget:
-    """Of one request."""
+    """Of one request, as a context manager: what is in it is held by the request. Charges raise `PayloadTooLarge`, and
+    `QueueFull` where others hold too much."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, pool: HistoryPool, tenant: str) -> None:
         """`most`: bytes of items."""
-        self.items = ByteBudget(limits.HISTORY_BYTES, most)
+        self.items = _Items(most, pool, tenant)
         self.reads = ByteBudget(limits.HISTORY_READS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.items.give_back()
 
 
 async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

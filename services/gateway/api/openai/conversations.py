@@ -1,7 +1,8 @@
 """/v1/conversations: POST; GET, POST and DELETE of one; GET and POST of its items, GET and DELETE of one of them."""
 
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -146,9 +147,9 @@ async def _read(ask: Ask, given: Sequence[msgspec.Raw]) -> list[StoredItem]:
     """The items of a request, what they refer to in its place. Raises `InvalidParameter`, `PayloadTooLarge`."""
     items = read_input(given, secrets.token_hex(16), "items")
     history = ask.parts.intake.responses.history
-    budget = history.budget()
-    resolved = await history.resolve(items, ask.tenant, budget)
-    return await beside_loop(sum(map(len, given)) + budget.items.used, encoded, resolved)
+    with history.budget(ask.tenant) as budget:
+        resolved = await history.resolve(items, ask.tenant, budget)
+        return await beside_loop(sum(map(len, given)) + budget.items.used, encoded, resolved)
 
 
 async def create(ask: Ask) -> dict[str, Any]:
@@ -180,24 +181,25 @@ async def delete(ask: Ask) -> ConversationDeleted:
 async def list_items(ask: Ask) -> dict[str, Any]:
     wanted = ask.query(ItemsQuery)
     check_include(wanted.include)
-    budget = await _settled(ask)
-    page, more = await ask.parts.conversations.page(
-        ask.named("conversation"),
-        ask.tenant,
-        budget.items,
-        after=wanted.after,
-        limit=wanted.limit,
-        ascending=wanted.order == "asc",
-    )
-    return item_list(page, more=more)
+    async with _settled(ask) as budget:
+        page, more = await ask.parts.conversations.page(
+            ask.named("conversation"),
+            ask.tenant,
+            budget.items,
+            after=wanted.after,
+            limit=wanted.limit,
+            ascending=wanted.order == "asc",
+        )
+        return item_list(page, more=more)
 
 
-async def _settled(ask: Ask) -> HistoryBudget:
-    """Counts the request, and adds the items of responses that have just ended. What is left for the request."""
+@contextlib.asynccontextmanager
+async def _settled(ask: Ask) -> AsyncIterator[HistoryBudget]:
+    """Counts the request, and adds the items of responses that have just ended; with what the request may hold."""
     history = (await ask.counted()).responses.history
-    budget = history.budget()
-    await history.settle(ask.named("conversation"), ask.tenant, budget)
-    return budget
+    with history.budget(ask.tenant) as budget:
+        await history.settle(ask.named("conversation"), ask.tenant, budget)
+        yield budget
 
 
 async def add_items(ask: Ask) -> dict[str, Any]:
@@ -213,9 +215,9 @@ async def add_items(ask: Ask) -> dict[str, Any]:
 
 async def retrieve_item(ask: Ask) -> msgspec.Raw:
     check_include(ask.query(IncludeQuery).include)
-    await _settled(ask)
-    found = await ask.parts.conversations.item(ask.named("conversation"), ask.tenant, ask.named("item"))
-    return found.json
+    async with _settled(ask):
+        found = await ask.parts.conversations.item(ask.named("conversation"), ask.tenant, ask.named("item"))
+        return found.json
 
 
 async def delete_item(ask: Ask) -> dict[str, Any]:

@@ -310,10 +310,10 @@ async def list_items(ask: Ask) -> dict[str, Any]:
     """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
-    budget = (await ask.counted()).responses.history.budget()
-    items = await responses.items(await responses.find(ask.named("response"), ask.tenant, budget.reads))
-    page, more = page_of(items, wanted, budget.items)
-    return item_list(page, more=more)
+    with (await ask.counted()).responses.history.budget(ask.tenant) as budget:
+        items = await responses.items(await responses.find(ask.named("response"), ask.tenant, budget.reads))
+        page, more = page_of(items, wanted, budget.items)
+        return item_list(page, more=more)
 
 
 async def count_tokens(ask: Ask) -> InputTokens:
@@ -327,9 +327,10 @@ async def compact(ask: Ask) -> CompactedResponse:
     """The conversation, summarized by a chat completion."""
     intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
     body = await ask.body(ask.settings.body_limit)
-    chat = await intake.responses.compact(body, context)
-    with own_words():
-        run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))
+    with intake.responses.history.budget(ask.tenant) as budget:
+        chat = await intake.responses.compact(body, context, budget)
+        with own_words():
+            run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))
     with reading(run, ask.scope, ask.receive):
         await run.begin()
         answer = await run.collect()

@@ -12,7 +12,7 @@ from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.items import Reference, identity_in
 from services.gateway.lifecycle.answer import PREFIXES
-from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop
+from services.gateway.persistence.budget import ByteBudget, HistoryBudget, HistoryPool, beside_loop
 from services.gateway.persistence.conversations import FORGOTTEN, Conversations
 from services.gateway.persistence.items import StoredItem, decoded, size_of
 from services.gateway.persistence.responses import Found, ResponseLookup
@@ -35,15 +35,16 @@ def _room(context_length: int, items: ByteBudget) -> tuple[int, str]:
 
 
 class History:
-    def __init__(self, lookup: ResponseLookup, conversations: Conversations, most: int) -> None:
-        """`most`: bytes of items that one request may have of what is stored."""
+    def __init__(self, lookup: ResponseLookup, conversations: Conversations, most: int, held: int) -> None:
+        """Bytes of items that may be had of what is stored: `most` by one request, `held` by all at a time."""
         self._lookup = lookup
         self._conversations = conversations
         self._most = most
+        self._pool = HistoryPool(held)
 
-    def budget(self) -> HistoryBudget:
-        """For one request."""
-        return HistoryBudget(self._most)
+    def budget(self, tenant: str) -> HistoryBudget:
+        """For one request, which holds its items until it leaves the context."""
+        return HistoryBudget(self._most, self._pool, tenant)
 
     async def of_conversation(
         self,

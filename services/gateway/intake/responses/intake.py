@@ -31,7 +31,7 @@ from services.gateway.intake.responses.translation import MakeResponse, chat_req
 from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.lifecycle.answer import new_identity
-from services.gateway.persistence.budget import beside_loop
+from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.items import encoded_array
 from services.gateway.streams.response_items import Item
 from services.gateway.streams.run import Run
@@ -59,8 +59,14 @@ class ResponseIntake:
         """Raises as `Intake.prepare`."""
         request = self.check(body, always_streamed=always_streamed)
         await self._chat.loaded(request, context)
+        with self.history.budget(context.tenant) as budget:
+            return await self._prepared(request, body, context, budget)
+
+    async def _prepared(
+        self, request: ResponseRequest, body: bytes | msgspec.Raw, context: Context, budget: HistoryBudget
+    ) -> Run:
         identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, context.tenant, body)
+        past, own, cost = await self._items(request, identity, context.tenant, body, budget)
         items = compaction.behind_last(past + own)
         if compacts := compaction.is_wanted(items):
             own = own[:-1]  # what asks for the summary is no part of the conversation
@@ -73,13 +79,13 @@ class ResponseIntake:
         with own_words():
             return await self._fitting(request, items, context, make, cost)
 
-    async def compact(self, body: bytes, context: Context) -> ChatCompletionRequest:
+    async def compact(self, body: bytes, context: Context, budget: HistoryBudget) -> ChatCompletionRequest:
         """The chat whose answer is the summary of the conversation that `body` describes. Raises as `prepare`."""
         request = decode(body, self._compact)
         check_input_fields(request)
         card = await self._chat.loaded(request, context)
         identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, context.tenant, body)
+        past, own, cost = await self._items(request, identity, context.tenant, body, budget)
         items = compaction.behind_last(past + own)
         if compaction.is_wanted(items):
             items = items[:-1]
@@ -113,24 +119,29 @@ class ResponseIntake:
 
     async def count(self, body: bytes, tenant: str) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
-        chat = await self.chat_of(body, tenant)
-        with own_words():
-            return await self._chat.chat_tokens(chat, tenant)
+        with self.history.budget(tenant) as budget:
+            chat = await self.chat_of(body, tenant, budget)
+            with own_words():
+                return await self._chat.chat_tokens(chat, tenant)
 
-    async def chat_of(self, body: bytes, tenant: str) -> ChatCompletionRequest:
+    async def chat_of(self, body: bytes, tenant: str, budget: HistoryBudget) -> ChatCompletionRequest:
         """The conversation that `body` describes, as the messages of a chat. Raises as `count`."""
         request = decode(body, self._count)
         check_input_fields(request)
         identity = new_identity(self._writer, time.time())
-        past, own, cost = await self._items(request, identity, tenant, body)
+        past, own, cost = await self._items(request, identity, tenant, body, budget)
         with own_words():
             return await beside_loop(cost, chat_request, request, compaction.behind_last(past + own))
 
     async def _items(
-        self, request: InputFields, identity: str, tenant: str, body: bytes | msgspec.Raw
+        self,
+        request: InputFields,
+        identity: str,
+        tenant: str,
+        body: bytes | msgspec.Raw,
+        budget: HistoryBudget,
     ) -> tuple[list[Item], list[Item], int]:
         """The conversation so far, the items of this request, and the bytes of both."""
-        budget = self.history.budget()
         given = await self._read(request.input if request.input is not None else [], identity)
         past: list[Item] = []
         if request.previous_response_id:

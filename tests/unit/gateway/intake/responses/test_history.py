@@ -13,11 +13,11 @@ from services.gateway.intake.responses.history import History, room_of
 from services.gateway.intake.responses.intake import _hopeless
 from services.gateway.intake.responses.items import Reference, chat_messages, droppable
 from services.gateway.lifecycle.answer import PREFIXES
-from services.gateway.persistence.budget import LARGE, ByteBudget
+from services.gateway.persistence.budget import LARGE, ByteBudget, HistoryBudget
 from services.gateway.persistence.items import ResponseTurn, split, turn_of
 from services.gateway.persistence.store import inflated
 from shared import limits
-from shared.errors import ContextLengthExceeded, PayloadTooLarge
+from shared.errors import ContextLengthExceeded, PayloadTooLarge, QueueFull
 
 CONTEXT = 1024
 ROOM = room_of(CONTEXT)
@@ -49,9 +49,9 @@ MOST = 64 << 20
 
 
 async def read(lookup: Lookup, *, newest: bool, most: int = MOST) -> list[str]:
-    history = History(lookup, None, most)  # type: ignore[arg-type]
+    history = History(lookup, None, most, MOST)  # type: ignore[arg-type]
     previous = PREFIXES["responses"] + str(lookup.count)
-    items = await history.chain(previous, "t", CONTEXT, history.budget(), newest=newest)
+    items = await history.chain(previous, "t", CONTEXT, history.budget("t"), newest=newest)
     return [item["id"] for item in items]
 
 
@@ -95,11 +95,14 @@ class Shelf:
         self.read.append(public_id)
         return public_id
 
-    async def turn(self, found: str) -> ResponseTurn:
-        identity = found.removeprefix(PREFIXES["responses"])
+    def json(self, identity: object) -> bytes:
         parts = [{"type": "input_text", "text": self.text}] * 2
-        item = {"id": f"msg_{identity}_in_0", "type": "message", "role": "user", "content": parts}
-        return ResponseTurn(found, "completed", split(msgspec.json.encode([item])))
+        item = {"id": f"msg_{identity:0>32}_in_0", "type": "message", "role": "user", "content": parts}
+        return msgspec.json.encode(item)
+
+    async def turn(self, found: str) -> ResponseTurn:
+        item = self.json(found.removeprefix(PREFIXES["responses"]))
+        return ResponseTurn(found, "completed", split(b"[" + item + b"]"))
 
 
 def references(count: int, responses: int = 1) -> list[Any]:
@@ -109,8 +112,8 @@ def references(count: int, responses: int = 1) -> list[Any]:
 
 
 async def resolved(shelf: Shelf, given: list[Any], most: int = 10_000) -> list[dict[str, Any]]:
-    history = History(shelf, None, most)  # type: ignore[arg-type]
-    return await history.resolve(given, "t", history.budget())
+    history = History(shelf, None, most, MOST)  # type: ignore[arg-type]
+    return await history.resolve(given, "t", history.budget("t"))
 
 
 async def test_each_use_of_an_item_is_counted() -> None:
@@ -135,6 +138,30 @@ async def test_references_go_to_a_bounded_number_of_responses() -> None:
     with pytest.raises(InvalidParameter, match="limit response_chain") as caught:
         await resolved(shelf, references(many, responses=many), most=MOST)
     assert (caught.value.param, shelf.read) == ("input", [])
+
+
+async def test_what_requests_hold_at_a_time_is_bounded_for_each_tenant_and_for_all() -> None:
+    text = Shelf("a" * 400)
+    size = len(text.json(0))
+    history = History(text, None, 10_000, 12 * size)  # type: ignore[arg-type]
+
+    async def asked(tenant: str, count: int) -> HistoryBudget:
+        budget = history.budget(tenant)
+        await history.resolve(references(count), tenant, budget)
+        return budget
+
+    first = await asked("a", 3)
+    with pytest.raises(QueueFull, match=r"your other requests hold.*limit history_held") as caught:
+        await asked("a", 1)
+    assert caught.value.retry_after == 1
+    alone = await asked("b", 8)  # more than a tenant's quarter, and nothing beside it
+    with pytest.raises(QueueFull, match=r"other requests hold.*limit history_held"):
+        await asked("c", 2)
+    await asked("d", 1)
+    for budget in (first, alone):
+        with budget:
+            pass
+    await asked("a", 3)
 
 
 async def test_an_item_that_is_used_many_times_is_one_text() -> None:
