@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Unit = Literal["entries", "characters", "bytes", "tokens", "seconds", "levels", "per minute"]
+Unit = Literal["entries", "characters", "bytes", "tokens", "seconds", "levels", "per minute", "frames"]
 Holder = Literal["request", "connection", "key", "tenant", "gateway", "scheduler", "executor", "NATS"]
 """Of what each one has the bound for itself: each request, each scheduler, ..."""
 PAGE = Path(__file__).parents[1] / "docs" / "security.md"
@@ -271,15 +271,14 @@ GRPC_KEEPALIVE = Limit(
     "connection",
     "RYZANSTEIN_GRPC_KEEPALIVE",
 )
-GRPC_REFUSED = Limit(
-    "grpc_refused",
-    1000,
-    "entries",
-    "gRPC calls that are refused or reset; each that is answered makes up for one, each second for 100",
+GRPC_WORK = Limit(
+    "grpc_work",
+    100_000,
+    "frames",
+    "frames of a gRPC client, each counted by its work: a call that is refused or reset as 100, a message as 20, each "
+    "stream that a change of windows concerns, KiB of an inflated message and 16 bytes of metadata as one. A call that "
+    "begins takes its own off, one that is answered 100 more, each message to the client 2, each second 10,000",
     "connection",
-)
-GRPC_CONTROL_FRAMES = Limit(
-    "grpc_control_frames", 10_000, "entries", "PINGs and SETTINGS within a second", "connection"
 )
 
 # --- tenants ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,11 @@ from services.gateway.server.http2.connection import Connection
 from services.gateway.server.http2.frames import Stream
 from services.gateway.server.http2.hpack import RESPONSE, Headers
 from services.gateway.streams.run import Run
+
+MESSAGE_BYTES = 64
+"""What a message that waits takes at least, however short it is."""
+MESSAGE_WORK, BYTES_PER_UNIT = 20, 1024
+"""Units of work (`WorkBudget`) of a message, and how many of its bytes, inflated, take one more."""
 
 
 class Peer(Protocol):
@@ -58,9 +64,11 @@ class Call:
     """More trailing metadata."""
     _reader: MessageReader = field(default_factory=lambda: MessageReader(0))
     _single: bool = True
-    _messages: list[bytes] = field(default_factory=list)
+    _messages: deque[bytes] = field(default_factory=deque)
+    _waiting: int = 0
+    """Bytes of these, `MESSAGE_BYTES` more for each."""
     _held: int = 0
-    """Bytes of messages that nobody has taken yet."""
+    """What the connection was told of messages that nobody has taken yet."""
     _receiving: "asyncio.Future[None] | None" = None
     _sending: "asyncio.Future[None] | None" = None
     _on_end: Callable[[BaseException], None] | None = None
@@ -80,9 +88,7 @@ class Call:
 
     def take(self) -> bytes:
         """The one message of a call that has one; once."""
-        message = self._messages.pop()
-        self._hold()
-        return message
+        return self._take()
 
     async def receive(self) -> bytes | None:
         """The next message; None when there are no more. Raises what `end` was given."""
@@ -96,9 +102,10 @@ class Call:
                 await self._receiving
             finally:
                 self._receiving = None
-        message = self._messages.pop(0)
-        self._hold()
-        if not self._messages:
+        message = self._take()
+        if self._messages:
+            await asyncio.sleep(0)  # a read may bring thousands: others have their turns between two
+        else:
             self._release()
         return message
 
@@ -160,8 +167,9 @@ class Call:
         """More of the request. Raises as `MessageReader.feed`, and `QueueFull`."""
         self.complete = ended
         if data:
-            self._messages += self._reader.feed(data)
-            if self._single and self._messages and (self._reader.partial or len(self._messages) > 1):
+            for message in self._reader.feed(data):
+                self._put(message)
+            if self._single and self._messages and self._reader.partial:
                 raise self._not_single()
             self._hold()
             if len(self._messages) < 2:  # else the reader is slow: let it be told to wait
@@ -213,9 +221,24 @@ class Call:
 
     # --- inside ----------------------------------------------------------------------------------
 
+    def _put(self, message: bytes) -> None:
+        """One after the other, so that what a few bytes inflate to is refused before it is much."""
+        self._messages.append(message)
+        self._waiting += len(message) + MESSAGE_BYTES
+        self._peer.connection.charge(self._stream, MESSAGE_WORK + len(message) // BYTES_PER_UNIT)
+        if self._single and len(self._messages) > 1:
+            raise self._not_single()
+        self._hold()
+
+    def _take(self) -> bytes:
+        message = self._messages.popleft()
+        self._waiting -= len(message) + MESSAGE_BYTES
+        self._hold()
+        return message
+
     def _hold(self) -> None:
         """Tells the connection what is held now."""
-        before, self._held = self._held, self._reader.size + sum(map(len, self._messages))
+        before, self._held = self._held, self._reader.size + self._waiting
         if self._held != before:
             self._peer.hold(self._held - before)
 
@@ -223,6 +246,8 @@ class Call:
         """Nothing more of its messages is wanted."""
         if self._held:
             self._reader = MessageReader(0)
+            self._messages.clear()
+            self._waiting = 0
             self._peer.hold(-self._held)
             self._held = 0
 

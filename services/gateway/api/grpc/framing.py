@@ -1,6 +1,7 @@
 """gRPC's messages within a stream of bytes: a flag, a length, the message, gzip perhaps. Pure."""
 
 import zlib
+from collections.abc import Iterator
 
 from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.server.http2.hpack import ENCODINGS
@@ -34,29 +35,29 @@ class MessageReader:
         """Bytes that are held of it."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The messages that became complete."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that became complete, each inflated when it is asked for. To be read to its end, or never fed
+        again."""
         if not self._buffer and len(data) >= 5:
             size = int.from_bytes(data[1:5], "big")
             if len(data) == size + 5:  # nearly always
                 self._check(data[0], size)
-                return [self._whole(data[0], data[5:])]
+                yield self._whole(data[0], data[5:])
+                return
         self._buffer += data
-        return self._split()
+        yield from self._split()
 
-    def _split(self) -> list[bytes]:
+    def _split(self) -> Iterator[bytes]:
         buffer = self._buffer
-        found: list[bytes] = []
         at = 0
         while len(buffer) - at >= 5:
             size = int.from_bytes(buffer[at + 1 : at + 5], "big")
             self._check(buffer[at], size)
             if len(buffer) - at - 5 < size:
                 break
-            found.append(self._whole(buffer[at], bytes(buffer[at + 5 : at + 5 + size])))
+            yield self._whole(buffer[at], bytes(buffer[at + 5 : at + 5 + size]))
             at += 5 + size
         del buffer[:at]
-        return found
 
     def _check(self, flag: int, size: int) -> None:
         if flag and self._encoding != "gzip":

@@ -188,6 +188,8 @@ class Peer(asyncio.Protocol):
         """Whether it has one of the places that are reserved."""
         self._told = False
         """Whether it is counted that it failed."""
+        self._going_on = False
+        """Whether it will have its turn to read on."""
 
     # --- the transport's -------------------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class Peer(asyncio.Protocol):
             if ended:
                 call.feed(b"", True)
             if method.streamed or ended:
-                self._begin(call, method)
+                self._begin(stream, call, method)
         except Exception as error:
             call.request_id = call.request_id or _new_id()
             self._refuse(call, error)
@@ -258,7 +260,7 @@ class Peer(asyncio.Protocol):
             call.feed(data, ended)
             method = self._server.methods[call.headers.path]
             if ended and not method.streamed:
-                self._begin(call, method)
+                self._begin(stream, call, method)
         except Exception as error:
             self._refuse(call, error)
 
@@ -326,9 +328,10 @@ class Peer(asyncio.Protocol):
             )
         return method
 
-    def _begin(self, call: Call, method: Method) -> None:
+    def _begin(self, stream: Stream, call: Call, method: Method) -> None:
         if call.finished:
             return
+        self.connection.begun(stream)
         self._server.tasks.spawn(self._run(call, method))
 
     async def _run(self, call: Call, method: Method) -> None:
@@ -398,10 +401,12 @@ class Peer(asyncio.Protocol):
         if reads != self._reading and not transport.is_closing():
             self._reading = reads
             (transport.resume_reading if reads else transport.pause_reading)()
-        if self.connection.unread and not self.paused:
+        if self.connection.unread and not self.paused and not self._going_on:
+            self._going_on = True
             self._loop.call_soon(self._go_on)  # others take their turns meanwhile
 
     def _go_on(self) -> None:
+        self._going_on = False
         if self.connection.unread and not self.paused:
             self.connection.receive()
             self._flush()
@@ -442,6 +447,7 @@ class Peer(asyncio.Protocol):
         if not connection.spoke and now - self._opened > options.message_timeout:
             self._transport.abort()
             return
+        self._end_stalled(now)
         self._end_incomplete(now)
         if not self._let_in and now - self._opened > options.keepalive:
             self._send_away(now)
@@ -480,6 +486,12 @@ class Peer(asyncio.Protocol):
             return False
         self._failed = self._failed or now
         return now - self._failed > LINGER
+
+    def _end_stalled(self, now: float) -> None:
+        ended = self.connection.end_stalled(now, self._server.options.keepalive)
+        self._told = self._told or bool(self.connection.failed)
+        for _ in range(ended):
+            self._server.door.refused("grpc", "unread")
 
     def _end_incomplete(self, now: float) -> None:
         limit = self._server.options.message_timeout

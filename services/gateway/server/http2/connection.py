@@ -8,8 +8,9 @@
                       └─────────────── RST_STREAM, either way ──────────────────▶ gone
 
 Invariants: never more than the peer's windows and frame size allow is sent; what does not fit waits in its
-stream, in order, and the sender is told to wait; what the peer may send is bounded by `Limits`, and what it asks
-for is not read while it does not read what it has asked for before (`unread`).
+stream, in order, and the sender is told to wait; what the peer may send is bounded by `Limits`, its frames by what
+they cost (`WorkBudget`), and what it asks for is not read while it does not read what it has asked for before
+(`unread`).
 """
 
 from services.gateway.server.http2.frames import (
@@ -49,14 +50,18 @@ from services.gateway.server.http2.frames import (
     unpadded,
 )
 from services.gateway.server.http2.hpack import HeaderDecoder, HeadersTooLarge
-from services.gateway.server.http2.sender import Sender
-from shared.limits import GRPC_CONTROL_FRAMES
+from services.gateway.server.http2.sender import CALL_WORK, Sender
+from services.gateway.server.work import TURN
+from shared.limits import GRPC_WORK
+
+HEADER_BYTES_PER_UNIT = 16
+"""Size of headers, as HPACK counts it, that takes a unit of work to decode."""
 
 
 class Connection(Sender):
     """`receive` raises nothing: after a fault `failed` is set, and what there is to take says goodbye.
 
-    After `take`, where `unread` is set and `buffered` is small: `receive` again, with nothing.
+    After `take`, where `unread` is set and `buffered` is small: `receive` again, with nothing, in a later turn.
     """
 
     def __init__(self, events: Events, limits: Limits) -> None:
@@ -67,7 +72,7 @@ class Connection(Sender):
         self._continued: tuple[int, int, list[bytes]] | None = None
         """Stream, flags and parts of headers that go on in CONTINUATION frames."""
         self.unread = False
-        """Whether frames of the peer wait for its reading what it was answered."""
+        """Whether frames of the peer wait for its reading what it was answered, or for their turn."""
         self._frames = {
             DATA: self._on_data,
             HEADERS: self._on_headers,
@@ -105,9 +110,10 @@ class Connection(Sender):
             at = self._read_preface(buffer)
             if not at:
                 return buffer
-        frames = self._frames
+        work = self.work
+        enough = work.spent + TURN
         while end - at >= 9 and not self.failed:
-            if self._is_behind():
+            if work.spent >= enough or self._is_behind():
                 self.unread = True
                 break
             high, low, kind, flags, number = read_head(buffer, at)
@@ -118,15 +124,22 @@ class Connection(Sender):
                 break
             payload = buffer[at + 9 : at + 9 + length]
             at += 9 + length
-            if self._continued is not None and kind != CONTINUATION:
-                raise ProtocolError(PROTOCOL_ERROR, "headers were not continued")
-            handle = frames.get(kind)
-            if handle is not None:
-                try:
-                    handle(number & LAST_STREAM, flags, payload)
-                except StreamError as error:
-                    self._break_stream(number & LAST_STREAM, error.code)
+            work.spent += 1
+            self._handle(kind, number & LAST_STREAM, flags, payload)
+            if work.spent > work.limit:
+                cited = GRPC_WORK.cited(work.limit)
+                raise ProtocolError(ENHANCE_YOUR_CALM, f"frames that cause too much work ({cited})")
         return buffer[at:] if at else buffer
+
+    def _handle(self, kind: int, number: int, flags: int, payload: bytes) -> None:
+        if self._continued is not None and kind != CONTINUATION:
+            raise ProtocolError(PROTOCOL_ERROR, "headers were not continued")
+        handle = self._frames.get(kind)
+        if handle is not None:
+            try:
+                handle(number, flags, payload)
+            except StreamError as error:
+                self._break_stream(number, error.code)
 
     def _read_preface(self, buffer: bytes) -> int:
         """Its size, 0 as long as it is not whole."""
@@ -169,6 +182,8 @@ class Connection(Sender):
             raise ProtocolError(ENHANCE_YOUR_CALM, "headers too large") from None
         except ValueError as error:
             raise ProtocolError(COMPRESSION_ERROR, f"headers that cannot be read: {error}") from None
+        cost = headers.size // HEADER_BYTES_PER_UNIT
+        self.work.charge(cost)
         stream = self.streams.get(number)
         ended = bool(flags & END_STREAM)
         if stream is not None:  # trailers: gRPC clients send none, and nothing in them counts
@@ -184,9 +199,9 @@ class Connection(Sender):
         self._last = number
         if number > self._refuse_above or len(self.streams) >= self._limits.streams:
             self._write(RST_STREAM, 0, number, REFUSED_STREAM.to_bytes(4, "big"))
-            self._count_reset()
+            self.work.charge(CALL_WORK)
             return
-        stream = self.streams[number] = Stream(number, self._initial_window)
+        stream = self.streams[number] = Stream(number, self._initial_window, work=cost)
         stream.remote_ended = ended
         self._events.on_headers(stream, headers, ended)
 
@@ -219,7 +234,7 @@ class Connection(Sender):
             raise ProtocolError(FRAME_SIZE_ERROR, "a RST_STREAM of another size than 4")
         if not number or number > self._last:
             raise ProtocolError(PROTOCOL_ERROR, "the reset of a stream that was never opened")
-        self._count_reset()
+        self.work.charge(CALL_WORK)
         stream = self.streams.get(number)
         if stream is not None:
             self._drop(stream)
@@ -230,7 +245,7 @@ class Connection(Sender):
             raise ProtocolError(FRAME_SIZE_ERROR, "malformed SETTINGS")
         if flags & ACK:
             return
-        self._count_control(1 + len(self.streams) // 16)
+        self.work.charge(len(payload) // 6)
         self._write(SETTINGS, ACK, 0, b"")  # before what larger windows let go
         given = {payload[at : at + 2]: payload[at + 2 : at + 6] for at in range(0, len(payload), 6)}
         for name, value in given.items():  # of a name that comes twice the last counts (RFC 9113, 6.5.3)
@@ -241,6 +256,7 @@ class Connection(Sender):
             if value > LARGEST_WINDOW:
                 raise ProtocolError(FLOW_CONTROL_ERROR, "an initial window that is too large")
             change, self._initial_window = value - self._initial_window, value
+            self.work.charge(len(self.streams))
             try:
                 for stream in list(self.streams.values()):
                     self._widen(stream, change)
@@ -257,15 +273,7 @@ class Connection(Sender):
         if flags & ACK:
             self.pinged = False
             return
-        self._count_control()
         self._write(PING, ACK, 0, payload)
-
-    def _count_control(self, number: int = 1) -> None:
-        """Every PING and SETTINGS wants an answer: a flood of them must not take all the time."""
-        self._control += number
-        if self._control > self._limits.control_frames:
-            cited = GRPC_CONTROL_FRAMES.cited(self._limits.control_frames)
-            raise ProtocolError(ENHANCE_YOUR_CALM, f"too many PINGs and SETTINGS ({cited})")
 
     def _on_goaway(self, number: int, flags: int, payload: bytes) -> None:
         self.leaving = True
@@ -289,10 +297,9 @@ class Connection(Sender):
         self._window += more
         if self._window > LARGEST_WINDOW:
             raise ProtocolError(FLOW_CONTROL_ERROR, "a connection window that is too large")
-        for stream in list(self._waiting.values()):
-            if self._window <= 0:
-                break
-            self._flush(stream)
+        while self._window > 0 and self._waiting:  # each turn sends something, and ends one of the two
+            self.work.charge(1)
+            self._flush(next(iter(self._waiting.values())))
 
     def _on_priority(self, number: int, flags: int, payload: bytes) -> None:
         """Deprecated by RFC 9113, section 5.3: taken and ignored."""

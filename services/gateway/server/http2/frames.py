@@ -46,11 +46,8 @@ class Limits(NamedTuple):
     with them the connection ends: the headers that follow could not be understood."""
     connection_window: int = 1 << 20
     """Bytes of requests that may be under way on the connection."""
-    resets: int = limits.GRPC_REFUSED.value
-    """Streams that the peer may reset, or have refused, while we have sent no more than `resets` answers: see
-    `_count_reset`."""
-    control_frames: int = limits.GRPC_CONTROL_FRAMES.value
-    """PINGs and SETTINGS within a second; a SETTINGS that changes the windows of many streams counts as several."""
+    work: int = limits.GRPC_WORK.value
+    """What the peer's frames may cost, in units of `WorkBudget`."""
     unread: int = limits.GRPC_UNREAD.value
     """Bytes that the peer has not read, beyond which no more of its frames are."""
     owed: int = limits.GRPC_OWED.value
@@ -90,6 +87,10 @@ class Stream:
     """What follows `pending` and ends the stream."""
     remote_ended: bool = False
     closed: bool = False
+    work: int = 0
+    """What its headers and messages were charged, and that is given back once its call begins."""
+    stalled_since: float | None = None
+    """When it was found that the peer lets nothing of `pending` through; None: some of it went since."""
     refused: bool = False
     """Whether the request was refused before anything was done for it."""
     owner: object = None

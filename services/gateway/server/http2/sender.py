@@ -1,5 +1,6 @@
 """What a server says on an HTTP/2 connection: within the peer's windows, in order, and no more. Pure."""
 
+import math
 import struct
 
 from services.gateway.server.http2.frames import (
@@ -25,14 +26,19 @@ from services.gateway.server.http2.frames import (
     WINDOW_UPDATE,
     Events,
     Limits,
-    ProtocolError,
     Stream,
     StreamError,
     pack_head,
     pack_message,
     pack_prefix,
 )
+from services.gateway.server.work import WorkBudget
 from shared import limits
+
+CALL_WORK = 100
+"""Units of work of a call that is refused or reset."""
+MESSAGE_EARNS = 2
+"""Units of work that a message to the peer makes up for: windows and PINGs follow it."""
 
 
 class Sender:
@@ -47,9 +53,11 @@ class Sender:
         self.buffered = 0
         """Bytes that were taken and that the peer does not read; whoever takes them says so."""
         self._waiting: dict[int, Stream] = {}
-        """Streams of which something waits for a window."""
+        """Streams of which something waits for the connection's window alone."""
         self._held_back = 0
-        """Bytes that wait for one."""
+        """Bytes that wait for a window, the connection's or their stream's."""
+        self._stalled_since: float | None = None
+        """When it was found that the connection's window is closed; None: something went since."""
         self.streams: dict[int, Stream] = {}
         self.failed = ""
         """Why the connection ended."""
@@ -68,8 +76,10 @@ class Sender:
         self._last = 0
         """The newest stream of the peer."""
         self._refuse_above = LAST_STREAM
-        self._resets = 0
-        self._control = 0
+        self.work = WorkBudget(found.work)
+        """What the peer's frames have cost."""
+        self._messages = 0
+        """Messages to the peer since `relax`."""
 
     def take(self) -> bytes:
         """What is to be written now."""
@@ -102,6 +112,7 @@ class Sender:
         """A gRPC message, behind headers (encoded; empty: they were sent). False when some of it has to wait."""
         out = self._out
         size = len(message) + 5
+        self._messages += 1
         if self.owed > self._limits.owed:
             owed = limits.GRPC_OWED.cited(self._limits.owed)
             self.fail(ENHANCE_YOUR_CALM, f"too many bytes of answers that are not read ({owed})")
@@ -120,7 +131,6 @@ class Sender:
         stream.pending = stream.pending[stream.sent :] + pack_prefix(0, size - 5) + message
         stream.sent = 0
         self._held_back += size
-        self._waiting[stream.id] = stream
         self._flush(stream)
         return not stream.pending
 
@@ -139,9 +149,9 @@ class Sender:
             self._write(RST_STREAM, 0, stream.id, NO_ERROR.to_bytes(4, "big"))
         self._drop(stream)
         if stream.refused:
-            self._count_refusal()
-        elif self._resets:
-            self._resets -= 1
+            self.work.charge(CALL_WORK)
+        else:
+            self.work.refund(CALL_WORK)
 
     def reset(self, stream: Stream, code: int) -> None:
         """Breaks the answer off."""
@@ -157,10 +167,44 @@ class Sender:
         stream.receive_window += stream.held
         stream.held = 0
 
+    def charge(self, stream: Stream, work: int) -> None:
+        """For a message of the peer; it is given back once the call begins."""
+        self.work.charge(work)
+        stream.work += work
+
+    def begun(self, stream: Stream) -> None:
+        """A method answers the call from now on: what it cost until now was no waste."""
+        self.work.refund(stream.work)
+        stream.work = 0
+
     def relax(self) -> None:
         """A second has passed: some more resets are not the mark of an attack, nor are some more PINGs."""
-        self._resets = max(0, self._resets - self._limits.resets // 10)
-        self._control = 0
+        self.work.refund(self.work.per_second + MESSAGE_EARNS * self._messages)
+        self._messages = 0
+
+    def end_stalled(self, now: float, seconds: float) -> int:
+        """Ends what holds answers back that the peer's windows have let nothing through of for so many seconds: a
+        stream, or the connection where it is the connection's window. `now`: of any clock, asked now and then.
+        Returns how many streams were ended; 1: the connection."""
+        if self._window > 0 or not self._waiting:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > seconds:
+            cited = limits.GRPC_KEEPALIVE.cited(math.ceil(seconds))
+            self.fail(ENHANCE_YOUR_CALM, f"answers that are not read ({cited})")
+            return 1
+        overdue = []
+        for stream in self.streams.values():
+            if not stream.pending or stream.window > 0:
+                continue
+            if stream.stalled_since is None:
+                stream.stalled_since = now
+            elif now - stream.stalled_since > seconds:
+                overdue.append(stream.id)
+        for number in overdue:
+            self._break_stream(number, ENHANCE_YOUR_CALM)
+        return len(overdue)
 
     def ping(self) -> None:
         """Asks whether the peer is still there; `pinged` until it answers."""
@@ -203,27 +247,14 @@ class Sender:
             self._events.on_reset(stream)
 
     def _break_stream(self, number: int, code: int) -> None:
+        """Opening and resetting streams costs the peer nothing and us a request (CVE-2023-44487): an answer that we
+        complete pays for one."""
         self._write(RST_STREAM, 0, number, code.to_bytes(4, "big"))
-        self._count_reset()
+        self.work.charge(CALL_WORK)
         stream = self.streams.get(number)
         if stream is not None:
             self._drop(stream)
             self._events.on_reset(stream)
-
-    def _count_reset(self) -> None:
-        """Opening and resetting streams costs the peer nothing and us a request (CVE-2023-44487): an answer
-        that we complete pays for one reset."""
-        self._resets += 1
-        if self._resets > self._limits.resets:
-            cited = limits.GRPC_REFUSED.cited(self._limits.resets)
-            raise ProtocolError(ENHANCE_YOUR_CALM, f"too many calls that were reset or refused ({cited})")
-
-    def _count_refusal(self) -> None:
-        """A request that is refused at once costs the peer a few bytes and us an answer: it is as good as reset."""
-        try:
-            self._count_reset()
-        except ProtocolError as error:
-            self.fail(error.code, str(error))
 
     def _drop(self, stream: Stream) -> None:
         self.streams.pop(stream.id, None)
@@ -234,7 +265,7 @@ class Sender:
         stream.sent = 0
 
     def _flush(self, stream: Stream) -> None:
-        """Sends what waits, as far as the windows allow."""
+        """Sends what waits, as far as the windows allow; it then waits for the connection's, or for its own."""
         data, at = stream.pending, stream.sent
         while at < len(data):
             size = min(len(data) - at, stream.window, self._window, self._max_frame)
@@ -244,9 +275,15 @@ class Sender:
             self._window -= size
             self._write(DATA, 0, stream.id, data[at : at + size])
             at += size
+        if at > stream.sent:
+            self._stalled_since = stream.stalled_since = None
         self._held_back -= at - stream.sent
         stream.sent = at
         if at < len(data):
+            if stream.window > 0:
+                self._waiting[stream.id] = stream
+            else:
+                self._waiting.pop(stream.id, None)
             return
         stream.pending, stream.sent = b"", 0
         self._waiting.pop(stream.id, None)

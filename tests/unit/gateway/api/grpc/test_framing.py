@@ -29,21 +29,21 @@ def test_any_cut_gives_the_same_messages(messages: list[bytes], cuts: list[int])
 def test_a_message_that_is_too_large_is_refused_before_it_has_come() -> None:
     reader = MessageReader(10)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
-        reader.feed(framed(b"x" * 11)[:5])
+        list(reader.feed(framed(b"x" * 11)[:5]))
 
 
 def test_messages_compressed_with_gzip_are_inflated() -> None:
     reader = MessageReader(100, "gzip")
-    assert reader.feed(framed(gzip.compress(b"x" * 100), 1) + framed(b"as it is")) == [
+    assert list(reader.feed(framed(gzip.compress(b"x" * 100), 1) + framed(b"as it is"))) == [
         b"x" * 100,
         b"as it is",
     ]
-    assert reader.feed(framed(gzip.compress(b""), 1)) == [b""]
+    assert list(reader.feed(framed(gzip.compress(b""), 1))) == [b""]
 
 
 def test_an_inflated_message_has_the_same_limit() -> None:
     with pytest.raises(PayloadTooLarge, match=r"inflated more than 100 bytes.*limit body: 100"):
-        MessageReader(100, "gzip").feed(framed(gzip.compress(b"x" * 101), 1))
+        list(MessageReader(100, "gzip").feed(framed(gzip.compress(b"x" * 101), 1)))
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,10 @@ def test_an_inflated_message_has_the_same_limit() -> None:
 )
 def test_what_is_no_gzip_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidParameter, match="gzip"):
-        MessageReader(100, "gzip").feed(framed(data, 1))
+        list(MessageReader(100, "gzip").feed(framed(data, 1)))
 
 
 @pytest.mark.parametrize("encoding", [None, "identity", "br"])
 def test_messages_compressed_in_another_way_are_refused(encoding: str | None) -> None:
     with pytest.raises(RouteError, match="identity,gzip"):
-        MessageReader(10, encoding).feed(framed(b"x", 1))
+        list(MessageReader(10, encoding).feed(framed(b"x", 1)))

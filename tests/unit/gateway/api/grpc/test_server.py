@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import gzip
 import socket
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
 
-from services.gateway.api.grpc.call import Call
+from services.gateway.api.grpc.call import MESSAGE_BYTES, Call
+from services.gateway.api.grpc.framing import MessageReader
 from services.gateway.api.grpc.server import GrpcServer, Method, Peer, ServerOptions
-from services.gateway.core.errors import AuthenticationFailed
+from services.gateway.core.errors import AuthenticationFailed, ClientGone
 from services.gateway.server.http2 import frames as http2
 from services.gateway.server.http2.frames import PREFACE, Limits
 from services.gateway.server.http2.hpack import literal
@@ -165,13 +167,13 @@ async def test_refused_calls_of_a_client_that_does_not_read_are_not_read_on(serv
 
 async def test_one_read_of_many_refused_calls_is_answered_piece_by_piece(server: GrpcServer) -> None:
     peer, transport = connected(server)
-    peer.data_received(calls(900))
+    peer.data_received(calls(800))
     assert transport.waiting < 2 * 65_536, "the rest waits, and others have their turns"
     assert not transport.reading
     while len(peer.connection.streams) or not transport.reading:
         transport.read()
         await asyncio.sleep(0)
-    assert transport.written.count(b"grpc-status\x0216") == 900
+    assert transport.written.count(b"grpc-status\x0216") == 800
 
 
 async def test_refused_calls_without_end_are_an_attack_also_for_who_reads(server: GrpcServer) -> None:
@@ -182,7 +184,7 @@ async def test_refused_calls_without_end_are_an_attack_also_for_who_reads(server
             transport.read()
             await asyncio.sleep(0)
         transport.read()
-    assert "grpc_refused: 1,000 entries, fixed" in peer.connection.failed
+    assert "limit grpc_work: 100,000 frames, fixed" in peer.connection.failed
     assert transport.closing
     assert goodbye_in(transport) == http2.ENHANCE_YOUR_CALM
 
@@ -190,13 +192,13 @@ async def test_refused_calls_without_end_are_an_attack_also_for_who_reads(server
 async def test_pings_between_refused_streams_do_not_start_to_count_anew(server: GrpcServer) -> None:
     peer, transport = connected(server)
     peer.data_received(calls(2))
-    pings = http2_frame(http2.PING, 0, 0, b"12345678") * 9_999
+    pings = http2_frame(http2.PING, 0, 0, b"12345678") * 50_000
     for _ in range(2):
         peer.data_received(pings + calls(1))  # a stream that has gone
-        for _ in range(10):
+        while peer.connection.unread and not peer.connection.failed:
             transport.read()
-            await settled()
-    assert "grpc_control_frames" in peer.connection.failed
+            await asyncio.sleep(0)
+    assert "grpc_work" in peer.connection.failed
 
 
 async def test_pings_second_after_second_are_no_attack(server: GrpcServer) -> None:
@@ -263,6 +265,33 @@ async def test_a_slow_reader_is_no_stuck_one(server: GrpcServer) -> None:
         peer.sweep(now)
         await asyncio.sleep(0)
     assert not peer.connection.failed
+
+
+@pytest.mark.parametrize("windows", ["its own", "the connection's"])
+async def test_an_answer_that_a_closed_window_holds_back_is_not_kept(service: Service, windows: str) -> None:
+    """The client reads all that the socket brings, and answers PINGs: its windows alone stay closed."""
+    server = service.server(bind("127.0.0.1", 0), OPTIONS)
+    peer, transport = connected(server)
+
+    async def large(call: Call) -> None:
+        await call.send(b"x" * 1_000_000)
+
+    server.methods = {METHOD: Method(large)}
+    more = http2_frame(http2.WINDOW_UPDATE, 0, 1 if windows != "its own" else 0, (1 << 20).to_bytes(4, "big"))
+    peer.data_received(opened(1, METHOD, GOOD) + data(1, framed(b""), end=True) + more)
+    await settled()
+    assert peer.connection.owed > 900_000
+    for second in range(62):
+        transport.read()
+        peer.data_received(http2_frame(http2.PING, 0, 0, b"12345678"))
+        peer.sweep(peer._opened + second)
+    await settled()
+    (call,) = service.done
+    assert isinstance(call.error, ClientGone)
+    transport.read()
+    assert peer.connection.owed < 1_000
+    assert bool(peer.connection.failed) == (windows != "its own")
+    await server.stop(grace=0.1)
 
 
 async def test_a_goodbye_that_nobody_reads_is_not_kept(server: GrpcServer) -> None:
@@ -377,6 +406,66 @@ async def test_tiny_messages_whose_frames_end_in_the_next_get_no_new_window(serv
         peer.data_received(data(1, b"\0\0\0\2xy\0" * 200))
     assert not peer.connection.streams, "it sends more than its window"
     assert peer._held == 0
+
+
+async def test_an_empty_message_that_waits_is_held_for_what_it_takes(service: Service) -> None:
+    options = OPTIONS._replace(message_limit=10_000, untaken=10_000)
+    server = service.server(bind("127.0.0.1", 0), options)
+    peer, transport = connected(server)
+
+    async def deaf(call: Call) -> None:
+        await asyncio.Event().wait()
+
+    server.methods = {SESSION: Method(deaf, streamed=True)}
+    peer.data_received(opened(1, SESSION, GOOD) + data(1, framed(b"") * 100))
+    assert peer._held == 100 * MESSAGE_BYTES
+    peer.data_received(data(1, framed(b"") * 100))
+    await settled()
+    assert b"limit grpc_untaken: 10,000 bytes" in transport.written
+    assert peer._held == 0
+    await server.stop(grace=0.1)
+
+
+async def test_a_flood_of_empty_messages_ends_the_connection(server: GrpcServer, service: Service) -> None:
+    peer, transport = connected(server)
+    peer.data_received(opened(1, SESSION, GOOD))
+    for _ in range(10):
+        await settled()
+        if not peer.connection.failed:
+            peer.data_received(data(1, framed(b"") * 1_000))
+    assert "limit grpc_work: 100,000 frames" in peer.connection.failed
+    assert goodbye_in(transport) == http2.ENHANCE_YOUR_CALM
+
+
+async def test_others_have_their_turns_between_two_messages_of_one_read(
+    server: GrpcServer, service: Service
+) -> None:
+    peer, _ = connected(server)
+    peer.data_received(opened(1, SESSION, GOOD) + data(1, framed(b"") * 100))
+    await settled()
+    assert 0 < len(service.begun[0]._messages) < 100
+
+
+async def test_messages_that_inflate_are_refused_before_all_of_a_read_have(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = service.server(bind("127.0.0.1", 0), OPTIONS._replace(untaken=3 << 20))
+    peer, transport = connected(server)
+    inflated = []
+
+    def whole(reader: MessageReader, flag: int, data: bytes) -> bytes:
+        inflated.append(data)
+        return gzip.decompress(data)
+
+    monkeypatch.setattr(MessageReader, "_whole", whole)
+    message = framed(gzip.compress(bytes(1 << 20)))
+    peer.data_received(
+        opened(1, SESSION, GOOD, (b"grpc-encoding", b"gzip")) + data(1, (b"\1" + message[1:]) * 15)
+    )
+    await settled()
+    assert b"limit grpc_untaken" in transport.written
+    assert len(inflated) == 3
+    await server.stop(grace=0.1)
 
 
 async def test_a_large_message_behind_small_ones_comes_whole(server: GrpcServer, service: Service) -> None:
