@@ -229,6 +229,13 @@ HEAD_SECONDS = Limit(
     "connection",
     "RYZANSTEIN_HEAD_TIMEOUT",
 )
+UNREAD_SECONDS = Limit(
+    "unread_seconds",
+    60,
+    "seconds",
+    "time in which a client of REST or a WebSocket takes nothing of what it was answered",
+    "connection",
+)
 GRPC_CALLS = Limit("grpc_calls", 1024, "entries", "gRPC calls at a time", "connection")
 GRPC_PUBLIC_CALLS = Limit(
     "grpc_public_calls", 16, "entries", "gRPC calls at a time that need no key", "connection"
@@ -363,6 +370,14 @@ RESERVED_CONNECTIONS = Limit(
     "entries",
     "connections beyond those, for `/health`, `/ready`, `/metrics` and `grpc.health.v1`",
     "gateway",
+)
+OWED = Limit(
+    "owed",
+    512 << 20,
+    "bytes",
+    "answers of all ports that clients have not read; those that were left most are disconnected",
+    "gateway",
+    "RYZANSTEIN_OWED_LIMIT",
 )
 GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"

@@ -16,6 +16,7 @@ from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.connections import Door, Limits, allowed_by_files
 from services.gateway.server.http1 import guarded_http
+from services.gateway.server.unread import UnreadWatch
 from services.gateway.server.websocket import GuardedWebSocket
 from services.gateway.wiring import Work
 from shared.errors import ConfigurationError
@@ -79,9 +80,7 @@ class GatewayService(Service):
     def _door(self) -> Door:
         """Made with the first server, for it takes as many files as the process may have."""
         limit = allowed_by_files(self.settings.max_connections)
-        door = Door(limit, self.settings.head_timeout, self._metrics.connection_refused)
-        self._metrics.watch_connections(door.count)
-        return door
+        return Door(limit, self.settings.head_timeout, self._metrics.connection_refused)
 
     @property
     def work(self) -> Work:
@@ -168,6 +167,9 @@ class GatewayService(Service):
         return {"ssl_context_factory": lambda config, default: context}
 
     async def start(self) -> None:
+        unread = UnreadWatch(self._door, self.settings.owed_limit)
+        self._metrics.watch_connections(self._door.count, unread.total)
+        self.spawn(unread.run(), "unread answers")
         self._make_grpc()
         if not self.shares_port():
             await self._serve_grpc()

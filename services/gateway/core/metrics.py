@@ -22,7 +22,7 @@ REASONS = ("stop", "length", "abort", "error")
 WAYS = ("id", "idempotency", "websocket", "grpc")
 """How a generation is found that is read once more."""
 REFUSALS = {
-    "http": ("full", "handshake", "slow", "large", "invalid"),
+    "http": ("full", "handshake", "slow", "large", "invalid", "unread"),
     "grpc": ("full", "handshake", "unread", "calm", "protocol", "no_key"),
 }
 """By port, why a connection is ended: there are too many, its TLS handshake failed, its head is too slow or too large,
@@ -123,6 +123,11 @@ class GatewayMetrics:
             "Open connections by port: http, grpc; handshake: those of both still in their TLS handshake.",
             ["port"],
         )
+        self.owed_bytes = gauge(
+            "owed_bytes",
+            "Bytes of answers that clients have not read and the gateway holds, by port: http, grpc.",
+            ["port"],
+        )
         self.connections_refused = counter(
             "connections_refused",
             "Connections closed and requests refused by limits on connections.",
@@ -152,10 +157,13 @@ class GatewayMetrics:
         """`port` and `reason` are of `REFUSALS`."""
         self.connections_refused.labels(port, reason).inc()
 
-    def watch_connections(self, count: Callable[[str], int]) -> None:
-        """Shows at each scrape how many there are: `count` of http, of grpc, and of those in a handshake."""
+    def watch_connections(self, count: Callable[[str], int], owed: Callable[[str], int]) -> None:
+        """Shows at each scrape how many there are: `count` of http, of grpc, and of those in a handshake; and how many
+        bytes are `owed` to clients of http and of grpc."""
         for kind in ("http", "grpc", "handshake"):
             self.connections.labels(kind).set_function(partial(count, kind))
+        for port in ("http", "grpc"):
+            self.owed_bytes.labels(port).set_function(partial(owed, port))
 
     def of_model(self, model: str) -> ModelMetrics:
         known = self._by_model.get(model)

@@ -169,6 +169,9 @@ class GatewaySettings(CommonSettings):
     """Seconds that a client gets for its TLS handshake, and to send a request's line and headers."""
     head_limit: int = Field(default=65_536, ge=1024)
     """Largest request line and headers together, in bytes."""
+    owed_limit: int = Field(default=512 << 20, gt=0)
+    """Bytes of answers that clients of all connections together have not read; beyond them those connections are closed
+    that were left most."""
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the gRPC API; 0: the system chooses. Unset: gRPC is not served."""
     grpc_keepalive: float = Field(default=60.0, gt=0)

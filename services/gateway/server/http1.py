@@ -132,6 +132,15 @@ class GuardedHttp(HttpToolsProtocol):
         else:
             self._mind_the_time()
 
+    @property
+    def owed(self) -> int:
+        """Bytes of answers that the client has not read."""
+        return self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Waits no longer for the client to read."""
+        self.transport.abort()
+
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Whether the connection stays open for the answers that are under way."""
         cycle = self.cycle

@@ -28,6 +28,15 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(*arguments, **named)
         self._message = bytearray()
 
+    @property
+    def owed(self) -> int:
+        """Bytes of answers that the client has not read."""
+        return self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Waits no longer for the client to read."""
+        self.transport.abort()
+
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if not self.handshake_complete:  # else it was refused

@@ -424,6 +424,12 @@ class Peer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    @property
+    def owed(self) -> int:
+        """Bytes of answers that the client has not read, those that its windows hold back among them."""
+        buffered = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self.connection.owed - self.connection.buffered + buffered
+
     def _end_all(self, error: Unavailable) -> None:
         for stream in list(self.connection.streams.values()):
             if isinstance(stream.owner, Call):

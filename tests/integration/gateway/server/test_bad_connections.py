@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from services.gateway.server.connections import RESERVED
 from services.gateway.server.http2 import frames
+from services.gateway.server.unread import UnreadWatch
 from shared.config import CommonSettings
 from shared.limits import HEADERS, PIPELINED, WEBSOCKET_MESSAGES
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -215,6 +217,46 @@ async def test_pipelined_requests(hasty: RunningGateway) -> None:
         shown = await client.rest()
         assert shown.count(b"HTTP/1.1 ") <= PIPELINED.value + 2
     await works(hasty)
+
+
+# --- unread --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", ["REST", "WebSocket"])
+async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, port: str) -> None:
+    watch = UnreadWatch(gateway.service._door, limit=1 << 30)
+    async with connect(gateway) as client:
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        if port == "WebSocket":
+            await client.upgrade()
+            await client.answer()
+            asked = itertools.repeat(frame(9, b"x" * 125) * 2_000)
+        else:
+            asked = itertools.repeat(
+                b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * PIPELINED.value, 1
+            )
+        client.reader._limit = 1  # type: ignore[attr-defined]  # stops reading once there is anything
+
+        async def flood() -> None:
+            for part in asked:
+                await client.send(part)
+                await asyncio.sleep(0)
+
+        flooding = asyncio.create_task(flood())
+        await until(lambda: any(each.owed for each in gateway.service._door.http))
+        looks = itertools.count(0.0, 61.0)
+
+        def let_go() -> bool:
+            watch.look(next(looks))
+            return not watch.total("http")
+
+        await until(let_go)
+        flooding.cancel()
+        await asyncio.gather(flooding, return_exceptions=True)
+    async with gateway.http() as http:
+        metrics = (await http.get("/metrics")).text
+    assert 'ryzanstein_gateway_connections_refused_total{port="http",reason="unread"} 1.0' in metrics
+    assert 'ryzanstein_gateway_owed_bytes{port="grpc"} 0.0' in metrics
 
 
 # --- no HTTP -------------------------------------------------------------------------------------
