@@ -5,6 +5,8 @@ QuickHistograms   for what is observed per token: an observation costs a fifth o
 Aliases           the same figures once more, under names that others' dashboards and autoscalers ask for
 """
 
+import math
+import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -85,18 +87,40 @@ _NOT_ALLOWED = msgspec.json.encode(
 """OpenAI's error object, as the gateway's other answers have it."""
 
 
+EXPOSITION_SECONDS = 1.0
+"""How long the text of /metrics is answered before it is made anew."""
+
+
+class Exposition:
+    """The text of a registry's metrics. It takes milliseconds of the event loop, and whoever reaches the port may ask
+    for it as often as he likes."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._registry = registry
+        self._clock = clock
+        self._text = b""
+        self._made = -math.inf
+
+    def text(self) -> bytes:
+        now = self._clock()
+        if now - self._made >= EXPOSITION_SECONDS:
+            self._text, self._made = generate_latest(self._registry), now
+        return self._text
+
+
 class OpsApp:
     """ASGI application for /health, /ready and /metrics.
 
     /health is 200 while the process turns its event loop; /ready is 200 when it can do its work,
-    else 503 with the reason.
+    else 503 with the reason. /metrics is at most a second old.
     """
 
     paths = ("/health", "/ready", "/metrics")
 
     def __init__(self, health: Callable[[], Health], registry: CollectorRegistry) -> None:
         self._health = health
-        self._registry = registry
+        self._exposition = Exposition(registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -122,7 +146,7 @@ class OpsApp:
         if method not in ("GET", "HEAD"):
             return 405, "application/json", _NOT_ALLOWED
         if path == "/metrics":
-            return 200, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+            return 200, CONTENT_TYPE_LATEST, self._exposition.text()
         health = self._health()
         status = 200 if path == "/health" or health.ready else 503
         return status, "application/json", msgspec.json.encode(health)

@@ -7,8 +7,9 @@ _HEAD = """<!-- Printed by `python -m tests.monitoring > docs/metrics.md` -->
 
 Every service answers `/metrics` in Prometheus' format: the gateway on its API port (`RYZANSTEIN_METRICS_NEED_KEY` asks
 for an API key), the others on `RYZANSTEIN_OPS_PORT`, as do gateways that
-[share a port](operations.md#several-gateways-on-one-port). Figures are those of the moment of the scrape, so with a
-scrape and a refresh every 2 s a dashboard is 4 s behind at most. [Dashboards](dashboards.md).
+[share a port](operations.md#several-gateways-on-one-port). Figures are those of the moment of the scrape, or of
+another one in the second before it, so with a scrape and a refresh every 2 s a dashboard is 5 s behind at most.
+[Dashboards](dashboards.md).
 
 ```
  client ─▶ gateway ─▶ scheduler: queue, placement ─▶ ring: queue ─▶ prefill ─▶ decode ─▶ gateway: delivery ─▶ client

@@ -16,6 +16,7 @@ from shared.keys import KeyRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from shared.service import endpoints
 from tests.integration.gateway.api_keys import Keys
 from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import FakeRing, until
@@ -105,6 +106,12 @@ async def elsewhere(other: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture
 async def keys(bus: Bus) -> Keys:
     return Keys(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
+
+
+@pytest.fixture
+def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/metrics of gateways in this process shows what has just happened, though it was asked for before."""
+    monkeypatch.setattr(endpoints, "EXPOSITION_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -3,12 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from shared.service.endpoints import (
+    EXPOSITION_SECONDS,
     LATENCY,
     Alias,
     Aliases,
+    Exposition,
     Health,
     QuickHistograms,
     StateCollector,
@@ -22,6 +25,24 @@ def samples(metrics: list[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...
         for metric in metrics
         for sample in metric.samples
     }
+
+
+def test_the_text_is_made_once_a_second_however_often_it_is_asked_for() -> None:
+    made, now = 0, 0.0
+    registry = CollectorRegistry()
+
+    class Counting(Collector):
+        def collect(self) -> list[Metric]:
+            nonlocal made
+            made += 1
+            return [GaugeMetricFamily("made", "x", made)]
+
+    registry.register(Counting())
+    made = 0  # registering collects too
+    exposition = Exposition(registry, lambda: now)
+    assert [b"made 1.0" in exposition.text() for _ in range(100)] == [True] * 100
+    now = EXPOSITION_SECONDS
+    assert b"made 2.0" in exposition.text()
 
 
 @given(st.lists(st.one_of(st.sampled_from(LATENCY), st.floats(0, 200))))
