@@ -209,8 +209,12 @@ HEAD = Limit("head", 64 << 10, "bytes", "a request's line and headers", "connect
 PIPELINED = Limit(
     "pipelined", 16, "entries", "requests that wait for the answer to an earlier one", "connection"
 )
-WEBSOCKET_MESSAGES = Limit(
-    "websocket_messages", 4096, "entries", "WebSocket messages that wait to be read", "connection"
+WEBSOCKET_FRAMES = Limit(
+    "websocket_frames",
+    10_000,
+    "frames",
+    "WebSocket frames, one for each message not counted; each second takes 1,000 off",
+    "connection",
 )
 SOCKET_GENERATIONS = Limit(
     "socket_generations",

@@ -16,7 +16,7 @@ from services.gateway.server.connections import RESERVED
 from services.gateway.server.http2 import frames
 from services.gateway.server.unread import UnreadWatch
 from shared.config import CommonSettings
-from shared.limits import HEADERS, PIPELINED, WEBSOCKET_MESSAGES
+from shared.limits import HEADERS, PIPELINED, WEBSOCKET_FRAMES
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, until
 from tests.integration.gateway.raw import Raw, connect, frame
@@ -230,6 +230,10 @@ async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, p
         if port == "WebSocket":
             await client.upgrade()
             await client.answer()
+            (connection,) = (each for each in gateway.service._door.http if hasattr(each, "conn"))
+            connection.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+            )
             asked = itertools.repeat(frame(9, b"x" * 125) * 2_000)
         else:
             asked = itertools.repeat(
@@ -508,13 +512,56 @@ async def test_fragments_make_one_message(gateway: RunningGateway) -> None:
             assert await client.reader.readuntil(b'{"type":"pong"}')
 
 
-async def test_a_flood_of_messages_ends_the_connection(gateway: RunningGateway) -> None:
+async def test_a_flood_of_messages_waits_outside(gateway: RunningGateway) -> None:
     async with connect(gateway) as client:
         await client.upgrade()
         await client.answer()
-        await client.send(frame(1, b"") * (WEBSOCKET_MESSAGES.value * 4))
-        await client.rest()
+        (connection,) = (each for each in gateway.service._door.http if hasattr(each, "conn"))
+        sending = asyncio.create_task(client.send(frame(1, b'{"type":"ping"}') * 10_000))
+        most = 0
+        for _ in range(10_000):
+            await client.reader.readuntil(b'{"type":"pong"}')
+            most = max(most, connection.queue.qsize())
+        assert most < 500
+        await sending
     await works(gateway)
+
+
+async def test_frames_that_carry_no_message_are_counted_whatever_they_are(gateway: RunningGateway) -> None:
+    for kind in (frame(9), frame(10), frame(0, fin=False), frame(0, b"x", fin=False)):
+        async with connect(gateway) as client:
+            await client.upgrade()
+            await client.answer()
+            await client.frame(1, fin=False)
+            sending = asyncio.create_task(client.send(kind * 2 * WEBSOCKET_FRAMES.value))
+            assert b"limit websocket_frames: 10,000 frames, fixed" in await client.rest()
+            await sending
+    await works(gateway)
+
+
+async def test_messages_one_after_the_other_are_no_flood_of_frames(gateway: RunningGateway) -> None:
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        for _ in range(11):
+            await client.send(frame(1, b'{"type":"ping"}') * (WEBSOCKET_FRAMES.value // 10))
+            for _ in range(WEBSOCKET_FRAMES.value // 10):
+                await client.reader.readuntil(b'{"type":"pong"}')
+
+
+async def test_others_have_their_turns_between_the_frames_of_one_read(gateway: RunningGateway) -> None:
+    async with connect(gateway) as client:
+        await client.upgrade()
+        await client.answer()
+        (connection,) = (each for each in gateway.service._door.http if hasattr(each, "conn"))
+        before = connection._frames
+        connection.data_received(frame(9) * 5_000)
+        assert connection._frames - before < 500
+        connection.data_received(frame(9, b"the last"))
+        assert not connection.transport.is_reading()
+        await client.reader.readuntil(b"the last")
+        assert connection.transport.is_reading()
+        assert connection._frames - before == 5_001
 
 
 async def test_pings_are_not_answered_to_who_does_not_read(gateway: RunningGateway) -> None:
