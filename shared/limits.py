@@ -383,6 +383,14 @@ OWED = Limit(
     "gateway",
     "RYZANSTEIN_OWED_LIMIT",
 )
+ARRIVING = Limit(
+    "arriving",
+    256 << 20,
+    "bytes",
+    "requests of all ports that have not come whole; the connections with the most are closed",
+    "gateway",
+    "RYZANSTEIN_ARRIVING_LIMIT",
+)
 GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
 )

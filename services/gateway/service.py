@@ -15,8 +15,8 @@ from services.gateway.auth.browsers import is_loopback, listed
 from services.gateway.core.metrics import GatewayMetrics, vllm_aliases
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.server.connections import Door, Limits, allowed_by_files
+from services.gateway.server.held import HeldWatch
 from services.gateway.server.http1 import guarded_http
-from services.gateway.server.unread import UnreadWatch
 from services.gateway.server.websocket import GuardedWebSocket
 from services.gateway.wiring import Work
 from shared.errors import ConfigurationError
@@ -167,9 +167,9 @@ class GatewayService(Service):
         return {"ssl_context_factory": lambda config, default: context}
 
     async def start(self) -> None:
-        unread = UnreadWatch(self._door, self.settings.owed_limit)
-        self._metrics.watch_connections(self._door.count, unread.total)
-        self.spawn(unread.run(), "unread answers")
+        held = HeldWatch(self._door, self.settings.owed_limit, self.settings.arriving_limit)
+        self._metrics.watch_connections(self._door.count, held.total)
+        self.spawn(held.run(), "bytes held")
         self._make_grpc()
         if not self.shares_port():
             await self._serve_grpc()

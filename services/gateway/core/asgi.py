@@ -47,7 +47,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) 
     connection = connection_of(scope)
     body = connection.body() if connection is not None else None
     if body is None:
-        body = await _read_in_time(receive, limit, timeout)
+        body = await _read_in_time(receive, limit, timeout, connection)
     elif len(body) > limit:
         raise _too_large(limit)
     if headers.get(b"content-encoding", b"identity") != b"identity":
@@ -59,17 +59,22 @@ async def read_body(scope: Scope, receive: Receive, limit: int, timeout: float) 
     return body
 
 
-async def _read_in_time(receive: Receive, limit: int, timeout: float) -> bytes:
+async def _read_in_time(
+    receive: Receive, limit: int, timeout: float, connection: "Connection | None"
+) -> bytes:
     try:
         async with asyncio.timeout(timeout):
-            return await _read_all(receive, limit)
+            return await _read_all(receive, limit, connection)
     except TimeoutError:
         raise RequestTimeout(
             f"The request body was not complete after {timeout:g} s; send it again, faster or in smaller parts."
         ) from None
+    finally:
+        if connection is not None:
+            connection.hold(0)
 
 
-async def _read_all(receive: Receive, limit: int) -> bytes:
+async def _read_all(receive: Receive, limit: int, connection: "Connection | None") -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -81,6 +86,8 @@ async def _read_all(receive: Receive, limit: int) -> bytes:
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
+        if connection is not None:
+            connection.hold(size)
         if not message.get("more_body", False):
             break
     return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -124,6 +131,10 @@ class Connection(Protocol):
     def write(self, part: bytes) -> bool:
         """Writes a part of a body at once, as `send` would behind those before it; False: it cannot now, and has
         written nothing."""
+        ...
+
+    def hold(self, size: int) -> None:
+        """So many bytes of the body have been received, and wait for the rest."""
         ...
 
     def watch(self, gone: Callable[[], None] | None) -> None:

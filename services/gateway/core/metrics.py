@@ -22,8 +22,8 @@ REASONS = ("stop", "length", "abort", "error")
 WAYS = ("id", "idempotency", "websocket", "grpc")
 """How a generation is found that is read once more."""
 REFUSALS = {
-    "http": ("full", "handshake", "slow", "large", "invalid", "unread"),
-    "grpc": ("full", "handshake", "unread", "calm", "protocol", "no_key"),
+    "http": ("full", "handshake", "slow", "large", "invalid", "unread", "incomplete"),
+    "grpc": ("full", "handshake", "unread", "incomplete", "calm", "protocol", "no_key"),
 }
 """By port, why a connection is ended: there are too many, its TLS handshake failed, its head is too slow or too large,
 or no HTTP; it does not read, asks for too much, breaks HTTP/2, or was never let in."""
@@ -128,6 +128,9 @@ class GatewayMetrics:
             "Bytes of answers that clients have not read and the gateway holds, by port: http, grpc.",
             ["port"],
         )
+        self.arriving_bytes = gauge(
+            "arriving_bytes", "Bytes of requests that have not come whole, by port: http, grpc.", ["port"]
+        )
         self.connections_refused = counter(
             "connections_refused",
             "Connections closed and requests refused by limits on connections.",
@@ -157,13 +160,14 @@ class GatewayMetrics:
         """`port` and `reason` are of `REFUSALS`."""
         self.connections_refused.labels(port, reason).inc()
 
-    def watch_connections(self, count: Callable[[str], int], owed: Callable[[str], int]) -> None:
+    def watch_connections(self, count: Callable[[str], int], held: Callable[[str, str], int]) -> None:
         """Shows at each scrape how many there are: `count` of http, of grpc, and of those in a handshake; and how many
-        bytes are `owed` to clients of http and of grpc."""
+        bytes are `held` for those of http and of grpc, "owed" or "arriving"."""
         for kind in ("http", "grpc", "handshake"):
             self.connections.labels(kind).set_function(partial(count, kind))
         for port in ("http", "grpc"):
-            self.owed_bytes.labels(port).set_function(partial(owed, port))
+            self.owed_bytes.labels(port).set_function(partial(held, port, "owed"))
+            self.arriving_bytes.labels(port).set_function(partial(held, port, "arriving"))
 
     def of_model(self, model: str) -> ModelMetrics:
         known = self._by_model.get(model)

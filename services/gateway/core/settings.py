@@ -172,6 +172,9 @@ class GatewaySettings(CommonSettings):
     owed_limit: int = Field(default=512 << 20, gt=0)
     """Bytes of answers that clients of all connections together have not read; beyond them those connections are closed
     that were left most."""
+    arriving_limit: int = Field(default=256 << 20, gt=0)
+    """Bytes of request bodies and messages of all connections together that have not come whole; beyond them the
+    connections with the most are closed."""
     grpc_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of the gRPC API; 0: the system chooses. Unset: gRPC is not served."""
     grpc_keepalive: float = Field(default=60.0, gt=0)

@@ -94,11 +94,14 @@ class GuardedHttp(HttpToolsProtocol):
         "_spare",
         "_timer",
         "_unfinished",
+        "body_held",
     )
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.pipeline = _Pipeline()  # type: ignore[assignment]
+        self.body_held = 0
+        """Bytes of a body that the application has read and waits for the rest of."""
         self._refusal: Refusal | None = None
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -136,6 +139,13 @@ class GuardedHttp(HttpToolsProtocol):
     def owed(self) -> int:
         """Bytes of answers that the client has not read."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of request bodies that have not come whole, or that nobody has read."""
+        cycles = [self.cycle] if self.cycle is not None else []
+        cycles += [cycle for cycle, _ in self.pipeline]
+        return self.body_held + sum(len(cycle.body) for cycle in cycles)
 
     def abort(self) -> None:
         """Waits no longer for the client to read."""
@@ -396,6 +406,9 @@ class _Connection:
             return False
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         return True
+
+    def hold(self, size: int) -> None:
+        self._protocol.body_held = size
 
     def watch(self, gone: Callable[[], None] | None) -> None:
         self._protocol.watch(self._cycle, gone)

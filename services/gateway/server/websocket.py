@@ -98,6 +98,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         """Bytes of answers that the client has not read."""
         return self.transport.get_write_buffer_size()
 
+    @property
+    def arriving(self) -> int:
+        """Bytes of a message that is not complete."""
+        return len(self._message) + len(self._rest) + len(self.conn.reader.buffer)
+
     def abort(self) -> None:
         """Waits no longer for the client to read."""
         self.transport.abort()

@@ -430,6 +430,11 @@ class Peer(asyncio.Protocol):
         buffered = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self.connection.owed - self.connection.buffered + buffered
 
+    @property
+    def arriving(self) -> int:
+        """Bytes of request messages that no method has taken, most of them because they are not complete."""
+        return self._held
+
     def _end_all(self, error: Unavailable) -> None:
         for stream in list(self.connection.streams.values()):
             if isinstance(stream.owner, Call):

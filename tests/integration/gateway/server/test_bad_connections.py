@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from services.gateway.server.connections import RESERVED
+from services.gateway.server.held import HeldWatch
 from services.gateway.server.http2 import frames
-from services.gateway.server.unread import UnreadWatch
 from shared.config import CommonSettings
 from shared.limits import HEADERS, PIPELINED, WEBSOCKET_FRAMES
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -224,7 +224,7 @@ async def test_pipelined_requests(hasty: RunningGateway) -> None:
 
 @pytest.mark.parametrize("port", ["REST", "WebSocket"])
 async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, port: str) -> None:
-    watch = UnreadWatch(gateway.service._door, limit=1 << 30)
+    watch = HeldWatch(gateway.service._door, owed=1 << 30, arriving=1 << 30)
     async with connect(gateway) as client:
         client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         if port == "WebSocket":
@@ -252,7 +252,7 @@ async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, p
 
         def let_go() -> bool:
             watch.look(next(looks))
-            return not watch.total("http")
+            return not watch.total("http", "owed")
 
         await until(let_go)
         flooding.cancel()
@@ -261,6 +261,51 @@ async def test_answers_that_nobody_reads_are_not_kept(gateway: RunningGateway, p
         metrics = (await http.get("/metrics")).text
     assert 'ryzanstein_gateway_connections_refused_total{port="http",reason="unread"} 1.0' in metrics
     assert 'ryzanstein_gateway_owed_bytes{port="grpc"} 0.0' in metrics
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3000000\r\n"
+
+
+def incomplete(kind: str, size: int) -> bytes:
+    """So many bytes of a request that is larger."""
+    part = b"x" * size
+    if kind == "gRPC":
+        data = b"\0" + (3_000_000).to_bytes(4, "big") + part
+        cut = [data[at : at + 16_000] for at in range(0, size, 16_000)]
+        said = http2_frame(frames.HEADERS, 4, 1, head("/ryzanstein.v1.InferenceService/Chat"))
+        return GREETING + said + b"".join(http2_frame(frames.DATA, 0, 1, each) for each in cut)
+    return {
+        "body": POST + b"\r\n" + part,
+        "pipelined body": posted() + POST + b"\r\n" + part,
+        "refused body": POST + b"content-type: text/plain\r\n\r\n" + part,
+        "message": frame(1, part + part)[:size],
+        "fragments": frame(1, part, fin=False),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["body", "pipelined body", "refused body", "message", "fragments", "gRPC"])
+async def test_requests_that_never_come_whole_are_bounded_together(
+    nats_settings: CommonSettings, ring: FakeRing, kind: str
+) -> None:
+    async with run_gateway(nats_settings, grpc_port=0) as gateway:
+        door = gateway.service._door
+        watch = HeldWatch(door, owed=1 << 30, arriving=50_000)
+        address = gateway.service.grpc_address if kind == "gRPC" else gateway
+        connections = door.grpc if kind == "gRPC" else door.http
+        async with connect(address) as large, connect(address) as small:
+            for client, size in ((large, 60_000), (small, 1_000)):
+                if kind in ("message", "fragments"):
+                    await client.upgrade()
+                    await client.answer()
+                await client.send(incomplete(kind, size))
+            await until(lambda: sum(each.arriving > 900 for each in connections) == 2)
+            await until(lambda: sum(each.arriving for each in connections) > 55_000)
+            watch.look(0.0)
+            await until(lambda: [each.arriving < 2_000 for each in connections] == [True])
+        async with gateway.http() as http:
+            metrics = (await http.get("/metrics")).text
+    port = "grpc" if kind == "gRPC" else "http"
+    assert f'connections_refused_total{{port="{port}",reason="incomplete"}} 1.0' in metrics
 
 
 # --- no HTTP -------------------------------------------------------------------------------------
