@@ -288,7 +288,8 @@ GRPC_WORK = Limit(
     "frames",
     "frames of a gRPC client, each counted by its work: a call that is refused or reset as 100, a message as 20, each "
     "stream that a change of windows concerns, KiB of an inflated message and 16 bytes of metadata as one. A call that "
-    "begins takes its own off, one that is answered 100 more, each message to the client 2, each second 10,000",
+    "is let in or begins takes its own off, one that is answered 100 more, each message to the client 2, each second "
+    "10,000",
     "connection",
 )
 

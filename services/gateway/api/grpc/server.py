@@ -245,6 +245,7 @@ class Peer(asyncio.Protocol):
             if not method.public:
                 self._server.authorize(call)
                 self._let_in = True
+                self.connection.excuse(stream)
             if ended:
                 call.feed(b"", True)
             if method.streamed or ended:
@@ -331,7 +332,7 @@ class Peer(asyncio.Protocol):
     def _begin(self, stream: Stream, call: Call, method: Method) -> None:
         if call.finished:
             return
-        self.connection.begun(stream)
+        self.connection.excuse(stream)
         self._server.tasks.spawn(self._run(call, method))
 
     async def _run(self, call: Call, method: Method) -> None:

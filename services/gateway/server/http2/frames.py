@@ -88,7 +88,7 @@ class Stream:
     remote_ended: bool = False
     closed: bool = False
     work: int = 0
-    """What its headers and messages were charged, and that is given back once its call begins."""
+    """What its headers and messages were charged since `Sender.excuse`."""
     stalled_since: float | None = None
     """When it was found that the peer lets nothing of `pending` through; None: some of it went since."""
     refused: bool = False

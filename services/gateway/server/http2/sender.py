@@ -168,12 +168,12 @@ class Sender:
         stream.held = 0
 
     def charge(self, stream: Stream, work: int) -> None:
-        """For a message of the peer; it is given back once the call begins."""
+        """For a message of the peer; `excuse` gives it back."""
         self.work.charge(work)
         stream.work += work
 
-    def begun(self, stream: Stream) -> None:
-        """A method answers the call from now on: what it cost until now was no waste."""
+    def excuse(self, stream: Stream) -> None:
+        """The call is let in, or begins: what it has cost until now was no waste."""
         self.work.refund(stream.work)
         stream.work = 0
 

@@ -468,6 +468,15 @@ async def test_messages_that_inflate_are_refused_before_all_of_a_read_have(
     await server.stop(grace=0.1)
 
 
+async def test_many_calls_with_long_metadata_that_are_let_in_are_no_attack(server: GrpcServer) -> None:
+    """All of them at once, before any message is complete."""
+    peer, transport = connected(server)
+    for number in range(1, 2001, 2):
+        peer.data_received(opened(number, METHOD, GOOD, (b"x-token", b"y" * 6_000)))
+        transport.read()
+    assert (len(peer.connection.streams), peer.connection.failed) == (1_000, "")
+
+
 async def test_a_large_message_behind_small_ones_comes_whole(server: GrpcServer, service: Service) -> None:
     peer, _ = connected(server)
     large = framed(b"x" * 200_000)

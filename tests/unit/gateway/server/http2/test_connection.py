@@ -413,7 +413,7 @@ def test_calls_that_are_answered_cost_nothing_however_many() -> None:
     for _ in range(200):
         stream = pair.ask(b"x" * 100)
         pair.server.charge(stream, 30)
-        pair.server.begun(stream)
+        pair.server.excuse(stream)
         pair.server.end(stream, RESPONSE + TRAILERS)
         pair.exchange()
     assert not pair.server.failed
