@@ -229,6 +229,12 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """`host:port` where the trainer of its first replica waits for the others in this attempt; empty: not yet."""
     secret: str = ""
     """Of this attempt: what its replicas show each other."""
+    tries: int = 0
+    """Times in a row that a gateway could not do its part (check the files, publish a result)."""
+    blocked_since: float = 0.0
+    """When the first of them was, in unix seconds; 0: there is none."""
+    look_at: float = 0.0
+    """Before then no gateway takes it, in unix seconds."""
 
     @property
     def hosts(self) -> list[str]:

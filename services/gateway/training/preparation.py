@@ -63,8 +63,9 @@ BASE_WITHIN = 86_400.0
 TOLD_EVERY, BASE_PAUSE = 5.0, 1.0
 """Seconds after which it is told why it is not, and until it is waited for again."""
 NOT_TRAINABLE = "model_not_trainable"
-ROOM_WITHIN, ROOM_PAUSE = 3600.0, 10.0
-"""Seconds for which a full object store is tried again, and between two tries."""
+ROOM_WITHIN, ROOM_PAUSE = 3600.0, 120.0
+"""Seconds for which a full object store is tried again, and between two tries: each reads the files anew, since nothing
+is held meanwhile."""
 
 
 class _Failed(Exception):
@@ -208,19 +209,14 @@ class FilePreparation:
     # --- what comes of it ------------------------------------------------------------------------
 
     async def _store(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
-        """Writes the examples, where nobody has yet."""
-        data = await asyncio.to_thread(_encoded, [file.data for file in files])
-        give_up = time.monotonic() + ROOM_WITHIN
-        while True:
-            try:
-                name = object_name(lease.job)
-                await self._objects.write(name, _parts(data), nuid=secrets.token_hex(11), fresh=True)
-                return
-            except StorageFull as error:
-                if time.monotonic() >= give_up:
-                    raise _Failed(TrainingError(error.code, error.message)) from None
-                await lease.write(partial(states.waiting, reason=error.message))
-            await asyncio.sleep(ROOM_PAUSE)
+        """Writes the examples, where nobody has yet. Raises `StorageFull`, and `_Failed` where it was full for long."""
+        data, job = await asyncio.to_thread(_encoded, [file.data for file in files]), lease.job
+        try:
+            await self._objects.write(object_name(job), _parts(data), nuid=secrets.token_hex(11), fresh=True)
+        except StorageFull as error:
+            if job.blocked_since and time.time() >= job.blocked_since + ROOM_WITHIN:
+                raise _Failed(TrainingError(error.code, error.message)) from None
+            raise StorageFull(error.message, retry_after=ROOM_PAUSE) from None
 
     async def _queue(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
         job = lease.job

@@ -13,8 +13,8 @@ done. An adapter is its tenant's alone.
 
 import contextlib
 import time
+from typing import Literal
 
-import msgspec
 import structlog
 
 from services.gateway.batches.files import Files
@@ -26,7 +26,14 @@ from services.gateway.training.objects import adapter_record, checkpoint_name, m
 from services.gateway.training.preparation import object_name
 from shared.errors import StorageFull
 from shared.messages.batches import FileRecord
-from shared.messages.training import TRAINING_OVER, TrainedAdapter, TrainingEvent, TrainingJob
+from shared.messages.training import (
+    MAX_EVENT_MESSAGE,
+    TRAINING_OVER,
+    TrainedAdapter,
+    TrainingError,
+    TrainingEvent,
+    TrainingJob,
+)
 from shared.nats.objects import MissingObject, Objects
 from shared.nats.training import TrainingEvents, clear_objects
 
@@ -37,6 +44,14 @@ RESULTS = "fine-tune-results"
 FILENAME = "step_metrics.csv"
 FILES_WITHIN = 600.0
 """Seconds for which writing a result file is tried while there is no room for it: then the job succeeds without."""
+
+
+class _NoPlace(Exception):
+    """The registry takes no further adapter."""
+
+    def __init__(self, error: TrainingError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 class Publication:
@@ -50,8 +65,6 @@ class Publication:
         self._files = files
         self._events = events
         self._objects = objects
-        self._no_room_since: dict[str, float] = {}
-        """By job, in monotonic seconds."""
 
     async def publish(self, lease: Lease[TrainingJob]) -> None:
         """Everything that is to be done now. Raises `LeaseLost`, and `RyzansteinError` where it is tried again."""
@@ -59,11 +72,14 @@ class Publication:
         if wanted.status != lease.job.status:
             await self._say(wanted, f"job_{wanted.status}", f"Fine-tuning job {wanted.status}")
         job = await lease.write(lambda known: states.settled(known, time.time()))
-        for adapter in job.adapters:
-            if not adapter.name:
-                await self._publish_checkpoint(lease, adapter)
-        if lease.job.result is not None and lease.job.status not in TRAINING_OVER:
-            await self._publish_result(lease, lease.job.result)
+        try:
+            for adapter in job.adapters:
+                if not adapter.name:
+                    await self._publish_checkpoint(lease, adapter)
+            if lease.job.result is not None and lease.job.status not in TRAINING_OVER:
+                await self._publish_result(lease, lease.job.result)
+        except _NoPlace as full:
+            await self._fail(lease, full.error)
         if lease.job.status in TRAINING_OVER and not lease.job.clean:
             await self._clean(lease)
 
@@ -92,7 +108,6 @@ class Publication:
         await self._register(lease, result, name)
         files = await self._result_files(lease.job)
         job = await lease.write(lambda known: states.succeeded(known, time.time(), name, files))
-        self._no_room_since.pop(job.id, None)
         log.info("fine_tuning_job_succeeded", fine_tuning_job=job.id, tenant=job.tenant, model=name)
 
     async def _register(self, lease: Lease[TrainingJob], adapter: TrainedAdapter, name: str) -> None:
@@ -100,10 +115,15 @@ class Publication:
         try:
             self._adapters.check_room(name, job.model)
         except RouteError as error:
-            reason = error.message
-            await lease.write(lambda known: states.waiting(known, reason))
-            raise
+            raise _NoPlace(TrainingError(error.reason, error.message)) from None
         await self._adapters.put(adapter_record(job, adapter, name), replace=True)
+
+    async def _fail(self, lease: Lease[TrainingJob], error: TrainingError) -> None:
+        """Waiting would not help: somebody has to unload adapters."""
+        if lease.job.status not in TRAINING_OVER:
+            await self._say(lease.job, "job_failed", error.message, level="error")
+        await lease.write(lambda job: states.unpublished(job, time.time(), error))
+        log.info("fine_tuning_job_unpublished", fine_tuning_job=lease.job.id, code=error.code)
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -125,8 +145,7 @@ class Publication:
             await self._say(job, "no_result_file", "The metrics of the steps are lost", level="warn")
             return []
         except (QuotaExceeded, StorageFull) as error:
-            since = self._no_room_since.setdefault(job.id, time.monotonic())
-            if time.monotonic() < since + FILES_WITHIN:
+            if not job.blocked_since or time.time() < job.blocked_since + FILES_WITHIN:
                 raise
             said = f"There was no room for the result file for {FILES_WITHIN:g} s: {error.message}"
             await self._say(job, "no_result_file", said, level="warn")
@@ -147,11 +166,16 @@ class Publication:
         await lease.write(states.cleaned)
 
     async def _say(
-        self, job: TrainingJob, kind: str, message: str, *, step: int | None = None, level: str = "info"
+        self,
+        job: TrainingJob,
+        kind: str,
+        message: str,
+        *,
+        step: int | None = None,
+        level: Literal["info", "warn", "error"] = "info",
     ) -> None:
         if step is None:
             step = 0 if job.metrics is None else job.metrics.step
-        event = TrainingEvent(job.id, step, kind, "info", message, time.time())
-        if level == "warn":
-            event = msgspec.structs.replace(event, level="warn")
-        await self._events.add(job.tenant, event)
+        await self._events.add(
+            job.tenant, TrainingEvent(job.id, step, kind, level, message[:MAX_EVENT_MESSAGE], time.time())
+        )

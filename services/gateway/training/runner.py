@@ -7,6 +7,7 @@ has trained is published. Each is repeated as a whole by whoever takes the job o
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from services.gateway.core.job_runners import Work
 from services.gateway.core.leases import JobKind, Jobs, Lease, LeaseLost
 from services.gateway.core.metrics import PREFIX
 from services.gateway.training import states
-from shared.errors import RyzansteinError
+from shared.errors import BrokerUnavailable, RyzansteinError
 from shared.limits import KNOWN_TRAINING_JOBS, TENANT_TRAINING_JOBS
 from shared.messages.training import TRAINING_OVER, TrainingJob
 from shared.nats.bus import Bus
@@ -29,8 +30,8 @@ log = structlog.get_logger(__name__)
 PREPARED_AT_ONCE = 32
 """Jobs that one gateway prepares at a time: it reads the files of a few of them, most wait for their base."""
 PUBLISHED_AT_ONCE = 8
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds between two tries, each time twice as many."""
+BROKER_PAUSE = 0.5
+"""Seconds before a step is tried again whose failure could not even be written."""
 KIND = JobKind[TrainingJob](
     "fine_tuning_job",
     "fine-tuning jobs",
@@ -90,20 +91,29 @@ class TrainingRunner:
         self._working: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until there is nothing left to do. Raises `LeaseLost`."""
+        """Until there is nothing left to do, or nothing that can be done now: then the lease is given back with the
+        time of the next try, and the place is another job's. Raises `LeaseLost`."""
         async with self._lease.renewed(told=self.news):
-            pause = FIRST_PAUSE
             while not self._idle and self._needs(self._lease.job):
                 try:
                     await self._work()
-                    pause = FIRST_PAUSE
                 except RyzansteinError as error:
                     log.warning(
                         "fine_tuning_step_failed", fine_tuning_job=self._lease.job.id, error=str(error)
                     )
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    if await self._postponed(error):
+                        return
+                    await asyncio.sleep(BROKER_PAUSE)
         await self.release()
+
+    async def _postponed(self, error: RyzansteinError) -> bool:
+        """False while that cannot be written. Raises `LeaseLost`."""
+        now, least = time.time(), error.retry_after or 0.0
+        try:
+            await self._lease.write(lambda job: states.postponed(job, now, error.message, least))
+        except BrokerUnavailable:
+            return False
+        return True
 
     async def _work(self) -> None:
         """The step, unless it becomes needless."""
@@ -142,7 +152,7 @@ def preparing(
     async def prepare(lease: Lease[TrainingJob]) -> None:
         await preparation.prepare(lease, lease.job)
 
-    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics, turns=True)
+    return _work(states.needs_preparation, prepare, places, metrics.preparing, metrics)
 
 
 def publishing(
@@ -158,15 +168,12 @@ def _work(
     places: int,
     running: Gauge,
     metrics: FineTuningMetrics,
-    *,
-    turns: bool = False,
 ) -> Work[TrainingJob]:
     return Work(
         needs,
-        needs,
+        lambda job: time.time() >= job.look_at,
         places,
         lambda lease, _: TrainingRunner(lease, needs, step),
         running,
         metrics.taken_over,
-        turns=turns,
     )

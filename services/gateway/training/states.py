@@ -9,6 +9,8 @@
 What its tenant wants is done at once while no host has the job; else the host does it (`wanted`).
 """
 
+from typing import Any
+
 import msgspec
 
 from services.gateway.core.errors import RouteError
@@ -24,6 +26,8 @@ from shared.messages.training import (
 
 _replace = msgspec.structs.replace
 ID = "ftjob-"
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two tries of a gateway, each time twice as many."""
 
 
 # --- the check of its files, by the gateway that has the lease -----------------------------------
@@ -42,6 +46,7 @@ def queued(job: TrainingJob, data: TokenizedData, hyperparameters: Hyperparamete
         steps=steps,
         waiting_for="",
         owner="",
+        **_UNBLOCKED,
     )
 
 
@@ -55,6 +60,20 @@ def failed(job: TrainingJob, now: float, error: TrainingError) -> TrainingJob:
 def waiting(job: TrainingJob, reason: str) -> TrainingJob:
     """Why nothing is done for it now, while a gateway is to do it."""
     return job if job.status in TRAINING_OVER else _replace(job, waiting_for=reason)
+
+
+def postponed(job: TrainingJob, now: float, reason: str, least: float = 0.0) -> TrainingJob:
+    """A gateway could not do its part now: none tries again before a while has passed, `least` seconds at least. Ends
+    the lease, so that the place is another job's meanwhile."""
+    pause = max(min(FIRST_PAUSE * 2.0 ** min(job.tries, 16), LONGEST_PAUSE), least)
+    since = job.blocked_since or now
+    return _replace(
+        waiting(job, reason), owner="", tries=job.tries + 1, blocked_since=since, look_at=now + pause
+    )
+
+
+_UNBLOCKED: dict[str, Any] = {"tries": 0, "blocked_since": 0.0, "look_at": 0.0}
+"""Of a job for which a gateway has done something."""
 
 
 # --- what its tenant wants -----------------------------------------------------------------------
@@ -126,7 +145,24 @@ def named(job: TrainingJob, adapter: TrainedAdapter, name: str) -> TrainingJob:
         _replace(one, name=name) if (one.step, one.digest) == (adapter.step, adapter.digest) else one
         for one in job.adapters
     ]
-    return _replace(job, adapters=adapters)
+    return _replace(job, adapters=adapters, **_UNBLOCKED)
+
+
+def unpublished(job: TrainingJob, now: float, error: TrainingError) -> TrainingJob:
+    """There is no place for its models: it has failed, unless it was over, and keeps those that have a name."""
+    job = _replace(job, adapters=[one for one in job.adapters if one.name])
+    if job.status in TRAINING_OVER:
+        return job
+    return _replace(
+        job,
+        status="failed",
+        finished_at=now,
+        error=error,
+        result=None,
+        waiting_for="",
+        expected_at=0.0,
+        host="",
+    )
 
 
 def succeeded(job: TrainingJob, now: float, model: str, result_files: list[str]) -> TrainingJob:
@@ -143,6 +179,7 @@ def succeeded(job: TrainingJob, now: float, model: str, result_files: list[str])
         waiting_for="",
         expected_at=0.0,
         host="",
+        **_UNBLOCKED,
     )
 
 

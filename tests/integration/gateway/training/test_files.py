@@ -320,6 +320,7 @@ async def test_what_does_not_come_is_given_up(
     await ring.add_model(tiny_card("two"))
     await until(lambda: "two" in gateway.service.work.catalog.cards)
     monkeypatch.setattr(Objects, "write", full)
+    monkeypatch.setattr(preparation, "ROOM_PAUSE", 0.0)
     job = await client.fine_tuning.jobs.create(model="two", training_file=uploaded)
     job = await checked(client, job)
     assert job.error is not None

@@ -9,20 +9,21 @@ import pytest
 
 from services.gateway.batches.files import Files
 from services.gateway.core.adapters import AdapterRegistry
-from services.gateway.core.errors import RouteError
-from services.gateway.core.leases import LeaseLost
+from services.gateway.core.leases import Lease, LeaseLost
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.training import publication, states
+from services.gateway.training import publication, runner, states
 from services.gateway.training.publication import Publication
 from services.gateway.training.runner import TrainingRunner
 from shared.config import CommonSettings
 from shared.errors import BrokerUnavailable, StorageFull
+from shared.messages.batches import FileRecord
 from shared.messages.registry import AdapterRecord
 from shared.messages.training import TrainingJob
 from shared.nats import subjects
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from tests.integration.gateway.conftest import run_gateway
 from tests.integration.gateway.fake_ring import MODEL
 from tests.integration.gateway.training.fake_trainer import CSV, HOST, FakeTrainer
 
@@ -66,10 +67,7 @@ class Publishing:
     async def run(self, gateway: int, calls: int = 1000) -> None:
         """Raises `Killed` after so many calls that change anything."""
         until = Until(calls)
-        entry = await self.trainer.jobs.bucket.get("", JOB)
-        assert entry is not None
-        lease = await self.trainer.jobs.claim(entry.key, entry.value, entry.revision, f"gateway-{gateway}")
-        assert lease is not None
+        lease = await self.lease(f"gateway-{gateway}")
         registry, files = AdapterRegistry(self.bus, 100.0), Files(self.bus, self.settings)
         await files.start()
         for record in (await (await self.adapters()).items()).values():
@@ -83,6 +81,18 @@ class Publishing:
         published = Publication(registry, files, self.trainer.events, self.trainer.objects)
         while states.needs_publication(lease.job):
             await published.publish(lease)
+
+    async def lease(self, gateway: str) -> Lease[TrainingJob]:
+        entry = await self.trainer.jobs.bucket.get("", JOB)
+        assert entry is not None
+        lease = await self.trainer.jobs.claim(entry.key, entry.value, entry.revision, gateway)
+        assert lease is not None
+        return lease
+
+    async def look(self) -> None:
+        """As a gateway that has a place for the job."""
+        published = Publication(self.registry, self.files, self.trainer.events, self.trainer.objects)
+        await TrainingRunner(await self.lease("gateway-0"), states.needs_publication, published.publish).run()
 
     async def adapters(self) -> Bucket[AdapterRecord]:
         return await Bucket.open(self.bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
@@ -181,28 +191,55 @@ async def test_checkpoints_that_a_job_drops_lose_their_names(publishing: Publish
     assert {one.name for one in (await trainer.known(JOB)).adapters} == kept
 
 
-async def test_without_room_a_result_waits_and_says_so(
+@pytest.mark.parametrize("names", [0, 1, 3])
+async def test_a_full_registry_fails_the_job_with_its_reason(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch, names: int
+) -> None:
+    """While it runs still, too; what has a name keeps it."""
+    trainer = publishing.trainer
+    await trained(trainer)
+    monkeypatch.setattr("services.gateway.core.adapters.MAX_PER_MODEL", names)
+    await publishing.run(0)
+    job = await trainer.known(JOB)
+    assert (job.status, job.host, job.result, job.clean) == ("failed", "", None, True)
+    assert job.error is not None
+    assert job.error.code == "too_many_adapters"
+    assert f"limit {names}, fixed" in job.error.message
+    assert [one.name for one in job.adapters] == [f"{NAME}:ckpt-step-{step + 1}" for step in range(names)]
+    said = [entry.value async for entry in trainer.events.of("", JOB) if entry.value.kind == "job_failed"]
+    assert [(one.level, one.message) for one in said] == [("error", job.error.message)]
+
+
+async def test_a_full_registry_leaves_a_cancelled_job_cancelled(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = publishing.trainer
+    await trained(trainer)
+    await trainer.write(JOB, status="cancelled", result=None, host="")
+    monkeypatch.setattr("services.gateway.core.adapters.MAX_PER_MODEL", 0)
+    await publishing.run(0)
+    job = await trainer.known(JOB)
+    assert (job.status, job.error, job.adapters, job.clean) == ("cancelled", None, [], True)
+
+
+async def test_without_room_for_its_file_a_result_waits_and_says_so(
     publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = publishing.trainer
     await trained(trainer)
 
-    def full(registry: AdapterRegistry, name: str, model: str) -> None:
-        raise RouteError("There are enough.", status=409, reason="too_many_adapters")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(AdapterRegistry, "check_room", full)
-        with pytest.raises(RouteError):
-            await publishing.run(0)
-    assert (await trainer.known(JOB)).waiting_for == "There are enough."
-    monkeypatch.setattr(publication, "FILES_WITHIN", 0.0)
-
     async def no_room(files: Files, *_: Any) -> None:
         raise StorageFull("It is full.")
 
     monkeypatch.setattr(Files, "put", no_room)
+    await publishing.look()
+    job = await trainer.known(JOB)
+    assert (job.status, job.waiting_for, job.owner, job.tries) == ("running", "It is full.", "", 1)
+    assert job.blocked_since < job.look_at
+    monkeypatch.setattr(publication, "FILES_WITHIN", 0.0)
     await publishing.run(1)
     job = await trainer.known(JOB)
+    assert (job.tries, job.blocked_since, job.look_at) == (0, 0.0, 0.0)
     assert (job.status, job.result_files, job.waiting_for) == ("succeeded", [], "")
     said = [entry.value.message async for entry in trainer.events.of("", JOB)]
     assert any("It is full." in one for one in said)
@@ -217,28 +254,66 @@ async def test_lost_metrics_cost_the_file_alone(publishing: Publishing) -> None:
     assert (job.status, job.result_files) == ("succeeded", [])
 
 
-async def test_a_step_that_fails_is_tried_again_until_another_has_the_job(
+async def test_a_failure_that_cannot_be_written_is_tried_again_until_another_has_the_job(
     publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.core.leases.RENEW", 0.05)
-    monkeypatch.setattr("services.gateway.training.runner.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(runner, "BROKER_PAUSE", 0.0)
     trainer, tried = publishing.trainer, 0
     await trained(trainer)
 
-    async def step(lease: object) -> None:
+    async def step(lease: Lease[TrainingJob]) -> None:
         nonlocal tried
         tried += 1
         if tried == 3:
+            monkeypatch.setattr(lease.bucket, "update", update)
             await trainer.write(JOB, owner="gateway-2")
         raise BrokerUnavailable("Nobody answers.")
 
-    entry = await trainer.jobs.bucket.get("", JOB)
-    assert entry is not None
-    lease = await trainer.jobs.claim(entry.key, entry.value, entry.revision, "gateway-1")
-    assert lease is not None
-    runner = TrainingRunner(lease, states.needs_publication, step)
+    async def away(*_: object) -> int | None:
+        raise BrokerUnavailable("Nobody answers.")
+
+    lease = await publishing.lease("gateway-1")
+    update = lease.bucket.update
+    monkeypatch.setattr(lease.bucket, "update", away)
+    running = TrainingRunner(lease, states.needs_publication, step)
     with pytest.raises(LeaseLost):
-        await runner.run()
-    assert tried >= 3
-    await runner.release()
+        await running.run()
+    assert tried == 3
+    await running.release()
     assert (await trainer.known(JOB)).owner == "gateway-2"
+
+
+async def test_a_tenant_whose_results_find_no_room_holds_up_nobody_else(
+    nats_settings: CommonSettings, bus: Bus, tmp_path: Path
+) -> None:
+    """Its files are full, and it has a job for every place."""
+    hog = FakeTrainer(bus, tmp_path / "hog", "hog")
+    other = FakeTrainer(bus, tmp_path / "other", "other")
+    async with run_gateway(nats_settings, tenant_file_bytes=1000):
+        await hog.start()
+        await other.start()
+        files = Files(bus, GatewaySettings(**nats_settings.model_dump()))
+        await files.start()
+        await files.publish(FileRecord("file-1", "hog", "f", "batch", 1.0, "file-1", bytes=2000))
+        stuck = [f"ftjob-{number:012x}cdef" for number in range(runner.PUBLISHED_AT_ONCE)]
+        for job in stuck:
+            await finished(hog, job)
+        for job in stuck:
+            await hog.until(job, lambda known: known.tries > 0)
+        await finished(other, JOB)
+        await other.until(JOB, lambda known: known.status == "succeeded" and known.clean)
+        for job in stuck:
+            known = await hog.known(job)
+            assert known.status == "running"
+            assert "RYZANSTEIN_TENANT_FILE_BYTES" in known.waiting_for
+
+
+async def finished(trainer: FakeTrainer, name: str) -> None:
+    """A job of which only the result is to be published."""
+    job = TrainingJob(
+        name, trainer.tenant, MODEL, "supervised", "file-1", "file-1", 1.0, 1, status="running", host=HOST,
+        attempt=1, steps=4,
+    )  # fmt: skip
+    await trainer.jobs.create(job)
+    await trainer.finish(name, 9)
