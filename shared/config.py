@@ -72,6 +72,12 @@ class CommonSettings(BaseSettings):
     """Seconds for which the journal keeps a token frame: as long as a stream can be resumed."""
     journal_max_bytes: int = Field(default=1 << 30, gt=0)
     """Largest size of the journal, in bytes; beyond it the oldest frames are deleted."""
+    adapters_max_bytes: int = Field(default=8 << 30, ge=0)
+    """Bytes of the files of all LoRA adapters together; 0: as many as NATS has. Read when the object store is
+    created."""
+    training_max_bytes: int = Field(default=4 << 30, ge=0)
+    """Bytes of what all fine-tuning jobs train with (examples, states) together; 0: as many as NATS has. Read when the
+    object store is created."""
     session_ttl: float = Field(default=3600.0, gt=0)
     """Seconds for which a session stays pinned to its group after its last request."""
     beat_interval: float = Field(default=1.0, gt=0)

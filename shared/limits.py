@@ -313,6 +313,22 @@ TENANT_TRAINING_JOBS = Limit(
     "tenant",
     "RYZANSTEIN_TENANT_TRAINING_JOBS",
 )
+TENANT_TRAINING_BYTES = Limit(
+    "tenant_training_bytes",
+    3 << 30,
+    "bytes",
+    "fine-tuned models, and what unfinished fine-tuning jobs may come to: examples, states, checkpoints",
+    "tenant",
+    "RYZANSTEIN_TENANT_TRAINING_BYTES",
+)
+TENANT_FINE_TUNED_MODELS = Limit(
+    "tenant_fine_tuned_models",
+    512,
+    "entries",
+    "fine-tuned models and checkpoints, four of each unfinished job counted",
+    "tenant",
+    "RYZANSTEIN_TENANT_FINE_TUNED_MODELS",
+)
 KNOWN_TRAINING_JOBS = Limit(
     "known_training_jobs",
     1000,

@@ -283,6 +283,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """The name of the draft model that is to propose its tokens; empty: none is."""
     draft_left_out: str = ""
     """Why it is served without that draft model: one sentence; empty: it is not."""
+    adapter_widths: dict[str, int] = {}
+    """By the last part of linears' names (`q_proj`) their inputs and outputs, of all layers together: an adapter of
+    rank r has r times as many numbers. Empty: not known."""
 
     def does(self, task: str) -> bool:
         """Whether the model does `task`."""

@@ -85,6 +85,8 @@ class TokenizedData(msgspec.Struct, frozen=True, omit_defaults=True):
     longest: int
     validation_examples: int = 0
     validation_tokens: int = 0
+    bytes: int = 0
+    """Of the object; 0: not known."""
 
 
 class Examples(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -235,6 +237,9 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """When the first of them was, in unix seconds; 0: there is none."""
     look_at: float = 0.0
     """Before then no gateway takes it, in unix seconds."""
+    storage: int = 0
+    """Bytes that it may keep in the object stores while it is not clean (`shared.training_storage`), of its tenant's
+    quota; 0: an older gateway has queued it, and nobody counts."""
 
     @property
     def hosts(self) -> list[str]:

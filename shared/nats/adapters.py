@@ -55,7 +55,10 @@ class AdapterFiles:
     """Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus) -> None:
-        self._objects = Objects(bus, subjects.ADAPTERS_STORE)
+        most = bus.settings.adapters_max_bytes
+        self._objects = Objects(
+            bus, subjects.ADAPTERS_STORE, max_bytes=most, setting="RYZANSTEIN_ADAPTERS_MAX_BYTES"
+        )
 
     async def open(self) -> None:
         """Creates the store where it does not exist."""

@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,6 +37,8 @@ log = structlog.get_logger(__name__)
 
 CHUNK = 128 << 10
 """Bytes of a chunk, as nats-py and the nats command write them."""
+LEAST_BYTES = 1 << 20
+"""With less room than that a store is of no use."""
 READ_PAUSE = 0.5
 """Seconds between two tries to read a chunk."""
 _DIGEST = "SHA-256="
@@ -58,27 +61,32 @@ class MissingObject(Exception):
 class Objects:
     """One object store; opened by `open`. Methods raise `BrokerUnavailable`."""
 
-    def __init__(self, bus: Bus, store: str, *, max_bytes: int = 0) -> None:
-        """`max_bytes`: of a store that is created; 0: as many as the broker has."""
+    def __init__(self, bus: Bus, store: str, *, max_bytes: int = 0, setting: str = "") -> None:
+        """`max_bytes`: of a store that is created, or a smaller part of it where the broker has not so much to give;
+        0: as many as the broker has. `setting`: the environment variable that says it."""
         self._bus = bus
         self._name = store
         self._stream = f"OBJ_{store}"
         self._max_bytes = max_bytes
+        self._setting = setting
 
     async def open(self) -> None:
         """Creates the store where it does not exist."""
-        try:
-            with translated(f"create the object store {self._name}"):
-                await create_replicated(self._bus, self._create)
-        except BrokerFull:
-            if not self._max_bytes:
-                raise
-            log.warning("stream_max_bytes_reduced", store=self._name, set=self._max_bytes)
-            self._max_bytes = 0
-            await self.open()
+        most = self._max_bytes
+        while True:
+            try:
+                with translated(f"create the object store {self._name}"):
+                    await create_replicated(self._bus, partial(self._create, most))
+                break
+            except BrokerFull:
+                if most < LEAST_BYTES:
+                    raise
+                most //= 2
+        if most != self._max_bytes:
+            log.warning("stream_max_bytes_reduced", store=self._name, wanted=self._max_bytes, set=most)
 
-    def _create(self, replicas: int) -> Awaitable[ObjectStore]:
-        config = ObjectStoreConfig(bucket=self._name, replicas=replicas, max_bytes=self._max_bytes or None)
+    def _create(self, most: int, replicas: int) -> Awaitable[ObjectStore]:
+        config = ObjectStoreConfig(bucket=self._name, replicas=replicas, max_bytes=most or None)
         return self._bus.jetstream().create_object_store(self._name, config)
 
     async def capacity(self) -> int:
@@ -189,9 +197,12 @@ class Objects:
             await self._bus.jetstream().publish(subject, data, headers=headers)
         except BROKER_ERRORS as error:
             if lacks_room(error):
+                limit = "raise its limit" + (
+                    f" ({self._setting} sets that of a new one)" if self._setting else ""
+                )
                 raise StorageFull(
                     f"The object store {self._name} is full ({reason_of(error)}); delete files that are not needed, or "
-                    "raise its limit."
+                    f"{limit}."
                 ) from error
             raise broker_error(f"store a part of an object in {self._name}", error) from error
 

@@ -33,7 +33,8 @@ def training_jobs(bus: Bus) -> TenantBucket[TrainingJob]:
 
 def training_objects(bus: Bus) -> Objects:
     """The store of what jobs train with."""
-    return Objects(bus, subjects.TRAINING_STORE)
+    most = bus.settings.training_max_bytes
+    return Objects(bus, subjects.TRAINING_STORE, max_bytes=most, setting="RYZANSTEIN_TRAINING_MAX_BYTES")
 
 
 class TrainingEvents:

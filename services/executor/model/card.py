@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.executor.core.engine import EngineSpec, with_tasks
+from services.executor.model.adapters.widths import adapter_widths
 from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts
 from shared.errors import ModelLoadError
@@ -55,6 +56,7 @@ def read_card(
         default_prompt=default_prompt,
         architecture=str(config.get("model_type") or "")[:_LONGEST_NAME],
         weights="" if linked_gguf(directory) else _stored_as(config),
+        adapter_widths=adapter_widths(config) if spec.generates else {},
     )
     return with_tasks(card, spec), bundle
 

@@ -400,7 +400,15 @@ class StubRing:
             from services.executor.model.card import read_card  # with transformers, which takes seconds
 
             return read_card(self._directory, model, spec)
-        card = ModelCard(model, spec.context_length, spec.vocab_size, [STUB_EOS_TOKEN], "", int(time.time()))
+        card = ModelCard(
+            model,
+            spec.context_length,
+            spec.vocab_size,
+            [STUB_EOS_TOKEN],
+            "",
+            int(time.time()),
+            adapter_widths={"q_proj": 1},
+        )
         return with_tasks(card, spec), b""
 
     def recovered(self) -> list[SpilledBlock]:

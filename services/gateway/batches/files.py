@@ -56,7 +56,10 @@ class Files:
     """Opened by `start`. Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
-        self.objects = Objects(bus, subjects.FILES_STORE, max_bytes=settings.files_max_bytes)
+        most = settings.files_max_bytes
+        self.objects = Objects(
+            bus, subjects.FILES_STORE, max_bytes=most, setting="RYZANSTEIN_FILES_MAX_BYTES"
+        )
         self.limit = settings.file_limit
         """Bytes of one file."""
         self._quota, self._most = settings.tenant_file_bytes, settings.tenant_files

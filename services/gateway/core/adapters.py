@@ -55,6 +55,10 @@ class AdapterRegistry:
         """By name."""
         return sorted((one for one in self.records.values() if one.model == model), key=lambda one: one.name)
 
+    def entries_of(self, tenant: str) -> Iterator[AdapterRecord]:
+        """All that is known of a tenant's own, those that were unloaded and whose files still stay among them."""
+        return (record for record in self._entries.values() if record.tenant == tenant)
+
     def seen_by(self, tenant: str | None) -> Iterator[AdapterRecord]:
         """Those that a tenant may use: everybody's, and its own. None: of nobody in particular."""
         return (record for record in self.records.values() if is_seen(record, tenant))

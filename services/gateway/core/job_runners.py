@@ -269,10 +269,16 @@ class Runners(Generic[JobT]):
             self._wake.set()
 
 
-async def watch(jobs: Jobs[JobT], *runners: Runners[JobT]) -> None:
-    """Tells the runners of every job. Runs until it is cancelled."""
+class Listener(Protocol[JobIn]):
+    """Who is told of jobs."""
+
+    def news(self, key: str, job: JobIn | None, revision: int, /) -> None: ...
+
+
+async def watch(jobs: Jobs[JobT], *listeners: Listener[JobT]) -> None:
+    """Tells them of every job. Runs until it is cancelled."""
     async for update in jobs.watch():
-        for one in runners:
+        for one in listeners:
             one.news(*update)
 
 

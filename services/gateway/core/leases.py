@@ -82,13 +82,7 @@ class Jobs(Generic[JobT]):
 
     async def admit(self, tenant: str) -> None:
         """Whether the tenant may have one more. Raises `QuotaExceeded`, `Unavailable`."""
-        try:
-            await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
-        except TimeoutError:
-            raise Unavailable(
-                f"The gateway does not know yet what {self.kind.plural} there are; try again in a moment.",
-                retry_after=1,
-            ) from None
+        await self.wait()
         known, unfinished = self._held.of(tenant)
         if unfinished >= self._most:
             raise QuotaExceeded(
@@ -97,6 +91,16 @@ class Jobs(Generic[JobT]):
             )
         if known >= self.kind.known.value:
             await self._forget_oldest(tenant, known - self.kind.known.value + FORGOTTEN_AT_ONCE)
+
+    async def wait(self) -> None:
+        """Until it is known what jobs there are. Raises `Unavailable`."""
+        try:
+            await asyncio.wait_for(self._known.wait(), KNOWN_WITHIN)
+        except TimeoutError:
+            raise Unavailable(
+                f"The gateway does not know yet what {self.kind.plural} there are; try again in a moment.",
+                retry_after=1,
+            ) from None
 
     async def _forget_oldest(self, tenant: str, count: int) -> None:
         entries = [entry async for entry in self.bucket.of(tenant) if entry.value.clean]

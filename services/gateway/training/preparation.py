@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -21,8 +21,8 @@ import structlog
 from services.gateway.batches.files import Files
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
-from services.gateway.core.errors import InvalidParameter, ModelLoadFailed
-from services.gateway.core.leases import Lease
+from services.gateway.core.errors import InvalidParameter, ModelLoadFailed, QuotaExceeded
+from services.gateway.core.leases import Jobs, Lease
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.fine_tuning.dataset import Dataset, chosen
 from services.gateway.intake.fine_tuning.faults import CODE, Faults, sentence
@@ -30,6 +30,7 @@ from services.gateway.intake.rules import check_task
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from services.gateway.training import states
+from services.gateway.training.storage import TrainingStorage
 from services.gateway.training.tokenization import Base, FileReader, TokenizedFile
 from shared.errors import (
     InternalError,
@@ -49,6 +50,7 @@ from shared.messages.training import (
     TrainingError,
     TrainingEvent,
     TrainingJob,
+    steps_of,
 )
 from shared.nats.objects import CHUNK, MissingObject, Objects
 from shared.nats.training import TrainingEvents
@@ -77,23 +79,29 @@ class _Failed(Exception):
         self.faults = faults
 
 
+class Stores(NamedTuple):
+    """Where things lie."""
+
+    jobs: Jobs[TrainingJob]
+    files: Files
+    objects: Objects
+    """What jobs train with."""
+    events: TrainingEvents
+    storage: TrainingStorage
+
+
 class FilePreparation:
     """One per gateway."""
 
     def __init__(
         self,
-        files: Files,
-        objects: Objects,
-        events: TrainingEvents,
+        stores: Stores,
         catalog: Catalog,
         cold_starts: ColdStarts,
         tokenizers: TokenizerStore,
         settings: GatewaySettings,
     ) -> None:
-        """`objects`: the store of what jobs train with."""
-        self._files = files
-        self._objects = objects
-        self._events = events
+        self._jobs, self._files, self._objects, self._events, self._storage = stores
         self._catalog = catalog
         self._cold_starts = cold_starts
         self._tokenizers = tokenizers
@@ -111,13 +119,15 @@ class FilePreparation:
                 await self._events.add(job.tenant, event)
             async with self._tenants.setdefault(job.tenant, asyncio.Lock()), self._places:
                 files = await self._tokenized(job, base)
-                await self._store(lease, files)
+                data = await asyncio.to_thread(_encoded, [file.data for file in files])
+                await self._reserve(lease, base.card, files, len(data))
+                await self._store(lease, data)
         except _Failed as failed:
             await self._fail(lease, failed)
             return
         finally:
             give_back()  # the examples
-        await self._queue(lease, files)
+        await self._queue(lease, files, len(data))
 
     # --- the base --------------------------------------------------------------------------------
 
@@ -208,9 +218,24 @@ class FilePreparation:
 
     # --- what comes of it ------------------------------------------------------------------------
 
-    async def _store(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
+    async def _reserve(
+        self, lease: Lease[TrainingJob], card: ModelCard, files: Sequence[TokenizedFile], size: int
+    ) -> None:
+        """Room for all that it may come to, of its tenant's. Raises `_Failed`."""
+        await self._jobs.wait()
+        await self._catalog.adapters.wait()
+        job, examples = lease.job, files[0].data.examples
+        given = chosen(job.hyperparameters, job.method, examples)
+        needed = self._storage.needed(card, given, steps_of(given, examples), size)
+        try:
+            self._storage.check(job.tenant, needed, but=job.id)
+        except QuotaExceeded as error:
+            raise _Failed(TrainingError(error.code, error.message)) from None
+        self._storage.reserve(await lease.write(partial(states.reserved, storage=needed)))
+
+    async def _store(self, lease: Lease[TrainingJob], data: bytes) -> None:
         """Writes the examples, where nobody has yet. Raises `StorageFull`, and `_Failed` where it was full for long."""
-        data, job = await asyncio.to_thread(_encoded, [file.data for file in files]), lease.job
+        job = lease.job
         try:
             await self._objects.write(object_name(job), _parts(data), nuid=secrets.token_hex(11), fresh=True)
         except StorageFull as error:
@@ -218,9 +243,9 @@ class FilePreparation:
                 raise _Failed(TrainingError(error.code, error.message)) from None
             raise StorageFull(error.message, retry_after=ROOM_PAUSE) from None
 
-    async def _queue(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile]) -> None:
+    async def _queue(self, lease: Lease[TrainingJob], files: Sequence[TokenizedFile], size: int) -> None:
         job = lease.job
-        data = tokenized(job, [file.data for file in files])
+        data = tokenized(job, [file.data for file in files], size)
         given = chosen(job.hyperparameters, job.method, data.examples)
         base = self._catalog.registry.specs.get(job.model) or job.base  # whose tokens they are
         for event in told(job, files, data):
@@ -266,8 +291,8 @@ async def _parts(data: bytes) -> AsyncGenerator[bytes, None]:
         yield data[begin : begin + CHUNK]
 
 
-def tokenized(job: TrainingJob, files: Sequence[Dataset]) -> TokenizedData:
-    """How much it is."""
+def tokenized(job: TrainingJob, files: Sequence[Dataset], size: int = 0) -> TokenizedData:
+    """How much it is. `size`: bytes of the object."""
     training, validation = files[0], files[1] if len(files) > 1 else None
     return TokenizedData(
         object_name(job),
@@ -277,6 +302,7 @@ def tokenized(job: TrainingJob, files: Sequence[Dataset]) -> TokenizedData:
         longest=max(file.longest for file in files),
         validation_examples=validation.examples if validation is not None else 0,
         validation_tokens=validation.tokens if validation is not None else 0,
+        bytes=size,
     )
 
 
@@ -301,7 +327,8 @@ def told(job: TrainingJob, files: Sequence[TokenizedFile], counts: TokenizedData
     )
     if counts.validation_examples:
         message += f" The validation file has {counts.validation_examples:,} with {counts.validation_tokens:,} tokens."
-    data = {name: value for name, value in msgspec.structs.asdict(counts).items() if name != "object_name"}
+    hidden = ("object_name", "bytes")
+    data = {name: value for name, value in msgspec.structs.asdict(counts).items() if name not in hidden}
     events.append(_event(job, "files_checked", "info", message, data))
     events.append(_event(job, "job_queued", "info", "Files validated, moving job to queued state."))
     return events

@@ -25,6 +25,7 @@ from services.gateway.training.objects import (
     published_checkpoints,
 )
 from services.gateway.training.requests import MAX_SEED, FineTuningCreate, hyperparameters_of, method_of
+from services.gateway.training.storage import TrainingStorage
 from shared import tracing
 from shared.limits import EVENT_STREAMS
 from shared.messages.batches import FileRecord
@@ -68,12 +69,14 @@ class FineTuning:
         events: TrainingEvents,
         catalog: Catalog,
         adapters: AdapterFiles,
+        storage: TrainingStorage,
     ) -> None:
         self._jobs = jobs
         self._files = files
         self._events = events
         self._catalog = catalog
         self._adapters = adapters
+        self._storage = storage
         self._followed: Counter[str] = Counter()
         """Streams of events, by tenant."""
 
@@ -91,6 +94,9 @@ class FineTuning:
         if wanted.validation_file:
             validation = await self._file(wanted.validation_file, tenant, "validation_file")
         await self._jobs.admit(tenant)
+        card = self._catalog.known_card(base.name)
+        needed = self._storage.needed(card, hyperparameters)
+        self._storage.check(tenant, needed)
         job = TrainingJob(
             id=name,
             tenant=tenant,
@@ -109,9 +115,11 @@ class FineTuning:
             fingerprint=print_,
             traceparent=tracing.edge().traceparent,
             base=base,
+            storage=needed,
         )
         if not await self._jobs.create(job):
             return await self._jobs.known(name, tenant, print_) or job
+        self._storage.reserve(job)
         await self.say(job, "job_created", f"Created fine-tuning job: {job.id}")
         return job
 

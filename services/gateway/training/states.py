@@ -50,6 +50,11 @@ def queued(job: TrainingJob, data: TokenizedData, hyperparameters: Hyperparamete
     )
 
 
+def reserved(job: TrainingJob, storage: int) -> TrainingJob:
+    """Its examples are known, and its tenant has room for it. `storage`: bytes."""
+    return _replace(job, storage=storage) if job.status == "validating_files" else job
+
+
 def failed(job: TrainingJob, now: float, error: TrainingError) -> TrainingJob:
     """Its files are not in order, or its base cannot be trained. Ends the lease."""
     if job.status != "validating_files":

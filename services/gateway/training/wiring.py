@@ -12,10 +12,11 @@ from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.job_runners import Runners, sweep, watch
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.tokenizer.store import TokenizerStore
-from services.gateway.training.preparation import FilePreparation
+from services.gateway.training.preparation import FilePreparation, Stores
 from services.gateway.training.publication import Publication
 from services.gateway.training.runner import FineTuningMetrics, fine_tuning_jobs, preparing, publishing
 from services.gateway.training.service import FineTuning
+from services.gateway.training.storage import TrainingStorage
 from shared.nats.adapters import AdapterFiles
 from shared.nats.bus import Bus
 from shared.nats.training import TrainingEvents, training_objects
@@ -40,11 +41,11 @@ class Training:
         self._events = TrainingEvents(bus)
         self._objects = training_objects(bus)
         self._files = AdapterFiles(bus)
-        self.service = FineTuning(self._jobs, files, self._events, catalog, self._files)
+        self._storage = TrainingStorage(adapters, settings)
+        self.service = FineTuning(self._jobs, files, self._events, catalog, self._files, self._storage)
         metrics = FineTuningMetrics(registry)
-        preparation = FilePreparation(
-            files, self._objects, self._events, catalog, cold_starts, tokenizers, settings
-        )
+        stores = Stores(self._jobs, files, self._objects, self._events, self._storage)
+        preparation = FilePreparation(stores, catalog, cold_starts, tokenizers, settings)
         publication = Publication(adapters, files, self._events, self._objects)
         # Owners of their own: of one gateway, too, the check of a file has ended before anything is cleaned up.
         self._runners = (
@@ -59,7 +60,7 @@ class Training:
         await self._objects.open()
         await self._files.open()
         return [
-            (watch(self._jobs, *self._runners), "fine-tuning jobs"),
+            (watch(self._jobs, self._storage, *self._runners), "fine-tuning jobs"),
             (sweep(self._jobs), "fine-tuning jobs that are forgotten"),
             *((runners.run(), "runners of fine-tuning jobs") for runners in self._runners),
         ]

@@ -19,9 +19,8 @@ from shared.messages.training import (
     TrainingState,
     steps_of,
 )
+from shared.training_storage import KEPT_ADAPTERS
 
-KEPT_ADAPTERS = 3
-"""Adapters of ends of epochs that a record names: the last ones."""
 MOST_CRASHES = 5
 """Times that a trainer may end by a fault without a new state in between."""
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 300.0

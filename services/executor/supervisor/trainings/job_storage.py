@@ -22,8 +22,10 @@ from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWr
 from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine, patiently
-from shared.errors import BrokerUnavailable, StorageFull
+from shared.errors import BrokerUnavailable, InvalidRequest, StorageFull
+from shared.limits import TENANT_TRAINING_BYTES
 from shared.messages.training import TrainedAdapter, TrainingJob
+from shared.training_storage import kept_bytes
 
 STORE_PAUSE = 5.0
 """Seconds before the object store is tried again when it is full."""
@@ -33,6 +35,12 @@ STORE_PATIENCE = 900.0
 log = structlog.get_logger(__name__)
 
 Written = StateWritten | AdapterWritten | Finished
+
+
+class OverReserved(InvalidRequest):
+    """It would keep more than it has reserved of its tenant's quota."""
+
+    code = "quota_exceeded"
 
 
 class JobStorage:
@@ -68,7 +76,8 @@ class JobStorage:
         self._come.set()
 
     async def run(self) -> None:
-        """Until all is stored. Raises `NotMine`, `OSError`, and `StorageFull` where there was no room for too long."""
+        """Until all is stored. Raises `NotMine`, `OverReserved`, `OSError`, and `StorageFull` where there was no room
+        for too long."""
         while True:
             while self._waiting:
                 await self._next(self._waiting.popleft())
@@ -117,6 +126,7 @@ class JobStorage:
 
     async def _store_state(self, written: StateWritten) -> None:
         before = self._record.job.state
+        self._check(written.bytes)
         state = await self._files.put_state(written)
         try:
             await self._record.write(lambda job: job_changes.state_written(job, state))
@@ -130,6 +140,7 @@ class JobStorage:
             self._old.discard(name)
 
     async def _store_adapter(self, written: AdapterWritten) -> None:
+        self._check(written.bytes)
         await self._files.put_adapter(written)
         adapter = TrainedAdapter(
             written.step, written.digest, written.rank, written.bytes, int(time.time()), written.metrics
@@ -149,6 +160,17 @@ class JobStorage:
         for digest in list(self._old_adapters):
             await self._files.remove_adapter(digest)
             self._old_adapters.discard(digest)
+
+    def _check(self, size: int) -> None:
+        """Before anything is stored beside what the record names. Raises `OverReserved`."""
+        job = self._record.job
+        kept = kept_bytes(job)
+        if job.storage and kept + size > job.storage:
+            named = f"limit {TENANT_TRAINING_BYTES.name}, {TENANT_TRAINING_BYTES.setting} changes it"
+            raise OverReserved(
+                f"The job keeps {kept:,} bytes and would store {size:,} more, and it has reserved {job.storage:,} "
+                f"({named}); create it with a smaller rank or fewer target modules."
+            )
 
     async def _store_metrics(self, written: Finished) -> None:
         self.metrics_object = await self._files.put_metrics(written.metrics)

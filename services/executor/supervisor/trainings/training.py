@@ -40,7 +40,7 @@ from services.executor.supervisor.trainings import job_changes
 from services.executor.supervisor.trainings.job_changes import End
 from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import RETRY, JobRecord, NotMine, patiently
-from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage
+from services.executor.supervisor.trainings.job_storage import STORE_PATIENCE, JobStorage, OverReserved
 from services.executor.supervisor.trainings.metrics import TrainingCounts
 from services.executor.supervisor.trainings.trainer_process import StartTrainer, TrainerProcess
 from shared.errors import InternalError, RyzansteinError, StorageFull, Unavailable, error_from_code
@@ -246,6 +246,8 @@ class Training:
         except StorageFull as error:
             reason = f"There was no room for what it has learned for {STORE_PATIENCE:g} s: {error.message}"
             return End("failed", reason, StorageFull.code)
+        except OverReserved as error:
+            return End("failed", error.message, error.code)
         except (RyzansteinError, OSError) as error:
             return End("crashed", str(error))
         except Exception as error:

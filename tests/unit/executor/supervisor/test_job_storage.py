@@ -11,7 +11,7 @@ from services.executor.ipc.trainer_pipe import AdapterWritten, Finished, StateWr
 from services.executor.supervisor.trainings import job_record, job_storage
 from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
-from services.executor.supervisor.trainings.job_storage import JobStorage
+from services.executor.supervisor.trainings.job_storage import JobStorage, OverReserved
 from shared.errors import BrokerUnavailable, StorageFull
 from shared.messages.training import TrainingJob, TrainingMetrics, TrainingState
 from shared.nats.kv import Entry
@@ -181,6 +181,22 @@ async def test_a_training_that_is_to_end_waits_for_no_room(world: World) -> None
     world.state(1)
     await world.run()
     assert world.bucket.job.state is None
+
+
+async def test_no_more_is_stored_than_was_reserved(world: World) -> None:
+    """Two states of 5 bytes beside 3 adapters of 10 fit, and one more byte does not."""
+    world.bucket.other(storage=40)
+    await world.begin()
+    for step in (1, 2, 3):
+        world.adapter(step)
+        world.state(step)
+    await world.run()
+    world.adapter(4)
+    with pytest.raises(OverReserved) as refused:
+        await world.run()
+    assert "RYZANSTEIN_TENANT_TRAINING_BYTES" in refused.value.message
+    assert [one.step for one in world.bucket.job.adapters] == [1, 2, 3]
+    assert "adapter-4" not in world.files.stored
 
 
 async def test_what_others_write_is_kept_and_what_is_anothers_is_left(world: World) -> None:

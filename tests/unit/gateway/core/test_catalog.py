@@ -1,5 +1,6 @@
 """Which models a gateway makes ready for: those that are served, not all that ever were."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from services.gateway.core.adapters import AdapterRegistry
 from services.gateway.core.catalog import STALE, Catalog, ModelNotLoaded
 from services.gateway.core.registry import ModelRegistry
+from shared.config import CommonSettings
 from shared.errors import UnknownModel
 from shared.messages import (
     GroupLoad,
@@ -23,7 +25,7 @@ NOW = 1_800_000_000.0
 
 
 def catalog(told: list[str]) -> Catalog:
-    bus = cast(Any, None)
+    bus = cast(Any, SimpleNamespace(settings=CommonSettings()))
     return Catalog(
         bus,
         ModelRegistry(bus),
