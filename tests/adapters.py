@@ -19,12 +19,12 @@ def make_adapter(directory: Path, number: int, rank: int = 8) -> str:
     return hashlib.sha256(config + weights).hexdigest()
 
 
-async def store_adapter(bus: Bus, directory: Path, number: int, rank: int = 8) -> str:
+async def store_adapter(bus: Bus, directory: Path, number: int, rank: int = 8, holder: str = "test") -> str:
     """Puts it into the object store, as an executor does that was told to read it; returns its digest."""
     digest = make_adapter(directory / str(number), number, rank)
     files = AdapterFiles(bus)
     await files.open()
-    await files.put(digest, directory / str(number))
+    await files.put(digest, directory / str(number), holder)
     return digest
 
 

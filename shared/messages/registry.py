@@ -146,6 +146,17 @@ class AdapterRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fine-tuning job that has made it."""
 
 
+class AdapterHolders(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who needs the files of an adapter, in the KV bucket `adapter_files` by their digest. Files that nobody holds are
+    deleted, and then this."""
+
+    holders: dict[str, float] = {}
+    """Since when, in unix seconds: `name/<name>` of a name that stands for them or did until lately, `job/<id>/<step>`
+    of a fine-tuning job that has made them."""
+    whole: bool = False
+    """Whether all files have been stored since somebody holds them."""
+
+
 HostModelState = Literal["downloading", "loading", "sleeping", "failed", "stored"]
 
 

@@ -5,23 +5,49 @@
 
 What is there never changes: another content has another digest. Names stand in the KV bucket `adapters`; a name that
 gets another digest, or none, keeps what it stood for as retired, so that somebody can delete those files later.
+
+Who needs files holds them, under their digest in the KV bucket `adapter_files`: every change there is a
+compare-and-set, so that equal files of two jobs or names go with the last one that needs them.
+
+    put       holder added ──▶ not whole: files written ──▶ whole
+    release   what is there is seen ──▶ the last holder removed, not whole ──▶ what was seen is deleted ──▶ forgotten
+
+Whoever holds files after the last holder has gone finds them not whole, and writes them again: the deletion, however
+late, takes only what was seen before.
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import msgspec
+import structlog
 
-from shared.errors import BrokerUnavailable, InternalError, LinkLost, NobodyThere, PayloadTooLarge
-from shared.messages.registry import AdapterRecord, HostReply, PullAdapter, WantedAdapter
+from shared.errors import (
+    BrokerUnavailable,
+    InternalError,
+    LinkLost,
+    NobodyThere,
+    PayloadTooLarge,
+    StorageFull,
+)
+from shared.messages.registry import (
+    AdapterHolders,
+    AdapterRecord,
+    HostReply,
+    PullAdapter,
+    WantedAdapter,
+)
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Change, Entry
-from shared.nats.objects import CHUNK, MissingObject, Objects
+from shared.nats.kv import TRIES, Bucket, Change, Entry
+from shared.nats.objects import CHUNK, MissingObject, Objects, StoredVersion
+
+log = structlog.get_logger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -60,24 +86,85 @@ class AdapterFiles:
             bus, subjects.ADAPTERS_STORE, max_bytes=most, setting="RYZANSTEIN_ADAPTERS_MAX_BYTES"
         )
 
+        self._holders = Bucket(bus, subjects.ADAPTER_FILES_BUCKET, AdapterHolders, plain=True)
+
     async def open(self) -> None:
-        """Creates the store where it does not exist."""
+        """Creates the store and the bucket where they do not exist."""
         await self._objects.open()
+        await self._holders.ensure()
 
     async def has(self, digest: str) -> bool:
         """Whether all of an adapter's files are there."""
         return await self._objects.info(f"{digest}/{CONFIG}") is not None
 
-    async def put(self, digest: str, directory: Path) -> None:
-        """Stores the files in `directory`, which have that digest; what is there already is no error.
+    async def put(self, digest: str, directory: Path, holder: str) -> None:
+        """Stores the files in `directory`, which have that digest, and holds them; what is there already is no error.
 
         Raises `StorageFull`, `PayloadTooLarge`, `OSError`."""
-        if await self.has(digest):
+        if await self.hold(digest, holder) and await self.has(digest):
             return
-        for name, limit in ((WEIGHTS, MAX_BYTES), (CONFIG, CONFIG_BYTES)):
-            with await asyncio.to_thread((directory / name).open, "rb") as file:
-                nuid = secrets.token_hex(11)
-                await self._objects.write(f"{digest}/{name}", _parts_of(file), nuid=nuid, limit=limit)
+        try:
+            for name, limit in ((WEIGHTS, MAX_BYTES), (CONFIG, CONFIG_BYTES)):
+                with await asyncio.to_thread((directory / name).open, "rb") as file:
+                    nuid = f"{digest}.{secrets.token_hex(11)}"
+                    await self._objects.write(f"{digest}/{name}", _parts_of(file), nuid=nuid, limit=limit)
+        except (StorageFull, PayloadTooLarge, OSError):
+            with contextlib.suppress(BrokerUnavailable):
+                await self.release(digest, holder)
+            raise
+        await self._holders.change(digest, _made_whole)
+
+    # --- who needs them --------------------------------------------------------------------------
+
+    async def hold(self, digest: str, holder: str) -> bool:
+        """The files stay until the holder releases them. Whether all of them are there."""
+        now = time.time()
+
+        def made(known: Entry[AdapterHolders] | None) -> AdapterHolders:
+            held = AdapterHolders() if known is None else known.value
+            return msgspec.structs.replace(held, holders={**held.holders, holder: now})
+
+        change = await self._holders.change(digest, made)
+        return change.before is not None and change.before.value.whole
+
+    async def release(self, digest: str, holder: str, since: float | None = None) -> None:
+        """The holder needs them no more; where nobody does they are deleted. `since`: only if it has held them since
+        then, as `holders` says. No error where it does not hold them."""
+        for _ in range(TRIES):
+            known = await self._holders.get(digest)
+            if known is None or (since is not None and known.value.holders.get(holder) != since):
+                return
+            left = {name: at for name, at in known.value.holders.items() if name != holder}
+            if left and len(left) == len(known.value.holders):
+                return
+            seen = [] if left else await self._seen(digest)
+            changed = AdapterHolders(left, known.value.whole and bool(left))
+            revision = await self._holders.update(digest, changed, known.revision)
+            if revision is not None:
+                if not left:
+                    await self._delete(digest, seen, revision)
+                return
+        raise BrokerUnavailable(
+            f"Others change the holders of the adapter {digest[:12]} all the time; try again."
+        )
+
+    async def holders(self) -> dict[str, AdapterHolders]:
+        """Who holds files, by digest."""
+        return await self._holders.items()
+
+    async def _seen(self, digest: str) -> "list[StoredVersion | str]":
+        """What is there of them: files, and chunks of writings that were cut off."""
+        files = [await self._objects.version(f"{digest}/{name}") for name in (CONFIG, WEIGHTS)]
+        return [*(file for file in files if file is not None), *await self._objects.writings(f"{digest}.")]
+
+    async def _delete(self, digest: str, seen: "Iterable[StoredVersion | str]", revision: int) -> None:
+        for one in seen:
+            if isinstance(one, StoredVersion):
+                await self._objects.delete_version(one)
+            else:
+                await self._objects.purge(one)
+        await self._holders.purge(digest, before=revision + 1)  # unless somebody holds them again
+        log.info("adapter_files_deleted", digest=digest)
 
     async def fetch(self, digest: str, directory: Path) -> None:
         """Writes an adapter's files into `directory`. Raises `MissingObject`, `PayloadTooLarge`, `InternalError` where
@@ -102,10 +189,21 @@ class AdapterFiles:
             raise MissingObject(digest)
         return info.size, self._objects.read(f"{digest}/{name}", patience=PATIENCE)
 
-    async def delete(self, digest: str) -> None:
-        """No error where it is gone."""
-        for name in (CONFIG, WEIGHTS):
-            await self._objects.delete(f"{digest}/{name}")
+
+def name_holder(name: str) -> str:
+    """As which a name of the registry holds files."""
+    return f"name/{name}"
+
+
+def job_holder(job: str, step: int | str) -> str:
+    """As which a fine-tuning job holds those that it has made after a step."""
+    return f"job/{job}/{step}"
+
+
+def _made_whole(known: Entry[AdapterHolders] | None) -> AdapterHolders | None:
+    if known is None or not known.value.holders:  # its holder has released them meanwhile
+        return None if known is None else known.value
+    return msgspec.structs.replace(known.value, whole=True)
 
 
 async def _parts_of(file: BinaryIO) -> AsyncGenerator[bytes, None]:
@@ -200,12 +298,14 @@ def same_wanted(left: WantedAdapter | None, right: WantedAdapter) -> bool:
     return left is not None and msgspec.structs.replace(left, error=right.error) == right
 
 
-async def unregister(bucket: Bucket[AdapterRecord], name: str) -> AdapterRecord:
-    """Takes an adapter out of the registry: what runs with it goes on. Returns what stands there now. Raises as
-    `register`."""
+async def unregister(
+    bucket: Bucket[AdapterRecord], name: str, may: Callable[[AdapterRecord], bool] = lambda record: True
+) -> AdapterRecord:
+    """Takes an adapter out of the registry: what runs with it goes on. `may`: whether who asks may know of it, as it is
+    there then. Returns what stands there now. Raises as `register`."""
 
     def made(known: Entry[AdapterRecord] | None) -> AdapterRecord:
-        if known is None or not (known.value.digest or known.value.wanted):
+        if known is None or not (known.value.digest or known.value.wanted) or not may(known.value):
             raise AdapterRefused(name, "missing")
         retired = _retired(known.value, "")
         return msgspec.structs.replace(known.value, digest="", retired=retired, origin="", wanted=None)

@@ -54,6 +54,15 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     deleted: bool = False
 
 
+class StoredVersion(msgspec.Struct, frozen=True):
+    """One writing of an object, as somebody has seen it."""
+
+    name: str
+    nuid: str
+    revision: int
+    """Of its meta message."""
+
+
 class MissingObject(Exception):
     """There is no object of that name, or its chunks have been removed."""
 
@@ -97,6 +106,15 @@ class Objects:
 
     async def info(self, name: str) -> ObjectInfo | None:
         """What is stored as `name`; None: nothing."""
+        found = await self._found(name)
+        return None if found is None else found[0]
+
+    async def version(self, name: str) -> StoredVersion | None:
+        """The same, for `delete_version`."""
+        found = await self._found(name)
+        return None if found is None else StoredVersion(name, found[0].nuid, found[1])
+
+    async def _found(self, name: str) -> tuple[ObjectInfo, int] | None:
         with translated(f"read an object of {self._name}"):
             try:
                 message = await self._bus.jetstream().get_last_msg(self._stream, self._meta(name))
@@ -107,7 +125,7 @@ class Objects:
         except msgspec.DecodeError as error:
             log.warning("undecodable_object", store=self._name, name=name, error=str(error))
             return None
-        return None if info.deleted else info
+        return None if info.deleted else (info, message.seq or 0)
 
     async def names(self) -> list[str]:
         """Of all objects, deleted ones not."""
@@ -273,6 +291,15 @@ class Objects:
             await jetstream.purge_stream(self._stream, subject=self._meta(name))
             if info is not None:
                 await jetstream.purge_stream(self._stream, subject=self._chunks(info.nuid))
+
+    async def delete_version(self, version: StoredVersion) -> None:
+        """Removes that one; what was written as its name since then stays."""
+        with translated(f"delete an object of {self._name}"):
+            jetstream = self._bus.jetstream()
+            await jetstream.purge_stream(
+                self._stream, seq=version.revision + 1, subject=self._meta(version.name)
+            )
+            await jetstream.purge_stream(self._stream, subject=self._chunks(version.nuid))
 
     async def purge(self, nuid: str) -> None:
         """Removes the chunks of a writing."""

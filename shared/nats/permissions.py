@@ -201,6 +201,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_bucket(subjects.PLACEMENTS_BUCKET),
             *_own_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),
+            *_own_bucket(subjects.ADAPTER_FILES_BUCKET),
+            f"{_API}.STREAM.PURGE.KV_{subjects.ADAPTER_FILES_BUCKET}",
             *_own_objects(subjects.ADAPTERS_STORE),  # they delete what no generation needs any more
             *_bucket(subjects.KEYS_BUCKET),
             *_own_bucket(subjects.GENERATIONS_BUCKET),
@@ -278,6 +280,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_objects(subjects.TOKENIZERS_STORE),
             *_bucket(subjects.ADAPTERS_BUCKET),
             *_bucket(subjects.REGISTRY_BUCKET),  # whose models' files stay
+            *_own_bucket(subjects.ADAPTER_FILES_BUCKET),  # who needs what it has stored
+            f"{_API}.STREAM.PURGE.KV_{subjects.ADAPTER_FILES_BUCKET}",
             *_own_objects(subjects.ADAPTERS_STORE),
             *_own_bucket(subjects.TRAINING_BUCKET),  # of jobs that it trains
             *_own_bucket(subjects.TRAINING_EVENTS_BUCKET),

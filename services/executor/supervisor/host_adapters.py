@@ -22,7 +22,7 @@ from shared.errors import InvalidRequest, ModelLoadError, ModelNotStored, reason
 from shared.messages import AdapterRecord, PullAdapter
 from shared.model_store.preparation import prepare_adapter
 from shared.model_store.programs import run_module
-from shared.nats.adapters import CONFIG, CONFIG_BYTES, MAX_BYTES, WEIGHTS, AdapterFiles
+from shared.nats.adapters import CONFIG, CONFIG_BYTES, MAX_BYTES, WEIGHTS, AdapterFiles, name_holder
 from shared.nats.bus import Bus
 from shared.tasks import TaskSet
 
@@ -97,7 +97,7 @@ class HostAdapters:
                 base_named = await asyncio.to_thread(_base_of, copy)
                 files = AdapterFiles(bus)
                 await files.open()
-                await files.put(found.digest, copy)
+                await files.put(found.digest, copy, name_holder(command.name))
         return AdapterRecord(
             command.name,
             command.model,

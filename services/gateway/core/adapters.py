@@ -1,28 +1,38 @@
 """The LoRA adapters in NATS KV, as a gateway sees and changes them (ADR 0029).
 
     KV `adapters`    name ──▶ record: base, digest     resolve: a request gets base and digest, and keeps them
-                     put    the name gets another digest; the one before is retired
+                     put    the name holds the files, and gets another digest; the one before is retired
                      remove the name is gone; its digest is retired
-    sweep            files of digests that were retired long ago, and that no name has, are deleted
+    sweep            what was retired long ago is forgotten, and names release files that they do not stand for
 
 A generation keeps the digest that it began with, on whichever ring goes on with it, so files outlive their name: for
-`retention` seconds, longer than a generation can be taken up again.
+`retention` seconds, longer than a generation can be taken up again. Files go with the last one who holds them
+(`shared/nats/adapters.py`), whatever a gateway knows of the others.
 """
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import structlog
 
 from services.gateway.core.errors import RouteError
 from shared.errors import RyzansteinError, Unavailable
-from shared.messages.registry import MAX_ADAPTERS, AdapterRecord
+from shared.messages.registry import MAX_ADAPTERS, AdapterHolders, AdapterRecord
 from shared.nats import subjects
-from shared.nats.adapters import MAX_RETIRED, AdapterFiles, AdapterRefused, register, unregister
+from shared.nats.adapters import (
+    MAX_RETIRED,
+    AdapterFiles,
+    AdapterRefused,
+    job_holder,
+    name_holder,
+    register,
+    unregister,
+)
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
+from shared.nats.training import KEEP
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +40,8 @@ MAX_PER_MODEL = 4096
 RETENTION_FACTOR = 2.0
 """Of the journal's age, for how long retired files stay."""
 SWEEP_INTERVAL = 300.0
+JOB_HOLDS = KEEP
+"""Seconds after which a fine-tuning job holds files no more, whatever became of it."""
 _NEAR = 512
 
 
@@ -122,6 +134,8 @@ class AdapterRegistry:
     async def put(self, record: AdapterRecord, *, replace: bool) -> AdapterRecord:
         """Registers `record`; with `replace` also where the name has one, whose digest is retired then. Raises
         `RouteError`."""
+        await self._files.open()
+        await self._files.hold(record.digest, name_holder(record.name))
         try:
             new = await register(await self._bucket(), record, replace=replace)
         except AdapterRefused as refused:
@@ -130,15 +144,33 @@ class AdapterRegistry:
         log.info("adapter_registered", adapter=record.name, model=record.model, digest=record.digest)
         return new
 
-    async def remove(self, name: str) -> AdapterRecord:
-        """Unloads an adapter: what runs with it goes on. Raises `RouteError` where there is none of that name."""
+    async def remove(self, name: str, tenant: str | None) -> AdapterRecord:
+        """Unloads an adapter: what runs with it goes on. Raises `RouteError` where there is none of that name that the
+        tenant may know of."""
         try:
-            gone = await unregister(await self._bucket(), name)
+            gone = await unregister(await self._bucket(), name, lambda record: is_seen(record, tenant))
         except AdapterRefused as refused:
             raise self._refusal(name, refused) from None
         self._set(name, gone)
         log.info("adapter_unregistered", adapter=name, model=gone.model)
         return gone
+
+    async def discard(self, name: str, tenant: str) -> None:
+        """Unloads one, and its files go at once if nobody else holds them: a generation that another ring takes over
+        ends with an error then. Raises `RouteError` as `remove`."""
+        gone = await self.remove(name, tenant)
+        await self._forget(name, time.time() + 1.0)
+        for digest, _ in gone.retired:
+            await self._files.release(digest, name_holder(name))
+
+    async def release_job(self, job: str) -> None:
+        """A fine-tuning job that is over holds no files any more; names hold theirs."""
+        await self._files.open()
+        mine = job_holder(job, "")
+        for digest, held in (await self._files.holders()).items():
+            for holder in held.holders:
+                if holder.startswith(mine):
+                    await self._files.release(digest, holder)
 
     def _refusal(self, name: str, refused: AdapterRefused) -> RouteError:
         if refused.reason == "exists":
@@ -160,6 +192,7 @@ class AdapterRegistry:
 
     async def run(self) -> None:
         """Sweeps now and then, until it is cancelled. Several gateways may do it at once."""
+        await self.wait()
         while True:
             await asyncio.sleep(SWEEP_INTERVAL)
             try:
@@ -168,35 +201,56 @@ class AdapterRegistry:
                 log.warning("adapters_not_swept", error=str(error))
 
     async def sweep(self, now: float) -> None:
-        """Deletes the files of digests that were retired before `now` (unix seconds) less the retention, unless a name
-        has them; forgets names that have nothing left."""
+        """Forgets what was retired before `now` (unix seconds) less the retention, and names that have nothing left;
+        then releases files for those who have held them for longer than that and need them no more. Who has begun to
+        hold files since then may be about to register them."""
         before = now - self._retention
+        await self._files.open()
+        known = await self._files.holders()
         for name, record in list(self._entries.items()):
-            late = [one for one in record.retired if one[1] < before]
-            if not late:
-                continue
-            for digest, _ in late:
-                if not self._needed(digest, before):
-                    await self._files.delete(digest)
-                    log.info("adapter_files_deleted", adapter=name, digest=digest)
-            await self._forget(name, {digest for digest, _ in late})
+            if any(at < before for _, at in record.retired):
+                await self._forget(name, before)
+        await self._hold_registered(known)
+        for digest, held in known.items():
+            old = {holder: at for holder, at in held.holders.items() if at < before}
+            for holder, at in old.items():
+                if not self._needs(holder, digest, at, now):
+                    await self._files.release(digest, holder, at)
+            if not held.holders:  # whoever was to delete them has died
+                await self._files.release(digest, "")
 
-    def _needed(self, digest: str, before: float) -> bool:
-        return any(
-            record.digest == digest or any(one[0] == digest and one[1] >= before for one in record.retired)
-            for record in self._entries.values()
-        )
+    async def _hold_registered(self, known: Mapping[str, AdapterHolders]) -> None:
+        """Files of names that versions before have registered, which held nothing."""
+        for name, record in list(self._entries.items()):
+            for digest in _digests_of(record):
+                held = known.get(digest)
+                if held is None or name_holder(name) not in held.holders:
+                    await self._files.hold(digest, name_holder(name))
 
-    async def _forget(self, name: str, digests: set[str]) -> None:
+    def _needs(self, holder: str, digest: str, since: float, now: float) -> bool:
+        kind, _, name = holder.partition("/")
+        if kind != "name":  # a job releases its own; one that is forgotten by now was killed before it could
+            return now - since < JOB_HOLDS
+        record = self._entries.get(name)
+        return record is not None and digest in _digests_of(record)
+
+    async def _forget(self, name: str, before: float) -> None:
+        """What the name has retired before then, in unix seconds."""
+
         def made(known: Entry[AdapterRecord] | None) -> AdapterRecord | None:
             if known is None:
                 return None
-            left = [one for one in known.value.retired if one[0] not in digests]
+            left = [one for one in known.value.retired if one[1] >= before]
             held = known.value.digest or known.value.wanted or left
             return msgspec.structs.replace(known.value, retired=left) if held else None
 
         after = (await (await self._bucket()).change(name, made)).after
         self._set(name, None if after is None else after.value)
+
+
+def _digests_of(record: AdapterRecord) -> list[str]:
+    """That it stands for, or did until lately."""
+    return [*([record.digest] if record.digest else []), *(digest for digest, _ in record.retired)]
 
 
 def is_seen(record: AdapterRecord, tenant: str | None) -> bool:

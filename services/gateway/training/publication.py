@@ -92,16 +92,15 @@ class Publication:
             f"Checkpoint created at step {adapter.step} with Snapshot ID: {name}",
             step=adapter.step,
         )
-        await self._remove_dropped(lease.job)
-        await lease.write(lambda known: states.named(known, adapter, name))
+        await self._remove_dropped(await lease.write(lambda known: states.named(known, adapter, name)))
 
     async def _remove_dropped(self, job: TrainingJob) -> None:
-        """Names of checkpoints that the job keeps no more: a host keeps the last ones."""
+        """Checkpoints that the job keeps no more, names and files: a host keeps the last ones."""
         kept = {checkpoint_name(job, one) for one in job.adapters} | {model_name(job)}
         for name, record in list(self._adapters.records.items()):
             if record.job == job.id and name not in kept:
                 with contextlib.suppress(RouteError):  # another gateway was first
-                    await self._adapters.remove(name)
+                    await self._adapters.discard(name, job.tenant)
 
     async def _publish_result(self, lease: Lease[TrainingJob], result: TrainedAdapter) -> None:
         name = model_name(lease.job)
@@ -163,6 +162,8 @@ class Publication:
             await self._objects.delete(name)
         await clear_objects(self._objects, job.id)  # what attempts of hosts have left that died
         await self._remove_dropped(job)
+        if job.attempt:
+            await self._adapters.release_job(job.id)
         await lease.write(states.cleaned)
 
     async def _say(

@@ -24,7 +24,7 @@ async def stored(bus: Bus, model: Path, directory: Path) -> list[str]:
         adapter = directory / str(rank)
         save_adapter(base, adapter, targets_in(model), rank)
         digests.append(inspect_adapter(adapter, load_config(model)).digest)
-        await files.put(digests[-1], adapter)
+        await files.put(digests[-1], adapter, "test")
     return digests
 
 

@@ -94,7 +94,9 @@ async def test_what_cannot_be_had_is_refused_and_others_are_not(
 ) -> None:
     good, large = await store_adapter(bus, tmp_path, 1), await store_adapter(bus, tmp_path, 2, rank=200)
     false = "ab" * 32
-    await AdapterFiles(bus).put(false, tmp_path / "1")
+    files = AdapterFiles(bus)
+    await files.open()
+    await files.put(false, tmp_path / "1", "test")
     more = arguments(tmp_path / "cache", "--max-adapter-rank", "16")
     async with service_process(
         bus, nats_settings, "services.executor", tmp_path, *more, instance="e"

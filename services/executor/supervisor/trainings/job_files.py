@@ -14,12 +14,9 @@ import structlog
 
 from services.executor.ipc.trainer_pipe import EXAMPLES, STATE, AdapterWritten, StateWritten
 from shared.errors import InternalError
-from shared.messages.registry import AdapterRecord
-from shared.messages.training import TrainingJob, TrainingState
-from shared.nats import subjects
-from shared.nats.adapters import AdapterFiles
+from shared.messages.training import TrainedAdapter, TrainingJob, TrainingState
+from shared.nats.adapters import AdapterFiles, job_holder
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
 from shared.nats.objects import CHUNK, MissingObject
 from shared.nats.training import clear_objects, object_name, training_objects, writing_of
 
@@ -33,7 +30,6 @@ class JobFiles:
     """Of one attempt. Methods raise `BrokerUnavailable`."""
 
     def __init__(self, bus: Bus, job: str, attempt: int, directory: Path) -> None:
-        self._bus = bus
         self._objects = training_objects(bus)
         self._adapters = AdapterFiles(bus)
         self._job = job
@@ -79,21 +75,16 @@ class JobFiles:
     async def put_adapter(self, written: AdapterWritten) -> None:
         """Raises `StorageFull`, `OSError`."""
         await self._adapters.open()
-        await self._adapters.put(written.digest, self._directory / written.directory)
+        holder = job_holder(self._job, written.step)
+        await self._adapters.put(written.digest, self._directory / written.directory, holder)
 
     async def remove(self, name: str) -> None:
         await self._objects.delete(name)
 
-    async def remove_adapter(self, digest: str) -> None:
-        """Unless it is registered under some name."""
-        records = await (await Bucket.open(self._bus, subjects.ADAPTERS_BUCKET, AdapterRecord)).items()
-        names = [
-            record.name
-            for record in records.values()
-            if digest in (record.digest, *(retired for retired, _ in record.retired))
-        ]
-        if not names:
-            await self._adapters.delete(digest)
+    async def remove_adapter(self, adapter: TrainedAdapter) -> None:
+        """Unless a name has it, or another job."""
+        await self._adapters.open()
+        await self._adapters.release(adapter.digest, job_holder(self._job, adapter.step))
 
     async def clear_earlier(self, job: TrainingJob) -> None:
         """What earlier attempts have left that the record does not name."""

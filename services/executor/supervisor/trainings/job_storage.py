@@ -54,8 +54,8 @@ class JobStorage:
         self._closed = False
         self._old: set[str] = set()
         """Objects of states that the record names no more."""
-        self._old_adapters: set[str] = set()
-        """The same, by digest."""
+        self._old_adapters: dict[int, TrainedAdapter] = {}
+        """The same, by step."""
         self._full_since = 0.0
         self.hurries = False
         """Whether the training is to end: what has no room now is left, and it goes on later from its last state."""
@@ -156,10 +156,10 @@ class JobStorage:
             return changed
 
         await self._record.write(change)
-        self._old_adapters.update(old.digest for old in gone)
-        for digest in list(self._old_adapters):
-            await self._files.remove_adapter(digest)
-            self._old_adapters.discard(digest)
+        self._old_adapters.update((old.step, old) for old in gone)
+        for old in list(self._old_adapters.values()):
+            await self._files.remove_adapter(old)
+            self._old_adapters.pop(old.step, None)
 
     def _check(self, size: int) -> None:
         """Before anything is stored beside what the record names. Raises `OverReserved`."""

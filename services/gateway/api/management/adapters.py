@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from services.gateway.api.management.models import Management
-from services.gateway.core.adapters import AdapterRegistry, already_loaded, not_found
+from services.gateway.core.adapters import AdapterRegistry, already_loaded
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import InvalidParameter, RouteError
 from shared.errors import (
@@ -76,9 +76,7 @@ class AdapterManagement:
 
     async def unload(self, name: str, tenant: str) -> AdapterRecord:
         """What runs with it goes on; nobody can ask for it any more. Raises `RouteError` for another tenant's."""
-        if name in self.registry.records and self.registry.find(name, tenant) is None:
-            raise not_found(name)
-        return await self.registry.remove(name)
+        return await self.registry.remove(name, tenant)
 
     def warning(self, record: AdapterRecord) -> str:
         """What may be amiss with it, in a sentence; empty: nothing."""

@@ -11,14 +11,15 @@ import pytest
 
 from services.gateway.core import adapters
 from services.gateway.core.adapters import AdapterRegistry
+from services.gateway.core.errors import RouteError
 from shared.config import CommonSettings
 from shared.messages import GenerationRequest, HostCommand, HostReply
-from shared.messages.registry import AdapterRecord, PullAdapter, WantedAdapter
+from shared.messages.registry import AdapterHolders, AdapterRecord, PullAdapter, WantedAdapter
 from shared.nats import subjects
-from shared.nats.adapters import AdapterFiles, settle, want
+from shared.nats.adapters import AdapterFiles, job_holder, name_holder, settle, want
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
-from tests.adapters import make_adapter, store_adapter
+from tests.adapters import make_adapter, register, store_adapter
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_hosts import FakeHosts
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, say, until
@@ -270,7 +271,8 @@ async def used(gateway: RunningGateway, http: httpx.AsyncClient, ring: FakeRing,
 
 
 async def test_files_stay_as_long_as_a_generation_may_need_them(bus: Bus, tmp_path: Path) -> None:
-    old, new = [await store_adapter(bus, tmp_path, number) for number in range(2)]
+    holder = name_holder("sql")
+    old, new = [await store_adapter(bus, tmp_path, number, holder=holder) for number in range(2)]
     assert old == make_adapter(tmp_path / "again", 0)
     registry, files = AdapterRegistry(bus, 100.0), AdapterFiles(bus)
     record = AdapterRecord("sql", "m", "org/sql", old, 8, 400)
@@ -282,14 +284,64 @@ async def test_files_stay_as_long_as_a_generation_may_need_them(bus: Bus, tmp_pa
     now = time.time()
     await registry.sweep(now + 300)
     assert await files.has(old), "another name has it"
-    await registry.remove("other")
+    await registry.remove("other", None)
     await registry.sweep(now + 50)
     assert await files.has(old), "a generation may need it"
     await registry.sweep(now + 300)
     assert not await files.has(old)
     assert await files.has(new)
-    await registry.remove("sql")
+    await registry.remove("sql", "acme")
     await registry.sweep(now + 300)
     bucket = await Bucket.open(bus, subjects.ADAPTERS_BUCKET, AdapterRecord)
     assert not await files.has(new)
     assert await bucket.items() == {}
+
+
+async def test_what_a_gateway_has_not_heard_of_costs_nobody_its_files(bus: Bus, tmp_path: Path) -> None:
+    """It knows of one name alone, and of no job."""
+    now = time.time()
+    digest = await store_adapter(bus, tmp_path, 0, holder=job_holder("ftjob-1", 4))
+    registry, elsewhere, files = AdapterRegistry(bus, 100.0), AdapterRegistry(bus, 100.0), AdapterFiles(bus)
+    await files.open()
+    await registry.put(AdapterRecord("a", "m", "org/a", digest, 8, 400), replace=False)
+    await elsewhere.put(AdapterRecord("b", "m", "org/b", digest, 8, 400), replace=False)
+    await registry.remove("a", None)
+    await registry.sweep(now + 300)
+    assert await files.has(digest)
+    assert name_holder("a") not in (await files.holders())[digest].holders
+    await registry.release_job("ftjob-1")
+    await elsewhere.sweep(now + 300)
+    assert list((await files.holders())[digest].holders) == [name_holder("b")]
+    await elsewhere.remove("b", None)
+    await elsewhere.sweep(now + 300)
+    assert not await files.has(digest)
+    assert await files.holders() == {}
+
+
+async def test_files_that_versions_before_have_registered_are_held(bus: Bus, tmp_path: Path) -> None:
+    """And a deletion that was cut off is done."""
+    now = time.time()
+    digest = await store_adapter(bus, tmp_path, 0)
+    registry, files = AdapterRegistry(bus, 100.0), AdapterFiles(bus)
+    await files.open()
+    await files._holders.purge(digest)
+    for name in ("a", "b"):
+        registry._set(name, await register(bus, name, "m", digest))
+    await registry.sweep(now)
+    assert set((await files.holders())[digest].holders) == {name_holder("a"), name_holder("b")}
+    for name in ("a", "b"):
+        assert await files.has(digest)
+        await registry.remove(name, None)
+        await registry.sweep(now + 300)
+    assert not await files.has(digest)
+    await files._holders.put(digest, AdapterHolders())
+    await registry.sweep(now)
+    assert await files.holders() == {}
+
+
+async def test_another_tenants_adapter_is_not_unloaded_whatever_a_gateway_knows(bus: Bus) -> None:
+    await register(bus, "ft:theirs", "m", "d" * 64, tenant="acme")
+    registry = AdapterRegistry(bus, 100.0)
+    with pytest.raises(RouteError, match="cannot be found"):
+        await registry.remove("ft:theirs", "umbrella")
+    assert (await registry.remove("ft:theirs", "acme")).digest == ""

@@ -13,6 +13,7 @@ from openai.types.fine_tuning import FineTuningJob
 from services.gateway.core.leases import Jobs
 from services.gateway.training.runner import fine_tuning_jobs
 from shared.messages.training import TrainedAdapter, TrainingEvent, TrainingJob, TrainingMetrics
+from shared.nats.adapters import job_holder
 from shared.nats.bus import Bus
 from shared.nats.training import TrainingEvents, training_objects
 from tests.adapters import store_adapter
@@ -91,8 +92,9 @@ class FakeTrainer:
             job, host=HOST, attempt=known.attempt + 1, status="running", started_at=time.time()
         )
 
-    async def adapter(self, step: int, number: int) -> TrainedAdapter:
-        digest = await store_adapter(self._bus, self._directory, number)
+    async def adapter(self, job: str, step: int, number: int) -> TrainedAdapter:
+        holder = job_holder(job, step)
+        digest = await store_adapter(self._bus, self._directory, number, holder=holder)
         return TrainedAdapter(step, digest, 8, 400, int(time.time()), _metrics(step))
 
     async def step(self, job: str, step: int) -> None:
@@ -104,14 +106,14 @@ class FakeTrainer:
         )
 
     async def checkpoint(self, job: str, step: int, number: int) -> None:
-        made = await self.adapter(step, number)
+        made = await self.adapter(job, step, number)
         known = await self.known(job)
         await self.write(job, adapters=[*known.adapters, made][-3:])
 
     async def finish(self, job: str, number: int) -> TrainingJob:
         """The last step is done: what is left is to publish it."""
         known = await self.known(job)
-        result, name = await self.adapter(known.steps, number), f"{job}/metrics.csv"
+        result, name = await self.adapter(job, known.steps, number), f"{job}/metrics.csv"
         await self.objects.put(name, CSV)
         return await self.write(job, result=result, metrics_object=name, trained_tokens=64)
 

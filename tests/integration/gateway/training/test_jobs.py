@@ -51,7 +51,7 @@ async def test_a_job_from_its_file_to_its_model(
     for wanted, number in ((name, 2), (kept.name, 1)):
         answer = await client.completions.create(model=wanted, prompt="Hi", max_tokens=4)
         assert answer.model == wanted
-        assert ring.requests[-1].adapter == (await trainer.adapter(9, number)).digest
+        assert ring.requests[-1].adapter == (await trainer.adapter("ftjob-1", 9, number)).digest
     assert {name, kept.name} < {one.id async for one in client.models.list()}
 
     checkpoints = (await client.fine_tuning.jobs.checkpoints.list(made.id)).data

@@ -20,7 +20,7 @@ from shared.messages.batches import FileRecord
 from shared.messages.registry import AdapterRecord
 from shared.messages.training import TrainingJob
 from shared.nats import subjects
-from shared.nats.adapters import AdapterFiles
+from shared.nats.adapters import AdapterFiles, job_holder, name_holder
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from tests.integration.gateway.conftest import run_gateway
@@ -164,6 +164,16 @@ async def test_whoever_goes_on_ends_with_the_same(publishing: Publishing) -> Non
     for killed in outcomes[1:]:
         assert killed == outcomes[0]
     assert await trainer.objects.info(f"{JOB}/metrics.csv") is None
+    held = await (await adapter_files(publishing)).holders()
+    assert {holder for one in held.values() for holder in one.holders} == {
+        name_holder(name) for name in names
+    }
+
+
+async def adapter_files(publishing: Publishing) -> AdapterFiles:
+    files = AdapterFiles(publishing.bus)
+    await files.open()
+    return files
 
 
 async def forget(publishing: Publishing) -> None:
@@ -178,13 +188,19 @@ async def forget(publishing: Publishing) -> None:
     await trainer.jobs.forget(await trainer.known(JOB))
 
 
-async def test_checkpoints_that_a_job_drops_lose_their_names(publishing: Publishing) -> None:
+async def test_checkpoints_that_a_job_drops_lose_their_names_and_files(publishing: Publishing) -> None:
     trainer = publishing.trainer
     await trained(trainer)
     await trainer.write(JOB, result=None, metrics_object="")
     await publishing.run(0)
+    dropped = (await trainer.known(JOB)).adapters[0]
     await trainer.checkpoint(JOB, 4, 4)
+    files = AdapterFiles(publishing.bus)
+    await files.open()
+    await files.release(dropped.digest, job_holder(JOB, dropped.step))  # as its host does
+    assert await files.has(dropped.digest), "its name has it"
     await publishing.run(1)
+    assert not await files.has(dropped.digest)
     records = await (await publishing.adapters()).items()
     kept = {name for name, one in records.items() if one.digest}
     assert kept == {f"{NAME}:ckpt-step-{step}" for step in (2, 3, 4)}

@@ -13,7 +13,7 @@ from services.executor.supervisor.trainings.job_files import JobFiles
 from services.executor.supervisor.trainings.job_record import JobRecord, NotMine
 from services.executor.supervisor.trainings.job_storage import JobStorage, OverReserved
 from shared.errors import BrokerUnavailable, StorageFull
-from shared.messages.training import TrainingJob, TrainingMetrics, TrainingState
+from shared.messages.training import TrainedAdapter, TrainingJob, TrainingMetrics, TrainingState
 from shared.nats.kv import Entry
 from shared.nats.tenants import TenantBucket
 
@@ -67,8 +67,8 @@ class FakeFiles:
             raise BrokerUnavailable("It is away.")
         self.removed.append(name)
 
-    async def remove_adapter(self, digest: str) -> None:
-        self.removed.append(digest)
+    async def remove_adapter(self, adapter: TrainedAdapter) -> None:
+        self.removed.append(adapter.digest)
 
     def _fail(self) -> None:
         if self.failures:

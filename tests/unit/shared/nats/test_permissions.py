@@ -26,6 +26,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.FILES_BUCKET: {"gateway"},
     subjects.REGISTRY_BUCKET: {"gateway", "operator"},
     subjects.ADAPTERS_BUCKET: {"gateway", "operator", "scheduler"},
+    subjects.ADAPTER_FILES_BUCKET: {"gateway", "executor"},
     subjects.HOSTS_BUCKET: {"health-monitor"},
     subjects.LEASES_BUCKET: {"scheduler"},
     subjects.PLACEMENTS_BUCKET: {"scheduler"},
