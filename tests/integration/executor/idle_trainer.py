@@ -11,7 +11,8 @@ if __name__ == "__main__":
     pipe = TrainerPipe(sys.stdin.buffer, int(sys.argv[1]))
     pipe.read_spec()
     other = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(other, stdin=subprocess.PIPE) as process:  # which ends with this one
+    fds = (int(sys.argv[1]),)  # as ranks have it
+    with subprocess.Popen(other, stdin=subprocess.PIPE, pass_fds=fds) as process:  # which ends with this one
         pipe.listen()
         pipe.send(Loaded(process.pid, 0))
         threading.Event().wait()

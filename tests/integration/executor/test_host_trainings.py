@@ -1,6 +1,7 @@
 """What a host does with fine-tuning jobs, seen from inside: a real NATS, real stub trainers, no scheduler."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -529,7 +530,7 @@ async def test_what_nobody_needs_any_more_is_killed_while_it_is_suspended(host: 
 
 
 SUSPENDED_AND_KILLED = """
-import asyncio, os, sys
+import asyncio, ctypes, os, signal, sys
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.trainings import trainer_process
 from services.executor.ipc.trainer_pipe import TrainerSpec
@@ -537,6 +538,8 @@ from shared.messages.training import TrainingJob
 
 if "posix" in sys.argv:
     trainer_process._die_with_parent = None
+if "first" in sys.argv:
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as an executor with a fork server
 trainer_process.STUB = "tests.integration.executor.idle_trainer"
 
 async def main():
@@ -547,6 +550,11 @@ async def main():
     pids = [process.pid] + [event.step async for event in first(process)]
     process.suspend()
     print(*pids, flush=True)
+    if "first" in sys.argv:
+        os.kill(process.pid, signal.SIGKILL)
+        async for event in process.events():
+            print("unexpected", event)
+        print(await process.end(), flush=True)
     await asyncio.Event().wait()
 
 async def first(process):
@@ -576,3 +584,27 @@ async def test_suspended_ones_end_with_their_executor(how: str) -> None:
     await executor.wait()
     for pid in pids:
         await until_status(pid)
+
+
+async def test_of_ranks_whose_first_was_killed_while_they_stood_still_none_is_left() -> None:
+    """The others have not asked the kernel yet to end with it, and hold its pipe open."""
+    executor = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SUSPENDED_AND_KILLED,
+        "first",
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert executor.stdout is not None
+    pids = [int(word) for word in (await executor.stdout.readline()).split()]
+    try:
+        assert await asyncio.wait_for(executor.stdout.readline(), 30) == b"signal SIGKILL\n"
+        for pid in pids:
+            await until_status(pid)
+    finally:
+        executor.kill()
+        await executor.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

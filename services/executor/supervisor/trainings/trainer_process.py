@@ -73,6 +73,7 @@ class TrainerProcess:
         finally:
             os.close(write)
         started = cls(process, events, pipe)
+        started._watch_first()
         started.tell(msgspec.json.encode(spec) + b"\n")
         return started
 
@@ -124,6 +125,24 @@ class TrainerProcess:
         self._listening.cancel()
         self._pipe.close()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+    def _watch_first(self) -> None:
+        """Ranks that the first one has started end with it by themselves, but for one that was suspended before it had
+        asked the kernel for that: it would stand still for ever, and hold the pipes open, for whose end asyncio waits.
+        Where a process has no descriptor (macOS) none is left with us: the kernel ends stopped ones without a parent.
+        """
+        if sys.platform != "linux":
+            return
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            pidfd = os.pidfd_open(self.pid)
+            asyncio.get_running_loop().add_reader(pidfd, self._end_others, pidfd)
+
+    def _end_others(self, pidfd: int) -> None:
+        """A group keeps its number as long as one of it is left."""
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def _listen(self) -> None:
         """What it logs goes where ours does."""
