@@ -17,10 +17,11 @@ import torch
 from gguf.constants import GGMLQuantizationType as Type
 from torch import Tensor
 
-from services.executor.model.conversion.gguf_tokenizer import add_tokenizer
+from services.executor.model.conversion.gguf_tokenizer import add_tokenizer, read_json
 from services.executor.model.conversion.gguf_types import GgufDtype, nbytes_of
 from services.executor.model.loading.checkpoints import LARGEST
 from services.executor.model.loading.gguf_file import GgufFile
+from services.executor.model.loading.gguf_metadata import SAMPLING
 from shared.errors import ModelLoadError
 
 ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
@@ -195,6 +196,7 @@ def header_of(
         try:
             _add_config(writer, architecture, config, model, dtype)
             add_tokenizer(writer, tokenizer, config)
+            _add_sampling(writer, tokenizer / "generation_config.json")
             for name, shape, kind in tensors:
                 writer.add_tensor_info(
                     name, shape, torch.empty(0).numpy().dtype, nbytes_of(shape, kind), kind
@@ -243,6 +245,14 @@ _OF_ONE_FILE = (
 def _text(text: str) -> bytes:
     encoded = text.encode()
     return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _add_sampling(writer: gguf.GGUFWriter, generation: Path) -> None:
+    """What `generation`, a generation_config.json, recommends. Raises `ModelLoadError`."""
+    recommended = read_json(generation) if generation.is_file() else {}
+    for key, name in SAMPLING.items():
+        if isinstance(value := recommended.get(name), int | float):
+            getattr(writer, f"add_sampling_{key}")(int(value) if key == "top_k" else float(value))
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

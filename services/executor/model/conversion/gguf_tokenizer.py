@@ -54,7 +54,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(merge) for merge in merges])
     generation = directory / "generation_config.json"
-    settings = {**config, **(_read_json(generation) if generation.is_file() else {})}
+    settings = {**config, **(read_json(generation) if generation.is_file() else {})}
     stops = settings.get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     ids = {name: settings.get(f"{name}_token_id") for name in ("bos", "pad", "unk")}
@@ -76,7 +76,7 @@ def _tokenizer(directory: Path) -> dict[str, Any]:
             f"{directory} has no tokenizer.json, and a GGUF file needs one; fetch the model again, or load and save "
             "its tokenizer with transformers."
         )
-    tokenizer = _read_json(file)
+    tokenizer = read_json(file)
     if (tokenizer.get("model") or {}).get("type") != "BPE":
         kind = (tokenizer.get("model") or {}).get("type")
         raise ModelLoadError(
@@ -181,11 +181,12 @@ def _chat_template(directory: Path) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     settings = directory / "tokenizer_config.json"
-    template = _read_json(settings).get("chat_template") if settings.is_file() else None
+    template = read_json(settings).get("chat_template") if settings.is_file() else None
     return template if isinstance(template, str) else None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Raises `ModelLoadError`."""
     try:
         content = json.loads(file.read_bytes())
         if not isinstance(content, dict):

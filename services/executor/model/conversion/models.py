@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.executor.core.sharding import Span
+from services.executor.model.loading.completeness import check_whole
 from services.executor.model.loading.composition import Composition
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.reading import Read
+from services.executor.model.loading.sources import find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError, reason_of
 
@@ -64,6 +66,8 @@ class SourceModel:
 
 def directory_model(directory: Path, config: Any, files: WeightFiles) -> SourceModel:
     """The model of a directory of safetensors or PyTorch files. Raises `ModelLoadError`."""
+    model = empty_model(config)
+    check_whole(model, find_sources(model, files.shapes), directory)
     tensors = []
     for name, shape in sorted(files.shapes.items()):
         if name in files.coded:
@@ -86,7 +90,9 @@ def gguf_model(directory: Path, weights: GgufWeights) -> SourceModel:
     Raises `ModelLoadError`.
     """
     config = load_config(directory)
-    sources = weights.sources(empty_model(config))
+    model = empty_model(config)
+    sources = weights.sources(model)
+    check_whole(model, sources, directory)
     if sources.unused:
         raise ModelLoadError(
             f"The file has a tensor {min(sources.unused)}, which the architecture does not use; it is not converted."

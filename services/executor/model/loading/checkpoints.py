@@ -6,7 +6,6 @@ directory is made under a temporary name and renamed when it is whole, so an int
 """
 
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.executor.model.catalogue import check_sizes
+from services.executor.model.loading.gguf_metadata import check_described, positive, sampling_of, unsaid
 from shared.errors import ModelLoadError, reason_of
+from shared.model_store.programs import recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
 from shared.models import (
@@ -159,18 +160,24 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
 def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from services.executor.model.loading.gguf_unpacking import unpacked_model
+
     def stage(name: str) -> None:
         progress(name, _STAGES.index(name), len(_STAGES) - 1)
 
     stage("header")
     file, header = files[0].path, files[0].header.metadata
-    named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    check_described(file, files[0].header)
+    named = _alone(file, made.with_name("file"))
     stage("weights")
-    model = _unpacked_model(file, named) if unpack else None
+    model = unpacked_model(files[0], named) if unpack else None
     config = model.config if model is not None else _config(files, named)
+    for name, word in _TOKENS.items():
+        if f"tokenizer.ggml.{word}_token_id" not in header:
+            setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
     stage("tokenizer")
     reader = PreTrainedTokenizerFast if header.get("general.architecture") in _OWN else AutoTokenizer
-    tokenizer = reader.from_pretrained(str(file.parent), **named)
+    tokenizer = reader.from_pretrained(**named)
     stage("write")
     if model is not None:
         model.save_pretrained(str(made))
@@ -180,17 +187,21 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
         config.save_pretrained(str(made))
         link_gguf(made, file)
     _write_generation(made, config, header)
+    recommend(made, sampling_of(header))
     tokenizer.save_pretrained(str(made))
     _mend_tokenizer(made, header, int(config.max_position_embeddings))
 
 
-def _unpacked_model(file: Path, named: dict[str, Any]) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        str(file.parent), dtype=torch.bfloat16, **named, **_dequantize()
-    )
+def _alone(file: Path, directory: Path) -> dict[str, Any]:
+    """What leads transformers to `file` in a `directory` that has nothing else: beside it may lie files that are read
+    in its stead, another model's tokenizer.json for one."""
+    directory.mkdir()
+    (directory / file.name).symlink_to(file.absolute())
+    return {
+        "pretrained_model_name_or_path": str(directory),
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
 
 
 def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
@@ -202,10 +213,12 @@ def _config(files: "Sequence[GgufFile]", named: dict[str, Any]) -> Any:
     if _kind(files[0].header.metadata) in _OWN:
         config = AutoConfig.for_model(**_own_settings(files))
     else:
-        config = AutoConfig.from_pretrained(str(files[0].path.parent), **named)
+        config = AutoConfig.from_pretrained(**named)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.dtype = torch.bfloat16
     header = files[0].header.metadata
+    if f"{header['general.architecture']}.attention.head_count_kv" not in header:
+        config.num_key_value_heads = config.num_attention_heads
     if width := header.get(f"{header['general.architecture']}.attention.key_length"):
         config.head_dim = width
     if width := header.get(f"{header['general.architecture']}.expert_feed_forward_length"):
@@ -226,10 +239,10 @@ def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
     """
     architecture = str(header["general.architecture"])
     if architecture == "qwen2moe":
-        inner = _positive(header, "qwen2moe.expert_shared_feed_forward_length") or config.intermediate_size
+        inner = positive(header, "qwen2moe.expert_shared_feed_forward_length") or config.intermediate_size
         return {"shared_expert_intermediate_size": inner}
     if architecture == "phi3":
-        original = _positive(header, "phi3.rope.scaling.original_context_length")
+        original = positive(header, "phi3.rope.scaling.original_context_length")
         window = {"sliding_window": header.get("phi3.attention.sliding_window") or None}
         return window if original is None else {**window, "original_max_position_embeddings": original}
     if architecture not in LARGEST:
@@ -237,7 +250,7 @@ def _left_out(config: Any, header: "Mapping[str, Value]") -> dict[str, Any]:
     largest = config.num_hidden_layers == LARGEST[architecture]
     width = config.hidden_size // config.num_attention_heads if largest else config.head_dim
     names = [f"{name}_logit_softcapping" for name in ("attn", "final")]
-    caps = {name: _positive(header, f"{architecture}.{name}") for name in names}
+    caps = {name: positive(header, f"{architecture}.{name}") for name in names}
     return {"query_pre_attn_scalar": width, **{name: cap for name, cap in caps.items() if cap is not None}}
 
 
@@ -245,19 +258,13 @@ LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of Gemma's 27B: it scales queries by the width over the heads, smaller ones by the width of a head."""
 
 
-def _positive(header: "Mapping[str, Value]", key: str, most: float = math.inf) -> int | float | None:
-    """None where the file does not say it. Raises `ModelLoadError`."""
-    value = header.get(key)
-    if value is None or (isinstance(value, int | float) and 0 < value <= most):
-        return value
-    raise ModelLoadError(f"The file says {key} {value!r:.40}, which cannot be; fetch it again.")
-
-
 def _set_rotary(config: Any, header: "Mapping[str, Value]", scaling: dict[str, Any]) -> None:
     if header["general.architecture"] == "phi3":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if rotated := _positive(header, "phi3.rope.dimension_count", head_dim):
+        if rotated := positive(header, "phi3.rope.dimension_count", head_dim):
             scaling = {**scaling, "partial_rotary_factor": rotated / head_dim}
+    if f"{header['general.architecture']}.rope.freq_base" not in header:
+        scaling = {"rope_theta": _THETA, **scaling}
     held = config.rope_parameters or {}
     if "full_attention" in held:  # windows have positions of their own, which are not scaled
         config.rope_parameters = {**held, "full_attention": {**held["full_attention"], **scaling}}
@@ -265,6 +272,8 @@ def _set_rotary(config: Any, header: "Mapping[str, Value]", scaling: dict[str, A
         config.rope_parameters = {**held, **scaling}
 
 
+_THETA = 10_000.0
+"""The base of rotary positions where a file says none. Source: llama.cpp."""
 _SETTINGS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -307,10 +316,7 @@ def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
     }
     wanted = _SETTINGS | _OWN[_kind(header)]
     if missing := [key for key in wanted if key not in said]:
-        raise ModelLoadError(
-            f"The file {files[0].path} does not say {architecture}.{missing[0]}, without which the model cannot be "
-            "built; fetch it again, or choose another."
-        )
+        raise unsaid(files[0].path, f"{architecture}.{missing[0]}")
     tensors = {tensor.name: tensor for file in files for tensor in file.header.tensors}
     if (embedding := tensors.get("token_embd.weight")) is None:
         raise ModelLoadError(
@@ -324,7 +330,7 @@ def _own_settings(files: "Sequence[GgufFile]") -> dict[str, Any]:
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", said["embedding_length"] // max(1, heads)),
         "vocab_size": embedding.shape[0],
-        "rope_parameters": {"rope_type": "default", "rope_theta": said.get("rope.freq_base", 10_000.0)},
+        "rope_parameters": {"rope_type": "default", "rope_theta": said.get("rope.freq_base", _THETA)},
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -349,16 +355,34 @@ def _rope_scaling(files: "Sequence[GgufFile]") -> dict[str, Any]:
         if tensor.name == f"rope_factors_{length}.weight"
     }
     known = {} if original is None else {"original_max_position_embeddings": original}
-    if len(factors) == len(("long", "short")):
+    if factors or kind == "longrope" or (kind is None and f"{prefix}attn_factor" in header):
+        for length in ("long", "short"):
+            if length not in factors:
+                raise _without(f"rope_factors_{length}.weight")
+        if original is None:
+            raise unsaid(files[0].path, f"{prefix}original_context_length")
         return {
             "rope_type": "longrope",
             "long_factor": factors["long"],
             "short_factor": factors["short"],
             **known,
         }
-    if kind in ("linear", "yarn") and isinstance(factor, float) and factor > 0:
+    if kind in (None, "none") and factor in (None, 0.0, 1.0):
+        return {}
+    if kind in ("linear", "yarn") and positive(header, f"{prefix}factor"):
         return {"rope_type": kind, "factor": factor, **(known if kind == "yarn" else {})}
-    return {}
+    if kind in (None, "linear", "yarn"):
+        raise unsaid(files[0].path, f"{prefix}{'factor' if kind else 'type'}")
+    raise ModelLoadError(
+        f"The file {files[0].path} says {prefix}type {kind!r:.40}, and rotary positions are not scaled so here; choose "
+        "another."
+    )
+
+
+def _without(tensor: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"The file has no tensor {tensor}, by which its rotary positions are scaled; fetch it again."
+    )
 
 
 def _write_generation(made: Path, config: Any, header: "Mapping[str, Value]") -> None:
@@ -373,14 +397,6 @@ def _write_generation(made: Path, config: Any, header: "Mapping[str, Value]") ->
     generation.save_pretrained(str(made))
 
 
-def _dequantize() -> dict[str, Any]:
-    """What `from_pretrained` must be told to unpack the weights: older versions do so unasked."""
-    import transformers
-
-    kind = getattr(transformers, "GgufConfig", None)
-    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
-
-
 def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_length: int) -> None:
     tokenizer = directory / "tokenizer.json"
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
@@ -391,6 +407,12 @@ def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_leng
         changes["pre_tokenizer"] = {**splitter, "prepend_scheme": "never"}
         steps = [step for step in content["decoder"].get("decoders", ()) if step["type"] != "Strip"]
         changes["decoder"] = {**content["decoder"], "decoders": steps}
+    added = content.get("added_tokens") or []
+    own = [token for token in added if token["id"] < len(content["model"]["vocab"])]
+    if len(own) < len(added):
+        changes["added_tokens"] = (
+            own  # the others are such as transformers gives to every tokenizer of the kind
+        )
     if changes:
         tokenizer.write_text(json.dumps({**content, **changes}, ensure_ascii=False), encoding="utf-8")
     settings = directory / "tokenizer_config.json"

@@ -11,7 +11,8 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,10 +138,17 @@ def open_parts(path: Path) -> list[GgufFile]:
                 f"The file {file.path} is not number {number + 1} of {len(files)} files of a model, as its name says; "
                 "fetch the model's files again, under their own names."
             )
-    names = [tensor.name for file in files for tensor in file.header.tensors]
-    if len(set(names)) != len(names):
-        raise ModelLoadError(f"The files beside {path} hold the same tensors; fetch the model's files again.")
+    if doubled := _doubled(tensor.name for file in files for tensor in file.header.tensors):
+        raise ModelLoadError(
+            f"Two of the files beside {path} hold a tensor {doubled}; fetch the model's files again."
+        )
     return files
+
+
+def _doubled(names: Iterable[str]) -> str:
+    """One that stands twice; "" where none does."""
+    name, count = next(iter(Counter(names).most_common(1)), ("", 0))
+    return name if count > 1 else ""
 
 
 class _Reader:
@@ -192,8 +200,8 @@ class _Reader:
                     f"it ends {begin + behind - self._size} bytes before the end of the tensor {before}"
                 )
             placed.append(GgufTensor(tensor.name, tensor.shape, tensor.kind, begin + tensor.offset))
-        if len({tensor.name for tensor in placed}) != len(placed):
-            raise ValueError("two of its tensors have one name")
+        if doubled := _doubled(tensor.name for tensor in placed):
+            raise ValueError(f"two of its tensors have one name, {doubled}")
         return tuple(placed)
 
     def _tensor(self) -> GgufTensor:

@@ -9,7 +9,6 @@ garbage without a word.
 """
 
 import json
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -44,14 +43,15 @@ from services.executor.model.configuration import (
     check_described,
     check_layer_types,
 )
+from services.executor.model.loading.completeness import check_leftovers, check_ties, is_computed
 from services.executor.model.loading.gguf_weights import GgufWeights
-from services.executor.model.loading.output_heads import SCORE, has_output_layer
-from services.executor.model.loading.prediction_heads import heads_among, is_of_heads
+from services.executor.model.loading.output_heads import has_output_layer
+from services.executor.model.loading.prediction_heads import heads_among
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
 from services.executor.model.loading.sources import Sources, find_sources
 from services.executor.model.loading.text_models import know_causal, takes_more_than_text, text_config
-from services.executor.model.loading.weight_files import WeightFiles
+from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.lowering import FAMILIES
 from services.executor.model.parallel.latent import register_latent_attention
 from services.executor.model.parallel.layers import (
@@ -60,7 +60,6 @@ from services.executor.model.parallel.layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WeightShard,
-    held_elsewhere,
     holds_experts,
     keep_quantized_experts,
     piece_of,
@@ -68,7 +67,6 @@ from services.executor.model.parallel.layers import (
 )
 from services.executor.model.parallel.rewiring import attention_to_build_with
 from services.executor.model.parallel.splitting import apply_plan
-from services.executor.model.pooling import is_classifier
 from services.executor.model.quantized import DeferredRows, QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 from services.executor.model.rotary import fix_frequencies
@@ -83,11 +81,6 @@ _UNPACKED_TOGETHER = 1 << 22
 _CPU = torch.device("cpu")
 LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
-
-_NOT_NEEDED = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias|attn\.[qkv]_(scale|zero_point))$"
-)
-"""Buffers that older versions of transformers saved and newer ones compute; scales of a quantized KV cache."""
 
 
 def load_config(directory: Path) -> Any:
@@ -310,7 +303,10 @@ def _planned(
     apply_plan(model, config, layout, collectives)
     parameters = parameters_of(model, ties)
     plan = plan_reads(parameters, sources, codec, keep_codes, defer_codes, with_experts)
-    _check_leftovers(model, parameters, sources, files, directory)
+    names = [parameter.names for parameter in parameters]
+    check_leftovers(model, names, sources, files, directory)
+    if isinstance(files, WeightFiles):
+        check_ties(names, sources, files, directory)
     _say_heads(files, config)
     return model, plan
 
@@ -423,20 +419,19 @@ def plan_reads(
     defer_codes: bool = False,
     with_experts: bool = False,
 ) -> list[tuple[_Parameter, Read]]:
-    """What to read for each parameter. Buffers that the checkpoint lacks keep what they were built with.
+    """What to read for each parameter. Buffers that follow from the configuration keep what they were built with where
+    the checkpoint lacks them; all else that it lacks is refused.
 
     `with_experts`: theirs may be quantized too, all of a layer as one weight.
     """
     plan = []
+    missing = []
     for parameter in parameters:
         found = next((name for name in parameter.names if name in sources.parameters), None)
-        if found is None and parameter.buffer:
-            continue
         if found is None:
-            raise ModelLoadError(
-                f"The weights have no tensor {parameter.names[0]}, which config.json calls for; "
-                "the directory mixes two models or is incomplete, fetch the model again."
-            )
+            if not (parameter.buffer and is_computed(parameter.names[0])):
+                missing.append(parameter.names[0])
+            continue
         content, piece = sources.parameters[found], parameter.piece
         if piece is not None and piece.transposed:
             content = content.transposed(0, 1)
@@ -448,6 +443,11 @@ def plan_reads(
         kind = parameter.codec_of(codec) if fits else None
         plan.append(
             (parameter, Read(flat or content, parameter.dtype, kind, keep_codes and fits, defer_codes))
+        )
+    if missing:
+        raise ModelLoadError(
+            f"The weights have no tensor {some_of(missing)}, which config.json calls for; "
+            "the directory mixes two models or is incomplete, fetch the model again."
         )
     return plan
 
@@ -463,34 +463,6 @@ def _check_shape(name: str, parameter: _Parameter, stored: tuple[int, ...]) -> N
         )
 
 
-def _check_leftovers(
-    model: nn.Module,
-    parameters: list[_Parameter],
-    sources: Sources,
-    files: WeightFiles | GgufWeights,
-    directory: Path,
-) -> None:
-    """Raises when the checkpoint holds weights that the model has no place for: it would compute nonsense."""
-    config: Any = model.config
-    known = {name for parameter in parameters for name in parameter.names}
-    for name, module in model.named_modules():
-        known |= {f"{name}.{leaf}" for leaf in held_elsewhere(module)}
-    ignored = [
-        re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ]
-    for name in sorted(sources.unused | (sources.parameters.keys() - known)):
-        if _NOT_NEEDED.search(name) or any(pattern.search(name) for pattern in ignored):
-            continue
-        if is_of_heads(name, config) or (name == SCORE and is_classifier(config.to_dict())):
-            continue
-        if isinstance(files, WeightFiles) and _is_idle_bias(name, files):
-            continue  # quantizers give every linear layer a bias, of zeros where the model has none
-        raise ModelLoadError(
-            f"The weights in {directory} hold a tensor {name} that the architecture does not use; "
-            "config.json belongs to another model, fetch the model again."
-        )
-
-
 def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
     if not isinstance(files, WeightFiles):
         return
@@ -502,12 +474,6 @@ def _say_heads(files: WeightFiles | GgufWeights, config: Any) -> None:
             bytes=heads.bytes,
             reason="the answers are the same without them; with --draft-model mtp the first one drafts",
         )
-
-
-def _is_idle_bias(name: str, files: WeightFiles) -> bool:
-    """Whether it is zeros that belong to a coded weight."""
-    of = name.removesuffix(".bias") + ".weight"
-    return name.endswith(".bias") and of in files.coded and not files.tensor(name).any()
 
 
 def place(parameter: _Parameter, held: Weight) -> None:

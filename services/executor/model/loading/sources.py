@@ -73,13 +73,26 @@ def find_sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Sources:
         if target not in state:
             unused.add(name)
         elif pattern is None:
-            parameters[target] = Composition.whole(name, shapes[name])
+            _add(parameters, target, Composition.whole(name, shapes[name]))
         else:
             group = groups.setdefault(target, _Group(by_pattern[pattern]))
             group.names.setdefault(pattern, []).append(name)
     for target, group in groups.items():
-        parameters.update(_composed(group, shapes, _Scope(target, group.converter, model.config, state)))
+        made = _composed(group, shapes, _Scope(target, group.converter, model.config, state))
+        for part, content in made.items():
+            _add(parameters, part, content)
     return Sources(parameters, frozenset(unused))
+
+
+def _add(parameters: dict[str, Composition], name: str, content: Composition) -> None:
+    """Raises `ModelLoadError` where `parameters` has one of that name."""
+    if name in parameters:
+        first, second = (found.parts[0].source for found in (parameters[name], content))
+        raise ModelLoadError(
+            f"The tensors {first} and {second} of the weights are both {name}, and which one is meant cannot be told; "
+            "fetch the model again."
+        )
+    parameters[name] = content
 
 
 @dataclass(frozen=True)

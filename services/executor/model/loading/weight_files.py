@@ -15,7 +15,8 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -154,11 +155,20 @@ _Entry = tuple[torch.dtype, list[int], int]
 
 def _entries(header: bytes) -> dict[str, _Entry]:
     try:
-        described: dict[str, Any] = json.loads(header)
+        described: dict[str, Any] = json.loads(header, object_pairs_hook=_once)
         described.pop("__metadata__", None)
         return {name: _entry(name, value) for name, value in described.items()}
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError("its header does not describe tensors") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises `ValueError` where a name stands twice: JSON's reader would take the last."""
+    held = dict(pairs)
+    if len(held) != len(pairs):
+        doubled = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it has {doubled} twice")
+    return held
 
 
 def _entry(name: str, value: dict[str, Any]) -> _Entry:
@@ -173,12 +183,15 @@ def _entry(name: str, value: dict[str, Any]) -> _Entry:
 
 
 def _check_extent(entries: dict[str, _Entry], available: int) -> None:
-    ends = {
-        name: start + math.prod(shape) * dtype.itemsize for name, (dtype, shape, start) in entries.items()
-    }
-    last = max(ends, key=lambda name: ends[name], default=None)
-    if last is not None and ends[last] > available:
-        raise ValueError(f"it ends {ends[last] - available} bytes before the end of the tensor {last}")
+    behind, before = 0, ""
+    for name, (dtype, shape, start) in sorted(entries.items(), key=lambda entry: entry[1][2]):
+        size = math.prod(shape) * dtype.itemsize
+        if size and start < behind:
+            raise ValueError(f"the tensors {before} and {name} overlap")
+        if size:
+            behind, before = start + size, name
+    if behind > available:
+        raise ValueError(f"it ends {behind - available} bytes before the end of the tensor {before}")
 
 
 def _tensor(mapped: mmap.mmap, begin: int, dtype: torch.dtype, shape: list[int], start: int) -> Tensor:
@@ -264,12 +277,17 @@ class WeightFiles:
         for file in sorted(set(index.values())) if index is not None else [format_.single]:
             mapped = _opened(directory / file, format_)
             # Where two files hold a name, the index says which is meant.
-            meant = (name for name in mapped.tensors if index is None or index.get(name, file) == file)
+            meant = [name for name in mapped.tensors if index is None or index.get(name, file) == file]
+            if doubled := sorted(self._files.keys() & set(meant)):
+                raise ModelLoadError(
+                    f"Two weight files in {directory} hold {some_of(doubled)}, and {format_.index} does not say which "
+                    "is meant; fetch the model again."
+                )
             self._files.update(dict.fromkeys(meant, mapped))
         missing = sorted(name for name in index or () if name not in self._files)
         if missing:
             raise ModelLoadError(
-                f"{format_.index} in {directory} names {_some(missing)}, which the weight files do not hold; "
+                f"{format_.index} in {directory} names {some_of(missing)}, which the weight files do not hold; "
                 "fetch the model again."
             )
         self.coded = {}
@@ -345,7 +363,7 @@ def _choose(directory: Path) -> tuple[_Format, Mapping[str, str] | None]:
         if (directory / format_.single).is_file():
             return format_, None
     others = sorted(path.name for path in directory.iterdir() if path.suffix in _OTHER_FORMATS)
-    found = f"only {_some(others)}" if others else "no weights"
+    found = f"only {some_of(others)}" if others else "no weights"
     names = " or ".join(name for format_ in _FORMATS for name in (format_.single, format_.index))
     raise ModelLoadError(
         f"The model directory {directory} holds {found}, where {names} is needed; "
@@ -370,7 +388,7 @@ def _opened(path: Path, format_: _Format) -> MappedFile:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in names.values()):
             raise ValueError("a file name is not plain")
         return dict(names)
@@ -385,6 +403,7 @@ def _damaged(path: Path, error: Exception) -> ModelLoadError:
     )
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """For an error: three of them, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

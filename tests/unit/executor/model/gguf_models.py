@@ -75,8 +75,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
+    add_tokens(writer, config.vocab_size)
+
+
+def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
+    """A byte-level tokenizer."""
     tokens = ["!!", *(chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)])]
-    tokens = (tokens + [chr(256 + more) for more in range(1000)])[: config.vocab_size]
+    tokens = (tokens + [chr(256 + more) for more in range(1000)])[:size]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

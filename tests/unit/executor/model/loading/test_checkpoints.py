@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from services.executor.model.conversion.__main__ import main
 from services.executor.model.loading import checkpoints, gguf_weights
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
+from services.executor.model.loading.gguf_metadata import positive
 from shared.errors import ModelLoadError
 from shared.model_store.settings import Store
 
@@ -209,4 +210,4 @@ def test_command_fails_as_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [0, -1.0, 65, float("nan"), "64", [64]])
 def test_what_cannot_be_is_refused_by_its_key(value: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"says phi3\.rope\.dimension_count .*, which cannot be"):
-        checkpoints._positive({"phi3.rope.dimension_count": value}, "phi3.rope.dimension_count", 64)
+        positive({"phi3.rope.dimension_count": value}, "phi3.rope.dimension_count", 64)

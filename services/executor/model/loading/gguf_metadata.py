@@ -1,0 +1,103 @@
+"""What a GGUF file has to say of its model beside the tensors, and what it may recommend.
+
+Readers take a default where a key is missing, which another model has: a file without its own values is refused, by the
+key. Keys whose absence means something to every reader stay free: no chat template, unscaled rotary positions.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared.errors import ModelLoadError
+
+if TYPE_CHECKING:  # with torch
+    from services.executor.model.loading.gguf_file import GgufHeader, Value
+
+_SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_OF_EXPERTS = ("expert_count", "expert_used_count")
+_BESIDE = {
+    "gemma2": ("attention.sliding_window",),
+    "gemma3": ("attention.sliding_window",),
+    "qwen2moe": _OF_EXPERTS,
+    "qwen3moe": _OF_EXPERTS,
+    "gpt-oss": _OF_EXPERTS,
+    "minimax-m2": _OF_EXPERTS,
+}
+"""By architecture, behind its name."""
+_OF_TOKENIZERS = {"gpt2": ("merges",), "llama": ("scores",)}
+"""By `tokenizer.ggml.model`, behind `tokenizer.ggml.`."""
+_SPLIT_BY_NAME = frozenset({"llama", "granite", "smollm3", "seed_oss"})
+"""Architectures whose byte-level tokenizers split text in several ways: `tokenizer.ggml.pre` says in which."""
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Behind `general.sampling.`: what a file recommends, and generation_config.json's word for it."""
+_RANGES = {
+    "temp": (0.0, 100.0),
+    "top_k": (-1, 1 << 31),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "penalty_repeat": (1e-6, 1e6),
+}
+_DIGITS = 6
+"""Behind the point that are kept of a number of 32 bits."""
+
+
+def check_described(file: Path, header: "GgufHeader") -> None:
+    """Raises `ModelLoadError` where `file` does not say what its model is built and its texts are tokenized by."""
+    architecture, tokenizer = header.metadata.get("general.architecture"), header.metadata.get(_TOKENIZER)
+    keys = ["general.architecture"]
+    keys += [f"{architecture}.{name}" for name in (*_SIZES, *_BESIDE.get(str(architecture), ()))]
+    names = ["tokens", "token_type", "eos_token_id", *_OF_TOKENIZERS.get(str(tokenizer), ())]
+    if tokenizer == "gpt2" and architecture in _SPLIT_BY_NAME:
+        names.append("pre")
+    if header.metadata.get("tokenizer.ggml.add_bos_token"):
+        names.append("bos_token_id")
+    keys += [_TOKENIZER, *(f"tokenizer.ggml.{name}" for name in names)]
+    if not any(f"{architecture}.{name}" in header.spans for name in _EPSILONS):
+        keys.append(f"{architecture}.{_EPSILONS[0]}")
+    if missing := next((key for key in keys if key not in header.spans), None):
+        raise unsaid(file, missing)
+
+
+_TOKENIZER = "tokenizer.ggml.model"
+
+
+def unsaid(file: Path, key: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"The file {file} does not say {key}, without which the model cannot be built; fetch it again, or choose "
+        "another."
+    )
+
+
+def positive(header: "Mapping[str, Value]", key: str, most: float = math.inf) -> int | float | None:
+    """None where the file does not say it. Raises `ModelLoadError`."""
+    value = header.get(key)
+    if value is None or (isinstance(value, int | float) and 0 < value <= most):
+        return value
+    raise _cannot_be(key, value)
+
+
+def sampling_of(header: "Mapping[str, Value]") -> dict[str, float]:
+    """What a file recommends, in the words of generation_config.json. Raises `ModelLoadError` for what cannot be."""
+    found: dict[str, float] = {}
+    for key, name in SAMPLING.items():
+        value = header.get(f"general.sampling.{key}")
+        if value is None:
+            continue
+        least, most = _RANGES[key]
+        if not isinstance(value, int | float) or not least <= value <= most:
+            raise _cannot_be(f"general.sampling.{key}", value)
+        found[name] = max(0, int(value)) if key == "top_k" else round(value, _DIGITS)
+    return found
+
+
+def _cannot_be(key: str, value: "Value") -> ModelLoadError:
+    return ModelLoadError(f"The file says {key} {value!r:.40}, which cannot be; fetch it again.")
