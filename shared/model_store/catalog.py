@@ -6,6 +6,7 @@ It is looked for in the cache, then in the directory of models that settings may
 `preparation.prepare_model` does the same from asyncio, in a process of its own.
 """
 
+import difflib
 import shutil
 from collections.abc import Callable
 from functools import partial as bound
@@ -164,6 +165,7 @@ def _ensure_model(
         _check_hub_name(name, revision)
         if (local := _in_library(name, revision, store)) is not None:
             return served_name(name), _of_library(name, local, store, progress)
+        _check_typo(name)
         _fetched(name, directory, store, progress, revision, named)
     return served_name(name), directory
 
@@ -178,6 +180,21 @@ def _check_hub_name(name: str, revision: str) -> None:
             f"({', '.join(BUILT_IN)}), and it is not of the form ORGANISATION/NAME or ORGANISATION/NAME:QUANTIZATION."
         )
     check_revision(revision)
+
+
+def _check_typo(name: str) -> None:
+    """Raises `ConfigurationError` for what is nearly a built-in name: the hub's names have an organisation, but for a
+    few that are near to none of ours."""
+    lowered = {built_in.lower(): built_in for built_in in BUILT_IN}
+    if "/" not in name and (near := difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=_NEAR)):
+        raise ConfigurationError(
+            f"{name!r} is no built-in name, but {lowered[near[0]]} is; name that, or a model of the hub as "
+            "ORGANISATION/NAME."
+        )
+
+
+_NEAR = 0.8
+"""How like a built-in name another is that means it, of 1."""
 
 
 def _in_library(name: str, revision: str, store: Store) -> Path | None:

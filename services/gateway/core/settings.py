@@ -60,8 +60,8 @@ class GatewaySettings(CommonSettings):
     """Whether models may be registered, loaded, unloaded and removed over the API, by keys with that right
     (`ryzanstein keys create --manage-models`) or, while no key exists, by everybody. Off: by the command line alone."""
     model_directories: str = ""
-    """Directories on the executors' hosts, separated by commas, below which a model registered over the API may lie,
-    beside the model cache; hub names and built-in names need none."""
+    """Directories on the executors' hosts, separated by commas or colons, below which a model registered over the API
+    may lie, beside the model cache; hub names and built-in names need none."""
     model_cache: Path = Field(default_factory=lambda: user_cache_path("ryzanstein") / "models")
     """Where executors keep models: a model that is registered over the API may lie below it."""
     stall_timeout: float = Field(default=10.0, gt=0)

@@ -2,7 +2,8 @@
 `python -m services.executor.model.conversion`.
 
 Prints JSON lines: `{"stage": ..., "done": n, "total": m}` as it goes, and one at the end: `{"result": ...}`, or
-`{"error": ...}` with the exit code 1.
+`{"error": ...}` with the exit code 1. A GGUF file that is damaged or cut short is refused before torch and transformers
+are imported, which takes seconds.
 """
 
 import argparse
@@ -14,15 +15,8 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from transformers.utils import logging
 
-from services.executor.model.adapters import inspect_adapter
-from services.executor.model.conversion.check import compare
-from services.executor.model.conversion.convert import FORMATS, convert
-from services.executor.model.conversion.inspection import inspect, verdict_on
-from services.executor.model.conversion.merging import dtype_of
-from services.executor.model.loading.checkpoints import convert_gguf
-from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.gguf_file import open_parts
 from shared.errors import RyzansteinError
 from shared.process import VERSION
 
@@ -35,9 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # Standard output is for our lines alone.
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
+        for path in (getattr(options, name, None) for name in ("path", "file", "source")):
+            if path is not None and path.suffix == ".gguf" and not path.is_dir():
+                open_parts(path)
+        _quieten()
         result: object = options.run(options)
     except RyzansteinError as error:
         _print({"error": str(error)})
@@ -50,14 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _quieten() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="conversion", description=f"Ryzanstein {VERSION}: models' files.")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("inspect", help="what a file or directory holds")
-    one.set_defaults(run=lambda options: inspect(options.path))
+    one.set_defaults(run=_inspect)
     one.add_argument("path", type=Path)
     one = commands.add_parser("check", help="whether the model of a directory's config.json is served")
-    one.set_defaults(run=lambda options: verdict_on(options.directory))
+    one.set_defaults(run=_check)
     one.add_argument("directory", type=Path)
     one = commands.add_parser("directory", help="a model directory of a GGUF file, unless there is one")
     one.set_defaults(run=_make_directory)
@@ -72,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     other.set_defaults(run=_convert)
     other.add_argument("source", type=Path)
     other.add_argument("target", type=Path)
-    other.add_argument("--to", choices=sorted(FORMATS), required=True)
+    other.add_argument("--to", choices=("gguf", "safetensors"), required=True)
     other.add_argument("--dtype", help="that of the source's weights where it is left out; codes become bf16")
     other.add_argument("--adapter", type=Path, help="directory of a LoRA adapter to merge into the weights")
     other.add_argument("--calibrate", type=Path, help="a text by which codes of 4 bits are chosen")
@@ -80,12 +83,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _inspect(options: argparse.Namespace) -> object:
+    from services.executor.model.conversion.inspection import inspect
+
+    return inspect(options.path)
+
+
+def _check(options: argparse.Namespace) -> object:
+    from services.executor.model.conversion.inspection import verdict_on
+
+    return verdict_on(options.directory)
+
+
 def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
+    from services.executor.model.adapters import inspect_adapter
+    from services.executor.model.loading.loader import load_config
+
     found = inspect_adapter(options.directory, load_config(options.model), options.max_rank)
     return dataclasses.asdict(found)
 
 
 def _convert(options: argparse.Namespace) -> dict[str, object]:
+    from services.executor.model.conversion.check import compare
+    from services.executor.model.conversion.convert import convert
+    from services.executor.model.conversion.merging import dtype_of
+
     report = _reporter()
     dtype, codes = (options.dtype, "") if options.dtype else dtype_of(options.source)
     size = convert(
@@ -102,6 +124,8 @@ def _convert(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _make_directory(options: argparse.Namespace) -> dict[str, object]:
+    from services.executor.model.loading.checkpoints import convert_gguf
+
     if not options.directory.is_dir():
         convert_gguf(options.file, options.directory, _reporter())
     return {}

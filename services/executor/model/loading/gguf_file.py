@@ -15,14 +15,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from torch import Tensor
 
-from services.executor.model.loading.gguf_blocks import values
 from shared.errors import ModelLoadError
 from shared.models import gguf_parts
+
+if TYPE_CHECKING:  # takes seconds, and a damaged file is refused without it
+    from torch import Tensor
 
 Value = int | float | bool | str | tuple[int | float | bool, ...]
 
@@ -103,8 +104,10 @@ class GgufFile:
                 "again."
             ) from error
 
-    def rows(self, tensor: GgufTensor) -> Tensor:
+    def rows(self, tensor: GgufTensor) -> "Tensor":
         """uint8 [rows, bytes of a row] over the mapped file. Do not write to it."""
+        import torch
+
         held = torch.frombuffer(self._memory, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
         return held.view(tensor.rows, tensor.row_bytes)
 
@@ -112,8 +115,10 @@ class GgufFile:
         """`key` of the metadata and its value, as they are stored."""
         return self._memory[self.header.spans[key]]
 
-    def numbers(self, tensor: GgufTensor) -> Tensor:
+    def numbers(self, tensor: GgufTensor) -> "Tensor":
         """Of a vector, or a small tensor: [values]. Raises `ValueError` where its scales are no numbers."""
+        from services.executor.model.loading.gguf_blocks import values
+
         return values(self.rows(tensor), tensor.kind).flatten()
 
     def release(self) -> None:

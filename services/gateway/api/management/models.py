@@ -41,6 +41,8 @@ COMMAND_TIMEOUT = 5.0
 """Seconds for a host's answer."""
 COMMANDS_AT_ONCE = 16
 _HUB_NAME = re.compile(r"(hf://)?[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?", re.ASCII)
+_BETWEEN_DIRECTORIES = re.compile(r",|:(?=/)")
+"""A colon as in PATH too; one within a name is no end of it."""
 
 
 class Management:
@@ -50,7 +52,7 @@ class Management:
         self._bus = bus
         self._catalog = catalog
         self._registry = catalog.registry
-        given = [one.strip() for one in settings.model_directories.split(",") if one.strip()]
+        given = [one.strip() for one in _BETWEEN_DIRECTORIES.split(settings.model_directories) if one.strip()]
         cache = str(settings.model_cache.expanduser())
         self._directories = [posixpath.normpath(one) for one in (*given, cache)]
 

@@ -161,6 +161,9 @@ async def test_everything_wrong_with_an_entry_is_told_at_once(
         (f"hf://{HUB}:Q4_K_M", True),
         ("SmolLM2-135M-Instruct", True),
         ("/srv/models/a", True),
+        ("/a/model", True),
+        ("/b:c/model", True),
+        ("/b/model", False),
         ("/srv/models/../../etc", False),
         ("/srv/models", False),
         ("/srv/models-of-others/a", False),
@@ -182,7 +185,7 @@ async def test_which_sources_may_be_named(one_directory: RunningGateway, source:
 
 @pytest.fixture
 async def one_directory(nats_settings: CommonSettings, ring: FakeRing) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(nats_settings, model_directories="/srv/models/") as running:
+    async with run_gateway(nats_settings, model_directories="/a:/srv/models/, /b:c") as running:
         yield running
 
 

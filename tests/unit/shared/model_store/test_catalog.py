@@ -59,6 +59,26 @@ def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["SmolLM2-135M-Instrct", "smollm2-135m-instruct-", "SmolLM2-135M-Instruct.gguf"]
+)
+def test_what_is_nearly_a_built_in_name_asks_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fetch(*arguments: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("shared.model_store.hub.fetch", fetch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigurationError, ModelLoadError), match="SmolLM2-135M-Instruct"):
+        ensure_model(name, Store.at(tmp_path / "cache"), ignore)
+    library = make_model_directory(tmp_path / "library" / "SmolLM2-135M-Instrct")
+    store = Store(cache=tmp_path / "cache", library=tmp_path / "library")
+    assert ensure_model("SmolLM2-135M-Instrct", store, ignore)[1] == library
+    with pytest.raises(AssertionError, match="the hub was asked"):
+        ensure_model("gpt2", Store.at(tmp_path / "cache"), ignore)
+
+
 def test_an_empty_cache_is_an_empty_list(tmp_path: Path) -> None:
     assert list_models(tmp_path / "nowhere") == []
 

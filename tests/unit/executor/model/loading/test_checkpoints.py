@@ -207,6 +207,26 @@ def test_command_fails_as_a_process(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["directory", "inspect", "convert"])
+def test_a_file_that_is_cut_short_is_refused_before_anything_is_imported(
+    file: Path, tmp_path: Path, command: str
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-2000])
+    more = {"directory": [tmp_path / "out"], "convert": [tmp_path / "out", "--to", "safetensors"]}
+    arguments = [command, str(cut), *map(str, more.get(command, []))]
+    told = (
+        "import sys; from services.executor.model.conversion.__main__ import main; "
+        f"status = main({arguments!r}); print(status, *sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, timeout=100, check=True
+    )
+    first, last = done.stdout.splitlines()
+    assert "before the end of the tensor" in json.loads(first)["error"]
+    assert last == "1"
+
+
 @pytest.mark.parametrize("value", [0, -1.0, 65, float("nan"), "64", [64]])
 def test_what_cannot_be_is_refused_by_its_key(value: Any) -> None:
     with pytest.raises(ModelLoadError, match=r"says phi3\.rope\.dimension_count .*, which cannot be"):
