@@ -43,6 +43,8 @@ class ModelStatus(msgspec.Struct, frozen=True):
     """Unix seconds of the failure; 0: it has not failed."""
     waiting: int = 0
     """Requests that wait until it is loaded, in all queues; about, where they are many."""
+    kv_bytes: int = 0
+    """Of `memory`, what its KV caches take once they have been filled; 0: not known."""
 
     @property
     def ready(self) -> bool:
@@ -94,7 +96,10 @@ def _status(
     serving = [record for record in groups if record.state in ("ready", "busy")]
     if serving:
         hosts = _instances(serving)
-        return ModelStatus("loaded", 1.0, replicas=len(serving), hosts=hosts, memory=memory)
+        kv_bytes = max((record.kv_bytes for record in groups if record.memory == memory), default=0)
+        return ModelStatus(
+            "loaded", 1.0, replicas=len(serving), hosts=hosts, memory=memory, kv_bytes=kv_bytes
+        )
     states: defaultdict[str, list[tuple[str, HostModel]]] = defaultdict(list)
     for instance, item in said:
         states[item.state].append((instance, item))

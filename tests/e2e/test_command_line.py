@@ -22,7 +22,9 @@ pytestmark = pytest.mark.e2e
 
 
 def test_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    with Stack(tmp_path, "--engine", "stub", "--no-smoke-test") as stack:
+    with Stack(tmp_path, "--engine", "stub", "--no-smoke-test", "--served-model-name", "mine") as stack:
+        served = json.loads(run_cli("models", "list", "--json", "--data-dir", str(tmp_path)).stdout)
+        assert [model["name"] for model in served["models"]] == ["mine"]
         processes = stack.descendants()
         names = " ".join(" ".join(process.cmdline()) for process in processes)
         for part in ("nats-server", "gateway", "scheduler", "health_monitor", "services.executor", "rank"):

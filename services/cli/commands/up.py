@@ -35,6 +35,14 @@ def up(
             show_default=model_store.DEFAULT_MODEL,
         ),
     ] = None,
+    served_model_name: Annotated[
+        str,
+        typer.Option(
+            help="What requests call the first --model.",
+            metavar="NAME",
+            show_default="its own name",
+        ),
+    ] = "",
     models_file: Annotated[
         str,
         typer.Option(
@@ -159,9 +167,11 @@ def up(
     counts = {"gateways": gateways, "schedulers": schedulers}
     settings = load_settings(StackSettings, data_dir=data_dir, **counts, **files)
     first, further, adapters = _models(model or [], models_file)
+    if served_model_name:
+        _check_served_name(served_model_name, first, further)
     plan = StackPlan(
         model=first,
-        served_model_name="",
+        served_model_name=served_model_name,
         data_dir=settings.data_dir.expanduser().resolve(),
         host=host,
         port=port,
@@ -208,6 +218,17 @@ def _models(names: list[str], file: str) -> tuple[str, list[ModelSpec], "list[De
     if problems := check_all(further):
         raise ConfigurationError("\n  ".join(problems))
     return names[0] if names else "", further, adapters
+
+
+def _check_served_name(name: str, model: str, further: list[ModelSpec]) -> None:
+    from shared.registry import check_all
+
+    if not model:
+        raise ConfigurationError(
+            "--served-model-name is for the executors' own model; give one with --model, or the name in the models file."
+        )
+    if problems := check_all([*further, ModelSpec(name, model)]):
+        raise ConfigurationError(f"--served-model-name: {problems[0]}")
 
 
 def _absolute(model: str) -> str:

@@ -187,6 +187,7 @@ class Up:
         """Everything that can be found wrong, or takes long, before a service is started."""
         nats, gpus = self._existing_nats(), await self._gpus()
         name, directory = await self._prepare_model()
+        name = self._plan.served_model_name or name
         found = {"nats": nats, "gpus": gpus, "grpc_port": self._grpc_port()}
         return msgspec.structs.replace(self._plan, model=directory, served_model_name=name, **found)
 

@@ -44,6 +44,12 @@ def test_groups_that_take_requests_are_replicas() -> None:
     assert found.expected_seconds == 0
 
 
+def test_what_caches_may_grow_to_is_told_beside_the_weights() -> None:
+    groups = [group("ready", memory=9_000, kv_bytes=8_000), group("busy", name="h2/m", memory=5, kv_bytes=2)]
+    found = status(groups=groups)
+    assert (found.memory, found.kv_bytes) == (9_000, 8_000)
+
+
 @pytest.mark.parametrize("state", ["starting", "hung"])
 def test_a_group_on_its_way_is_loading_as_far_as_it_or_its_host_says(state: str) -> None:
     hosts = [host(said("loading", done=1, total=4, memory=9, load_seconds=8.0))]

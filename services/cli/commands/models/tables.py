@@ -42,7 +42,6 @@ def print_models(found: Snapshot, *, as_json: bool) -> None:
     rows = [("model", "status", "replicas", "memory", "adapters", "source")]
     for name, status in every.items():
         spec = found.specs.get(name)
-        memory = megabytes(status.memory) if status.memory else "-"
         pin = ", pinned" if spec and spec.pinned else ""
         source = spec.source if spec else "an executor's own"
         aliases = f" (also {', '.join(spec.aliases)})" if spec and spec.aliases else ""
@@ -50,7 +49,14 @@ def print_models(found: Snapshot, *, as_json: bool) -> None:
         if (placement := found.placements.get(name)) and placement.waiting and not status.ready:
             state += f", {placement.waiting} waiting"
         rows.append(
-            (name + aliases, state + pin, replicas_of(spec, status), memory, str(adapters[name]), source)
+            (
+                name + aliases,
+                state + pin,
+                replicas_of(spec, status),
+                memory_of(status),
+                str(adapters[name]),
+                source,
+            )
         )
     print_columns(console(), rows, right=(3, 4))
     for name, status in every.items():
@@ -85,6 +91,15 @@ def words(status: ModelStatus) -> str:
     if status.state in ("loading", "downloading") and status.expected_seconds:
         text += f", {status.expected_seconds:.0f} s left"
     return f"{text} ({status.reason.rstrip('.')})" if status.reason else text
+
+
+def memory_of(status: ModelStatus) -> str:
+    """Of one replica: weights, and what its KV caches may grow to."""
+    if not status.memory:
+        return "-"
+    if not 0 < status.kv_bytes < status.memory:
+        return megabytes(status.memory)
+    return f"{megabytes(status.memory - status.kv_bytes)}, KV up to {megabytes(status.kv_bytes)}"
 
 
 def replicas_of(spec: ModelSpec | None, status: ModelStatus) -> str:

@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 
 from services.cli.commands.models import local
 from services.cli.commands.models.local import models_app
+from services.cli.commands.models.tables import memory_of
 from services.executor.model.catalogue import ENCODERS, REFUSED, SERVED
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_status import ModelStatus
 from shared.model_store import hub
 from shared.model_store.programs import Verdict
 from tests.unit.executor.model.tiny import make_model
@@ -79,3 +81,15 @@ def test_what_is_no_model_or_no_format(tmp_path: Path, monkeypatch: pytest.Monke
         run("inspect", str(tmp_path / "none"))
     with pytest.raises(ConfigurationError, match="--to ggml is not a format"):
         run("convert", str(tmp_path), str(tmp_path / "out"), "--to", "ggml")
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (ModelStatus(), "-"),
+        (ModelStatus("sleeping", memory=3_000_000_000), "3,000 MB"),
+        (ModelStatus("loaded", memory=8_270_000_000, kv_bytes=8_000_000_000), "270 MB, KV up to 8,000 MB"),
+    ],
+)
+def test_weights_are_told_apart_from_what_caches_may_grow_to(status: ModelStatus, told: str) -> None:
+    assert memory_of(status) == told

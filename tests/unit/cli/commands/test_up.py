@@ -1,5 +1,6 @@
 """`ryzanstein up` before it starts anything."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,22 @@ def test_what_is_wrong_with_its_options_is_told_in_a_sentence(option: str, choic
     result = CliRunner().invoke(app, ["up", option, "steam"])
     assert isinstance(result.exception, ConfigurationError)
     assert str(result.exception).startswith(f"{option} cannot be 'steam'; it is one of {choices}")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--served-model-name", "x" * 1000], "--served-model-name: "),
+        (["--model", "org/a", "--model", "org/b", "--served-model-name", "org/b"], "org/b.* is there twice"),
+        (["--models-file", "FILE", "--served-model-name", "mine"], "for the executors' own model"),
+    ],
+)
+def test_a_name_that_cannot_be_served_is_refused(tmp_path: Path, options: list[str], reason: str) -> None:
+    (tmp_path / "models.yaml").write_text("models: [{name: a, source: org/a}]")
+    given = [str(tmp_path / "models.yaml") if option == "FILE" else option for option in options]
+    result = CliRunner().invoke(app, ["up", *given])
+    assert isinstance(result.exception, ConfigurationError)
+    assert re.search(reason, str(result.exception))
 
 
 def test_its_usage_names_the_command() -> None:
