@@ -237,6 +237,11 @@ def of_hub(source: str) -> bool:
     return "/" in source and not source.startswith(("/", ".", "~")) and not _is_gguf_path(source)
 
 
+def as_of_hub(source: str) -> str:
+    """A source as nobody takes it for a path: what reads as a hub name is one, whatever directory a process runs in."""
+    return f"{HUB}{source}" if of_hub(source) and not source.startswith(HUB) else source
+
+
 def _is_gguf_path(source: str) -> bool:
     return source.endswith(".gguf") and ":" not in source
 

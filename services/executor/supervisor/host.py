@@ -57,6 +57,7 @@ from shared.model_store import catalog
 from shared.model_store.programs import Progress
 from shared.nats import subjects
 from shared.nats.kv import Bucket
+from shared.registry import as_of_hub
 from shared.service.logs import Change
 from shared.sparse_attention import keeps_pages
 from shared.tasks import TaskSet
@@ -80,8 +81,15 @@ def settings_of(host: ExecutorSettings, spec: ModelSpec) -> ExecutorSettings:
     }
     if (keeps := keeps_pages(spec.sparse_attention)) is not None:
         given["sparse_attention"] = keeps
-    own = {"model": spec.source, "revision": spec.revision, "served_model_name": spec.name, "group": ""}
-    own["draft_model"] = spec.settings.draft_model or ""  # the host's goes with the host's own model
+    own = {
+        "model": as_of_hub(spec.source),
+        "revision": spec.revision,
+        "served_model_name": spec.name,
+        "group": "",
+    }
+    own["draft_model"] = as_of_hub(
+        spec.settings.draft_model or ""
+    )  # the host's goes with the host's own model
     # A port that is set can be of one group alone, and groups that come and go share the cores.
     shared = {"nnodes": 1, "takes_models": True, "handover_port": 0, "pin_threads": False}
     try:
@@ -319,7 +327,7 @@ class ModelHost:
             if load not in served and settings.model and load.settings.model == settings.model
         ]
         own = self._own
-        if own is not None and settings.model and settings.model == own.settings.model:
+        if own is not None and settings.model and settings.model == as_of_hub(own.settings.model):
             users.append(own.group)
         if users:
             group = users[0]

@@ -24,6 +24,7 @@ from shared.model_store.preparation import prepare_adapter
 from shared.model_store.programs import run_module
 from shared.nats.adapters import CONFIG, CONFIG_BYTES, MAX_BYTES, WEIGHTS, AdapterFiles, name_holder
 from shared.nats.bus import Bus
+from shared.registry import as_of_hub
 from shared.tasks import TaskSet
 
 AT_A_TIME = 2
@@ -86,7 +87,7 @@ class HostAdapters:
             with tempfile.TemporaryDirectory(prefix="ryzanstein-adapter-") as scratch:
                 copy = Path(scratch)
                 source = await prepare_adapter(
-                    command.source, settings.store, lambda *step: None, revision=command.revision
+                    as_of_hub(command.source), settings.store, lambda *step: None, revision=command.revision
                 )
                 await asyncio.to_thread(_copy, source, copy)
                 if settings.engine == "stub":

@@ -15,6 +15,7 @@ from services.executor.supervisor.model_files import ResidentFiles, StoredModel,
 from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.messages import ModelSettings, ModelSpec, SparseAttention
+from shared.model_store import catalog
 
 CONFIG = {
     "torch_dtype": "bfloat16",
@@ -97,11 +98,26 @@ def test_files_stay_mapped_where_the_kernel_cannot_read_them_ahead(
         ResidentFiles([tmp_path / "full", tmp_path / "missing"])
 
 
+def test_a_hub_name_of_the_registry_is_no_directory_beside_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    model(tmp_path / "org" / "m")
+    host = settings(tmp_path)
+    named = ModelSpec("m", "org/m", settings=ModelSettings(draft_model="org/m"))
+    found = settings_of(host, named)
+    assert not StoredModel(found).is_ready
+    assert not catalog.is_ready(found.draft_model, host.store)
+    whole = settings_of(host, ModelSpec("m", str(tmp_path / "org" / "m")))
+    assert StoredModel(whole).directory() == tmp_path / "org" / "m"
+
+
 def test_settings_of_a_model_are_those_of_its_host_but_for_its_own(tmp_path: Path) -> None:
     host = settings(tmp_path, max_waiting=7, handover_port=4000)
     found = settings_of(host, ModelSpec("m", "org/m", settings=ModelSettings(tp=2, context_length=64)))
     told = (found.tp, found.context_length, found.max_waiting, found.served_model_name, found.model)
-    assert told == (2, 64, 7, "m", "org/m")
+    assert told == (2, 64, 7, "m", "hf://org/m")
     assert found.handover_port == 0
     for choice, keeps in ((None, False), (True, True), (SparseAttention("window"), False)):
         assert settings_of(host, ModelSpec("m", "org/m", sparse_attention=choice)).sparse_attention is keeps
