@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
-from shared.model_store.disk import ADAPTERS, Named, make_room
+from shared.model_store.disk import ADAPTERS, Named, make_room, mark_made
 from shared.model_store.locks import claimed
 from shared.model_store.programs import (
     Progress,
@@ -292,11 +292,10 @@ def _is_whole(directory: Path) -> bool:
 
 def _mark(scratch: Path, name: str) -> None:
     """The model that was made in `scratch` is one that may be removed: it can be had again."""
-    made, fetched = scratch / "model" / MANIFEST, scratch / MANIFEST
-    if fetched.is_file():
-        fetched.replace(made)
+    if (fetched := scratch / MANIFEST).is_file():
+        fetched.replace(scratch / "model" / MANIFEST)
     else:
-        made.write_bytes(msgspec.json.encode(Manifest(name, "", "")))
+        mark_made(scratch / "model", name)
 
 
 def _has_adapter(directory: Path) -> bool:

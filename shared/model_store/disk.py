@@ -17,9 +17,10 @@ import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
 from shared.model_store.locks import LOCKS, idle, last_use, partial
-from shared.model_store.repository import MANIFEST, PARTS, directory_name
+from shared.model_store.packed import Packed, discard, discard_of, packed_files
+from shared.model_store.repository import MANIFEST, PARTS, Manifest, directory_name
 from shared.model_store.settings import Store
-from shared.models import converted_name
+from shared.models import converted_name, linked_gguf
 
 Named = Collection[tuple[str, str]]
 """(source, revision) of models that the registry names."""
@@ -49,6 +50,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Unix seconds."""
     removable: bool
     unfinished: bool = False
+    packed: bool = False
+    """It is a file of packed weights, and `directory` its path."""
 
     @property
     def name(self) -> str:
@@ -92,6 +95,12 @@ def entries_of(cache: Path, named: Named) -> list[Entry]:
     return found
 
 
+def unfinished_downloads(cache: Path) -> list[tuple[Path, int]]:
+    """Where they lie, and their bytes; also while somebody goes on with them."""
+    found = _directories(cache)
+    return [(place, bytes_of(place)) for place in found if place.name.endswith(_PARTIAL)]
+
+
 def make_room(store: Store, directory: Path, needed: int, named: Named | None) -> None:
     """Sees to room for `needed` more bytes of the model in `directory`, which the caller has claimed: models are
     removed for it where `store.cache_bytes` bounds the cache, and it is known what the registry names.
@@ -117,9 +126,9 @@ def make_room(store: Store, directory: Path, needed: int, named: Named | None) -
 
 
 def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) -> list[Entry]:
-    """Removes what is no longer of use, and says what: what removals and downloads have left behind, then least
-    recently used models until the cache holds at most `target` bytes (None: what the settings allow). With `dry_run` it
-    is only said."""
+    """Removes what is no longer of use, and says what: what removals and downloads have left behind, models whose GGUF
+    file is gone, then least recently used models until the cache holds at most `target` bytes (None: what the settings
+    allow), and the packed weights of models that are not there any more. With `dry_run` it is only said."""
     limit = store.cache_bytes if target is None else max(target, 1)
     with _measuring(store.cache):
         for rest in store.cache.glob(f".*{_REMOVED}"):
@@ -127,10 +136,25 @@ def collect(store: Store, named: Named, target: int | None, *, dry_run: bool) ->
         entries = entries_of(store.cache, named)
         now = time.time()
         stale = [one for one in entries if one.unfinished and one.removable and one.used < now - _STALE]
-        left = [one for one in entries if one not in stale]
+        lost = [one for one in entries if one.removable and _is_lost(one)]
+        left = [one for one in entries if one not in stale and one not in lost]
         excess = sum(one.bytes for one in left) - limit if limit else 0
-        removed = [*stale, *(choose_removals(left, excess) if excess > 0 else [])]
-        return [one for one in removed if dry_run or remove(one.directory, unfinished=one.unfinished)]
+        removed = [*stale, *lost, *(choose_removals(left, excess) if excess > 0 else [])]
+        gone = [one for one in removed if dry_run or remove(one.directory, unfinished=one.unfinished)]
+        models = {one.directory.resolve() for one in gone if not one.unfinished}
+        idle_files = [one for one in packed_files(store.packed) if not one.needed or one.model in models]
+        for file in () if dry_run else idle_files:
+            discard(file.path)
+        return [*gone, *(_entry_of(file) for file in idle_files)]
+
+
+def _is_lost(entry: Entry) -> bool:
+    """Whether the GGUF file that the model is served from is gone."""
+    return not entry.unfinished and any(not link.exists() for link in linked_gguf(entry.directory))
+
+
+def _entry_of(file: Packed) -> Entry:
+    return Entry(file.path, file.bytes, 0, file.used, removable=True, packed=True)
 
 
 def remove(directory: Path, *, unfinished: bool = False) -> bool:
@@ -150,6 +174,7 @@ def remove_model(name: str, revision: str, store: Store) -> bool:
     served."""
     directory = store.cache / directory_name(name, revision)
     if remove(directory):
+        discard_of(directory, store.packed)
         return True
     if directory.is_dir():
         raise ModelLoadError(f"The model {name} in {directory} is in use; unload it first.")
@@ -166,6 +191,11 @@ def removing(cache: Path) -> Iterator[None]:
             f"Nothing can be removed from the model cache {cache} ({error.strerror or error}); give permission there, "
             "or remove it on the machine that may write there."
         ) from None
+
+
+def mark_made(directory: Path, name: str) -> None:
+    """The model in `directory` was made here, and may be removed: it can be had again. Raises `OSError`."""
+    (directory / MANIFEST).write_bytes(msgspec.json.encode(Manifest(name, "", "")))
 
 
 def bytes_of(directory: Path) -> int:

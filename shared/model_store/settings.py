@@ -25,6 +25,13 @@ class Store(msgspec.Struct, frozen=True):
     endpoint: str = ""
     """Address of the hub or of a mirror; empty: what HF_ENDPOINT says, or https://huggingface.co."""
     downloads: int = DOWNLOADS
+    packed_directory: Path | None = None
+    """Of packed weights, where they lie elsewhere than in `cache`."""
+
+    @property
+    def packed(self) -> Path:
+        """The directory of packed weights."""
+        return self.packed_directory or self.cache / ".packed"
 
     @classmethod
     def at(cls, cache: Path) -> Self:
@@ -47,6 +54,8 @@ class ModelStoreSettings(CommonSettings):
     """Address of a mirror of the Hugging Face hub; empty: what HF_ENDPOINT says, or https://huggingface.co."""
     downloads: int = Field(default=DOWNLOADS, ge=1, le=32)
     """Files of a model that are downloaded at a time."""
+    weight_cache_directory: Path | None = None
+    """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
 
     @property
     def store(self) -> Store:
@@ -57,4 +66,5 @@ class ModelStoreSettings(CommonSettings):
             library=self.model_directory and self.model_directory.expanduser(),
             endpoint=self.hub_endpoint.rstrip("/"),
             downloads=self.downloads,
+            packed_directory=self.weight_cache_directory and self.weight_cache_directory.expanduser(),
         )

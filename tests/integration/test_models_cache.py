@@ -1,6 +1,7 @@
 """The model cache of a machine on which a stack runs: what its registry names is not removed."""
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from shared.errors import BrokerUnavailable, ConfigurationError, ModelLoadError
 from shared.messages.registry import ModelSpec
 from shared.model_store.catalog import read_manifest
 from shared.model_store.locks import LOCKS, hold_model, lock_path
+from shared.model_store.packed import ENDING, UNFINISHED, note_model
 from shared.model_store.repository import MANIFEST, Manifest
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -139,3 +141,66 @@ async def test_a_pull_makes_room_for_itself(
     assert models(cache) == {"org--named@v1", "org--held", "org--new"}
     assert hub.fetched == [GGUF, GGUF]
     assert read_manifest(cache / "org--new") is not None
+
+
+def packed(directory: Path, name: str, model: Path | None, size: int, ending: str = ENDING) -> Path:
+    """A file of packed weights as an executor writes it."""
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{name}-0123456789abcdef{ending}"
+    path.write_bytes(bytes(size))
+    if model is not None:
+        note_model(path, model)
+    return path
+
+
+def test_all_that_was_written_is_shown_and_removed(cache: Path, tmp_path: Path) -> None:
+    """Packed weights of models that are gone, of killed writers and of earlier versions, and unfinished downloads."""
+    own = packed(cache / ".packed", "new", cache / "org--new", 5_000_000)
+    of_old = packed(cache / ".packed", "old", cache / "org--old", 6_000_000)
+    lost = [
+        packed(cache / ".packed", "gone", cache / "org--gone", 7_000_000),
+        packed(cache / ".packed", "unknown", None, 8_000_000),
+        packed(cache / ".packed", "killed", None, 9_000_000, UNFINISHED),
+    ]
+    written = packed(cache / ".packed", "written", None, 10_000_000, UNFINISHED)
+    shutil.rmtree(cache / "org--held")
+    (cache / "of-a-file").mkdir()
+    (cache / "of-a-file" / "config.json").write_text("{}")
+    (cache / "of-a-file" / "model.gguf").symlink_to(tmp_path / "deleted.gguf")
+    (cache / "of-a-file" / MANIFEST).write_bytes(msgspec.json.encode(Manifest("of-a-file", "", "")))
+    (cache / ".org--half.partial").mkdir()
+    (cache / ".org--half.partial" / "part").write_bytes(bytes(2_000_000))
+    os.utime(cache / ".org--half.partial", (1000.0, 1000.0))
+
+    with written.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        listed = json.loads(CliRunner().invoke(models_app, ["list", "--cached", "--json"]).stdout)
+        sizes = {model["name"]: model["packed"] for model in listed["models"]}
+        assert sizes == {"of-a-file": 0, "org/named@v1": 0, "org/new": 5_000_000, "org/old": 6_000_000}
+        assert [part["bytes"] for part in listed["unfinished"]] == [2_000_000]
+        assert {one["file"]: one["needed"] for one in listed["packed"]} == {
+            **{str(path): False for path in lost},
+            str(written): True,
+        }
+        rows = CliRunner().invoke(models_app, ["list", "--cached"]).stdout
+        assert "org/half (unfinished)" in rows
+        assert f"{lost[0].name} (packed weights)" in rows
+
+        command = ["gc", "--unregistered", "--to", "2.5MB", "--json"]
+        told = json.loads(CliRunner().invoke(models_app, [*command, "--dry-run"]).stdout)["removed"]
+        assert all(path.exists() for path in (own, of_old, *lost))
+        assert json.loads(CliRunner().invoke(models_app, command).stdout)["removed"] == told
+        assert {Path(one["directory"]).name for one in told} == {
+            "of-a-file",
+            "org--old",
+            "org--half",
+            of_old.name,
+            *(path.name for path in lost),
+        }
+        assert {path.name for path in (cache / ".packed").iterdir()} == {
+            own.name,
+            own.with_suffix(".model").name,
+            written.name,
+        }
+    assert CliRunner().invoke(models_app, ["gc", "org/new"]).exception is None
+    assert [path.name for path in (cache / ".packed").iterdir()] == [written.name]

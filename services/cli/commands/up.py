@@ -225,7 +225,7 @@ def _check_served_name(name: str, model: str, further: list[ModelSpec]) -> None:
 
     if not model:
         raise ConfigurationError(
-            "--served-model-name is for the executors' own model; give one with --model, or the name in the models file."
+            "--served-model-name is for the executors' own model; give one with --model, or its name in the file."
         )
     if problems := check_all([*further, ModelSpec(name, model)]):
         raise ConfigurationError(f"--served-model-name: {problems[0]}")

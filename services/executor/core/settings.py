@@ -19,6 +19,7 @@ from typing import Literal, get_args
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from shared.errors import ConfigurationError
+from shared.model_store.packed import ENDING
 from shared.model_store.settings import ModelStoreSettings
 from shared.models import HUB, ReasoningParser, ToolParser
 
@@ -205,8 +206,6 @@ class ExecutorSettings(ModelStoreSettings):
     weight_cache_bytes: int = Field(default=16 << 30, ge=0)
     """Most bytes on disk for weights as the native CPU kernels lay them out, so that a later start of the same model
     reads them instead of packing them again. Least recently used models are deleted first. 0: none."""
-    weight_cache_directory: Path | None = None
-    """Where `weight_cache_bytes` are kept; not set: `.packed` in `model_cache`. Set it where that is read-only."""
     weights_memory: int = Field(default=0, ge=0)
     """Most bytes of weights that each rank keeps in memory; 0: all. As many whole layers as fit stay there, and the
     others are read from the weight cache's file in each step, a layer ahead of their use, so that a model which is
@@ -446,7 +445,7 @@ class ExecutorSettings(ModelStoreSettings):
 
 def packed_directory(settings: ExecutorSettings) -> Path:
     """Of the files of packed weights."""
-    return (settings.weight_cache_directory or settings.model_cache / ".packed").expanduser()
+    return settings.store.packed
 
 
 def packed_share(settings: ExecutorSettings, rank: int, world_size: int) -> tuple[object, ...]:
@@ -457,7 +456,7 @@ def packed_share(settings: ExecutorSettings, rank: int, world_size: int) -> tupl
 def packed_name(model: Path, share: Iterable[object]) -> str:
     """Name of the file of packed weights of the model in the directory `model`."""
     digest = hashlib.sha256(f"{model.resolve()}\0{[*share]!r}".encode()).hexdigest()
-    return f"{model.name[:64]}-{digest[:24]}.packed"
+    return f"{model.name[:64]}-{digest[:24]}{ENDING}"
 
 
 STUB_MODEL = "stub"

@@ -28,10 +28,10 @@ from services.executor.cpu.packed_file import Damaged, ModelFacts, PackedFile, P
 from services.executor.cpu.packed_model import PackedModel
 from services.executor.cpu.weight_streaming import WeightStreamer
 from services.executor.native.library import library_file
+from shared.model_store import packed
 
 log = structlog.get_logger(__name__)
 
-_ENDING = ".packed"
 _SAMPLE = 1 << 16
 """Bytes of the end of each large file that are looked at."""
 _SMALL = 1 << 26
@@ -60,6 +60,7 @@ class WeightCache:
         self._directory = directory
         self._limit = limit
         share = [*share]
+        self._model = model
         self._name = packed_name(model, share)
         self._identity = _digest(repr(share), _of_files(model), *_of_code())
 
@@ -84,6 +85,8 @@ class WeightCache:
         if found.identity != self._identity:
             found.close()
             return None
+        with contextlib.suppress(OSError):  # the directory may be read-only here
+            packed.note_model(self._path, self._model)
         return found
 
     def read(self, found: PackedFile, threads: int, progress: Progress) -> Found | None:
@@ -131,7 +134,7 @@ class WeightCache:
         serves without."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _claimed(self._path.with_suffix(".partial")) as (fd, partial):
+            with _claimed(self._path.with_suffix(packed.UNFINISHED)) as (fd, partial):
                 if fd is None:
                     return
                 size = _size_of(model)
@@ -143,6 +146,7 @@ class WeightCache:
                 write(fd, self._identity, facts, model)
                 os.fsync(fd)
                 partial.rename(self._path)
+                packed.note_model(self._path, self._model)
             log.info("weights_kept", file=str(self._path), bytes=size)
         except OSError as error:
             log.warning(
@@ -156,34 +160,29 @@ class WeightCache:
     def _discard(self, reason: Exception) -> None:
         log.warning("weight_cache_damaged", file=str(self._path), reason=str(reason))
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            packed.discard(self._path)
 
     def _make_room(self, size: int) -> str:
-        """Deletes what was not used for the longest time until `size` more bytes fit; why they cannot, or nothing."""
+        """Deletes what nobody needs, and then what was not used for the longest time, until `size` more bytes fit; why
+        they cannot, or nothing."""
         if size > self._limit:
             return f"they take {size} bytes, more than RYZANSTEIN_WEIGHT_CACHE_BYTES ({self._limit})"
-        files = sorted(self._others(), key=lambda file: file.used)
-        total = sum(file.size for file in files) + size
+        for rest in self._others(packed.UNFINISHED):
+            if not rest.needed:  # a rank was killed while it wrote
+                packed.discard(rest.path)
+        files = sorted(self._others(packed.ENDING), key=lambda file: (file.needed, file.used))
+        total = sum(file.bytes for file in [*files, *self._others(packed.UNFINISHED)]) + size
         for file in files:
             if total <= self._limit:
                 break
-            file.path.unlink(missing_ok=True)
-            total -= file.size
+            packed.discard(file.path)
+            total -= file.bytes
         free = shutil.disk_usage(self._directory).free
         return "" if free >= 2 * size else f"the disk has {free} bytes left, which is less than twice as many"
 
-    def _others(self) -> Iterator["_File"]:
-        for path in self._directory.glob(f"*{_ENDING}"):
-            with contextlib.suppress(OSError):  # another process has deleted it
-                found = path.lstat()
-                if path.name != self._name and stat.S_ISREG(found.st_mode):
-                    yield _File(path, found.st_size, found.st_mtime)
-
-
-class _File(NamedTuple):
-    path: Path
-    size: int
-    used: float
+    def _others(self, ending: str) -> list[packed.Packed]:
+        files = packed.packed_files(self._directory)
+        return [file for file in files if file.path.suffix == ending and file.path.stem != self._path.stem]
 
 
 def _size_of(model: PackedModel) -> int:

@@ -22,6 +22,7 @@ from shared.errors import ConfigurationError, InvalidRequest, ModelLoadError, Ry
 from shared.model_store import catalog
 from shared.model_store.disk import Named, remove, removing
 from shared.model_store.locks import ModelInUse, hold_model
+from shared.model_store.packed import discard, discard_of
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
 from shared.models import linked_gguf
@@ -184,7 +185,8 @@ class StoredModel:
             if not remove(directory):
                 raise InvalidRequest(f"The model in {directory} is in use; unload it first.")
             for path in packed:
-                path.unlink(missing_ok=True)
+                discard(path)
+            discard_of(directory, self._store.packed)
 
     def directory(self) -> Path:
         """Where they are. Raises `RyzansteinError`."""

@@ -14,6 +14,7 @@ from shared.config import CommonSettings, load_settings
 from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.messages.registry import ModelSpec
 from shared.model_store.disk import Entry, bytes_of, collect, remove_model, removing
+from shared.model_store.packed import packed_files
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
 from shared.nats import subjects
@@ -47,9 +48,9 @@ def gc(
     data_dir: DataDir = None,
     nats_url: NatsUrl = "",
 ) -> None:
-    """Remove from this machine's model cache what is not needed: downloads that nobody goes on with, and models, least
-    recently used first, until it is as small as it should be. Models of the registry, and those that are being served,
-    stay, as does what was put there by hand."""
+    """Remove from this machine's model cache what is not needed: downloads that nobody goes on with, packed weights of
+    models that are gone, and models, least recently used first, until it is as small as it should be. Models of the
+    registry, and those that are being served, stay, as does what was put there by hand."""
     store = load_settings(LocalSettings).store
     if model is not None:
         _remove(model, store, dry_run=dry_run)
@@ -67,14 +68,18 @@ def gc(
         print(json.dumps({"removed": [_told(entry) for entry in removed], "dry_run": dry_run}))  # noqa: T201
         return
     rows = [("model", "size")]
-    rows += [
-        (entry.name + (" (unfinished)" if entry.unfinished else ""), megabytes(entry.bytes))
-        for entry in removed
-    ]
+    rows += [(entry.name + kind_of(entry), megabytes(entry.bytes)) for entry in removed]
     if removed:
         print_columns(console(), rows, right=(1,))
     freed = megabytes(sum(entry.bytes for entry in removed))
     say(console(), f"{freed} {'would be' if dry_run else 'were'} removed from {store.cache}")
+
+
+def kind_of(entry: Entry) -> str:
+    """Beside its name, where it is no whole model."""
+    if entry.packed:
+        return " (packed weights)"
+    return " (unfinished)" if entry.unfinished else ""
 
 
 def _remove(model: str, store: Store, *, dry_run: bool) -> None:
@@ -83,7 +88,8 @@ def _remove(model: str, store: Store, *, dry_run: bool) -> None:
         raise ConfigurationError(
             f"The cache {store.cache} holds no model {model}; `ryzanstein models list --cached` shows what it holds."
         )
-    freed = megabytes(bytes_of(directory))
+    packed = sum(one.bytes for one in packed_files(store.packed) if one.model == directory.resolve())
+    freed = megabytes(bytes_of(directory) + packed)
     if not dry_run:
         with removing(store.cache):
             remove_model(model, "", store)
@@ -126,4 +132,5 @@ def _told(entry: Entry) -> dict[str, object]:
         "directory": str(entry.directory),
         "bytes": entry.bytes,
         "unfinished": entry.unfinished,
+        "packed": entry.packed,
     }

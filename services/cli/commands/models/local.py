@@ -18,6 +18,8 @@ from services.cli.ui import console, megabytes, model_bars, print_columns, say
 from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.model_store import catalog
+from shared.model_store.disk import unfinished_downloads
+from shared.model_store.packed import Packed, packed_files
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress, run_module
 from shared.models import hub_name
@@ -102,18 +104,48 @@ def models_list(
 
 
 def _list_cached(*, as_json: bool) -> None:
-    settings = load_settings(LocalSettings)
-    local = catalog.list_models(settings.model_cache.expanduser())
+    store = load_settings(LocalSettings).store
+    local, packed = catalog.list_models(store.cache), packed_files(store.packed)
+    models = [Path(model.directory).resolve() for model in local]
+    of_models = [sum(file.bytes for file in packed if file.model == model) for model in models]
+    others = [file for file in packed if file.model not in models]
+    unfinished = unfinished_downloads(store.cache)
     if as_json:
-        print(json.dumps({"models": [msgspec.to_builtins(model) for model in local]}))  # noqa: T201
+        told = [
+            {**msgspec.to_builtins(model), "packed": size}
+            for model, size in zip(local, of_models, strict=True)
+        ]
+        more = [{"file": str(file.path), "bytes": file.bytes, "needed": file.needed} for file in others]
+        parts = [{"directory": str(place), "bytes": size} for place, size in unfinished]
+        print(json.dumps({"models": told, "unfinished": parts, "packed": more}))  # noqa: T201
         return
-    rows = [("model", "size", "where")]
-    rows += [(model.name, f"{model.bytes / 1e6:.0f} MB", model.directory) for model in local]
+    rows = [("model", "size", "packed", "where")]
+    rows += [
+        (model.name, megabytes(model.bytes), megabytes(size) if size else "-", model.directory)
+        for model, size in zip(local, of_models, strict=True)
+    ]
+    rows += [
+        (f"{_unfinished_name(place)} (unfinished)", megabytes(size), "-", str(place))
+        for place, size in unfinished
+    ]
+    rows += [
+        (f"{file.path.name} (packed weights)", "-", megabytes(file.bytes), _model_of(file)) for file in others
+    ]
     names = {model.name for model in local}
     for built_in in catalog.BUILT_IN.values():
         if built_in.name not in names:
-            rows.append((built_in.name, "-", f"not pulled yet; {built_in.about}"))
-    print_columns(console(), rows, right=(1,))
+            rows.append((built_in.name, "-", "-", f"not pulled yet; {built_in.about}"))
+    print_columns(console(), rows, right=(1, 2))
+
+
+def _unfinished_name(place: Path) -> str:
+    return place.name.removeprefix(".").removesuffix(".partial").replace("--", "/")
+
+
+def _model_of(file: Packed) -> str:
+    if file.needed and file.model is not None:
+        return f"of {file.model}"
+    return "of a model that is gone; `ryzanstein models gc` removes it"
 
 
 def _list_supported(*, as_json: bool) -> None:

@@ -17,6 +17,8 @@ import structlog
 from services.executor.model.catalogue import check_sizes
 from services.executor.model.loading.gguf_metadata import check_described, positive, sampling_of, unsaid
 from shared.errors import ModelLoadError, reason_of
+from shared.model_store.disk import mark_made
+from shared.model_store.locks import claimed
 from shared.model_store.programs import recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
@@ -106,7 +108,11 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
 def _of_gguf(file: Path, cache_dir: Path, progress: ConversionProgress) -> Path:
     target = cache_dir / converted_name(file)
     if not target.is_dir():
-        convert_gguf(file, target, progress)
+        with claimed(target, lambda: progress("waiting for another process", 0, 0)) as scratch:
+            if not target.is_dir():  # the other one has made it
+                convert_gguf(file, scratch / "model", progress)
+                mark_made(scratch / "model", target.name)
+                (scratch / "model").rename(target)
     relink_gguf(target, file)
     log.info("gguf_file", file=str(file), weights="as they are" if linked_gguf(target) else "unpacked")
     return target
@@ -400,7 +406,8 @@ def _write_generation(made: Path, config: Any, header: "Mapping[str, Value]") ->
 def _mend_tokenizer(directory: Path, header: "Mapping[str, Value]", context_length: int) -> None:
     tokenizer = directory / "tokenizer.json"
     content = json.loads(tokenizer.read_text(encoding="utf-8"))
-    splitter, changes = content.get("pre_tokenizer") or {}, {}
+    splitter: dict[str, Any] = content.get("pre_tokenizer") or {}
+    changes: dict[str, Any] = {}
     if (pre := str(header.get("tokenizer.ggml.pre"))) in _PRE_TOKENIZERS:
         changes["pre_tokenizer"] = _PRE_TOKENIZERS[pre]
     elif splitter.get("type") == "Metaspace" and header.get("tokenizer.ggml.add_space_prefix") is False:

@@ -22,6 +22,7 @@ from services.executor.model.layer_states import layer_states
 from services.executor.native.library import why_not
 from services.executor.worker.backend import packed_runner
 from services.executor.worker.runner import ModelRunner, widths_of
+from shared.model_store.packed import packed_files
 from tests.unit.executor.cpu.test_decoder import runner_of
 from tests.unit.executor.model.ring import CPU, NUM_BLOCKS, NUM_SLOTS, mixed_script
 from tests.unit.executor.model.tiny import make_model
@@ -51,10 +52,10 @@ def cache_of(tmp_path: Path, model: Path, limit: int = LIMIT, rank: int = 0) -> 
 def kept(tmp_path: Path, model: Path) -> Path:
     """The file of `model`, written."""
     facts, runner = built(model)
-    before = set((tmp_path / "cache").glob("*")) if (tmp_path / "cache").exists() else set()
+    before = set((tmp_path / "cache").glob("*.packed")) if (tmp_path / "cache").exists() else set()
     assert runner.packed is not None
     cache_of(tmp_path, model).keep(facts, runner.packed)
-    [file] = set((tmp_path / "cache").glob("*")) - before
+    [file] = set((tmp_path / "cache").glob("*.packed")) - before
     return file
 
 
@@ -188,7 +189,7 @@ def test_other_weights_under_the_same_name(tmp_path: Path) -> None:
     facts, runner = built(model)
     assert runner.packed is not None
     cache_of(tmp_path, model).keep(facts, runner.packed)
-    assert [*(tmp_path / "cache").iterdir()] == [file], "what is stale is replaced, not kept beside"
+    assert [*(tmp_path / "cache").glob("*.packed")] == [file], "what is stale is replaced, not kept beside"
     found = read(cache_of(tmp_path, model))
     assert found is not None
     assert found.model.scalars.eps == pytest.approx(1e-3)
@@ -251,8 +252,41 @@ def test_those_unused_for_the_longest_time_make_room(tmp_path: Path) -> None:
         os.utime(file, (age, age))
     assert read(cache_of(tmp_path, models[0], limit)) is not None  # which makes it the youngest
     cache_of(tmp_path, models[2], limit).keep(facts, runner.packed)
-    left = sorted(path.name[0] for path in (tmp_path / "cache").iterdir())
+    left = sorted(path.name[0] for path in (tmp_path / "cache").glob("*.packed"))
     assert left == ["a", "c"]
+
+
+def test_what_nobody_needs_makes_room_first(tmp_path: Path) -> None:
+    """Files of models that are gone, though they were used last; and what killed ranks have left, whatever the room."""
+    models = [model_of(tmp_path / name) for name in "abc"]
+    facts, runner = built(models[0])
+    assert runner.packed is not None
+    limit = 5 * weight_cache._size_of(runner.packed) // 2
+    for age, model in enumerate(models[:2]):
+        cache_of(tmp_path, model, limit).keep(facts, runner.packed)
+        [file] = (tmp_path / "cache").glob(f"{model.name}-*.packed")
+        os.utime(file, (age, age))
+    shutil.rmtree(models[1])
+    (tmp_path / "cache" / "killed-0.partial").write_bytes(bytes(1000))
+    with (tmp_path / "cache" / "writing-0.partial").open("wb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        cache_of(tmp_path, models[2], limit).keep(facts, runner.packed)
+        left = sorted(path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir())
+        assert left == ["a", "a", "c", "c", "writing"], "each file, and the link to its model"
+        writing.truncate(limit)
+        cache_of(tmp_path, models[2], limit, rank=1).keep(facts, runner.packed)
+    assert [path.name[0] for path in (tmp_path / "cache").glob("*.packed")] == ["c"], (
+        "what is being written counts"
+    )
+
+
+def test_a_file_of_an_earlier_version_is_linked_to_its_model_when_it_is_read(tmp_path: Path) -> None:
+    model = model_of(tmp_path / "model")
+    file = kept(tmp_path, model)
+    file.with_suffix(".model").unlink()
+    assert [found.needed for found in packed_files(file.parent)] == [False]
+    assert read(cache_of(tmp_path, model)) is not None
+    assert [(found.needed, found.model) for found in packed_files(file.parent)] == [(True, model.resolve())]
 
 
 def test_more_than_there_may_be_is_not_kept(tmp_path: Path) -> None:

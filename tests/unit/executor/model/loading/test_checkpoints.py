@@ -17,6 +17,8 @@ from services.executor.model.loading import checkpoints, gguf_weights
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
 from services.executor.model.loading.gguf_metadata import positive
 from shared.errors import ModelLoadError
+from shared.model_store.locks import LOCKS
+from shared.model_store.repository import MANIFEST
 from shared.model_store.settings import Store
 
 HIDDEN, LAYERS, FEED, CONTEXT = 32, 2, 64, 256
@@ -92,7 +94,8 @@ def test_a_gguf_file_becomes_a_model_directory_once(file: Path, tmp_path: Path) 
     directory = resolve_model(str(file), Store.at(tmp_path), lambda *stage: stages.append(stage))
     assert stages[0] == ("header", 0, 4)
     assert stages[-1] == ("done", 4, 4)
-    assert list(tmp_path.iterdir()) == [directory]
+    assert [*tmp_path.glob("[!.]*"), *tmp_path.glob(".*.partial")] == [directory]
+    assert (directory / MANIFEST).is_file(), "it may be removed"
     assert (directory / "model.gguf").resolve() == file
     assert not [*directory.glob("*.safetensors")]
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
@@ -161,7 +164,7 @@ def test_damaged_files(file: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=reason) as raised:
             resolve_model(str(damaged), Store.at(tmp_path / "cache"), ignore)
         assert "\n" not in str(raised.value)
-    assert not (tmp_path / "cache").exists()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [LOCKS]
 
 
 def test_what_names_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Files of packed weights: which model each is of, and which nobody needs any more.
+
+    NAME-DIGEST.packed     a rank's weights as its kernels lay them out
+    NAME-DIGEST.model      a link to the directory of the model that they were made of
+    NAME-DIGEST.partial    a file that is being written, locked by whoever writes it
+
+A file is needed while its model is there. One without a link was made by an earlier version: its next reader writes it.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shared.models import linked_gguf
+
+ENDING = ".packed"
+UNFINISHED = ".partial"
+_LINK = ".model"
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A file, whole or not."""
+
+    path: Path
+    bytes: int
+    used: float
+    """Unix seconds."""
+    model: Path | None
+    """The directory of the model; None: not known."""
+    needed: bool
+    """Whether its model is there, or somebody writes it."""
+
+
+def packed_files(directory: Path) -> list[Packed]:
+    """All that lie in `directory`, by name."""
+    found = []
+    for path in sorted(directory.glob("*")):
+        if path.suffix not in (ENDING, UNFINISHED) or path.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # somebody has removed it
+            stat, model = path.stat(), _model_of(path)
+            needed = _is_there(model) if path.suffix == ENDING else is_written(path)
+            found.append(Packed(path, stat.st_size, stat.st_mtime, model, needed))
+    return found
+
+
+def note_model(path: Path, model: Path) -> None:
+    """Says that the packed file at `path` is of the model in `model`. Raises `OSError`."""
+    link = path.with_suffix(_LINK)
+    if _model_of(path) != model.resolve():
+        made = link.with_name(f".{link.name}.{os.getpid()}")
+        made.unlink(missing_ok=True)
+        made.symlink_to(model.resolve())
+        made.replace(link)
+
+
+def discard(path: Path) -> None:
+    """Removes a file, and what is said of it. Whoever has it open goes on with it. Raises `OSError`."""
+    path.unlink(missing_ok=True)
+    if not path.with_suffix(ENDING).exists():
+        path.with_suffix(_LINK).unlink(missing_ok=True)
+
+
+def discard_of(model: Path, directory: Path) -> None:
+    """Removes the files in `directory` that were made of the model that was in `model`. Raises `OSError`."""
+    for file in packed_files(directory):
+        if file.model == model.resolve():
+            discard(file.path)
+
+
+def is_written(path: Path) -> bool:
+    """Whether somebody holds the file at `path`."""
+    with _opened(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _model_of(path: Path) -> Path | None:
+    with contextlib.suppress(OSError):
+        return path.with_suffix(_LINK).readlink()
+    return None
+
+
+def _is_there(model: Path | None) -> bool:
+    return (
+        model is not None
+        and (model / "config.json").is_file()
+        and all(link.exists() for link in linked_gguf(model))
+    )
