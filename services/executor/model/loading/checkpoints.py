@@ -52,6 +52,8 @@ _ENCODERS = frozenset(
     }
 )
 """What GGUF calls models that read a text in both directions."""
+_UNPACKED_SCALED = ("gpt-oss",)
+"""Architectures of which transformers reads scaled positions."""
 _STAGES = ("header", "weights", "tokenizer", "write", "done")
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
@@ -174,6 +176,12 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     stage("header")
     file, header = files[0].path, files[0].header.metadata
     check_described(file, files[0].header)
+    architecture = header.get("general.architecture")
+    if unpack and _rope_scaling(files) and architecture not in _UNPACKED_SCALED:
+        raise ModelLoadError(
+            f"The file {file} scales rotary positions ({architecture}.rope.scaling, or a tensor of factors), and such "
+            "a model of its architecture is not unpacked; use a safetensors directory."
+        )
     named = _alone(file, made.with_name("file"))
     stage("weights")
     model = unpacked_model(files[0], named) if unpack else None
@@ -182,7 +190,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
         if f"tokenizer.ggml.{word}_token_id" not in header:
             setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
     stage("tokenizer")
-    reader = PreTrainedTokenizerFast if header.get("general.architecture") in _OWN else AutoTokenizer
+    reader = PreTrainedTokenizerFast if architecture in _OWN else AutoTokenizer
     tokenizer = reader.from_pretrained(**named)
     stage("write")
     if model is not None:

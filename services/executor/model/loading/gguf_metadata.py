@@ -14,7 +14,9 @@ from shared.errors import ModelLoadError
 if TYPE_CHECKING:  # with torch
     from services.executor.model.loading.gguf_file import GgufHeader, Value
 
-_SIZES = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
+_WIDTHS = ("feed_forward_length", "expert_feed_forward_length")
+"""One of them: a model of experts alone has no other width."""
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _OF_EXPERTS = ("expert_count", "expert_used_count")
 _BESIDE = {
@@ -61,8 +63,9 @@ def check_described(file: Path, header: "GgufHeader") -> None:
     if header.metadata.get("tokenizer.ggml.add_bos_token"):
         names.append("bos_token_id")
     keys += [_TOKENIZER, *(f"tokenizer.ggml.{name}" for name in names)]
-    if not any(f"{architecture}.{name}" in header.spans for name in _EPSILONS):
-        keys.append(f"{architecture}.{_EPSILONS[0]}")
+    for either in (_WIDTHS, _EPSILONS):
+        if not any(f"{architecture}.{name}" in header.spans for name in either):
+            keys.append(f"{architecture}.{either[0]}")
     if missing := next((key for key in keys if key not in header.spans), None):
         raise unsaid(file, missing)
 

@@ -61,7 +61,7 @@ def test_models_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "org--name" / "config.json").write_text("{}")
     (model,) = json.loads(run("list", "--json"))["models"]
     place = {"directory": str(tmp_path / "org--name"), "revision": "", "commit": ""}
-    assert model == {"name": "org/name", "bytes": 2, **place}
+    assert model == {"name": "org/name", "bytes": 2, "packed": 0, **place}
 
 
 def test_a_name_of_the_hub_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

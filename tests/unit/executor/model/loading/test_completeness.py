@@ -5,7 +5,9 @@ import json
 import re
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ from services.executor.model.card import read_card
 from services.executor.model.conversion.convert import convert
 from services.executor.model.loading import gguf_weights
 from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.gguf_file import GgufFile
+from services.executor.model.loading.gguf_metadata import check_described
 from shared.errors import ModelLoadError
 from tests.unit.executor.model.architectures import settings_of
 from tests.unit.executor.model.gguf_models import add_tokens
@@ -73,7 +77,7 @@ class Whole(NamedTuple):
     model: Model
 
 
-def whole_of(directory: Path, change: Callable[[Path], object] = lambda file: None) -> Whole:
+def whole_of(directory: Path) -> Whole:
     file = write_gguf(directory / "model.gguf")
     keys, tensors = parts_of(file)
     keys += [Key(f"general.sampling.{name}", number(value)) for name, value in SAMPLING.items()]
@@ -85,13 +89,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return whole_of(tmp_path_factory.mktemp("packed"))
 
 
-@pytest.fixture(scope="module", params=["packed", "unpacked"])
-def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Served from the file, and unpacked."""
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    with as_served("unpacked"):
+        return whole_of(tmp_path_factory.mktemp("unpacked"))
+
+
+@contextmanager
+def as_served(form: str) -> Iterator[None]:
+    """From their files, or unpacked."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.param == "unpacked":
+        if form == "unpacked":
             patch.setattr(gguf_weights, "ARCHITECTURES", {})
-        yield whole_of(tmp_path_factory.mktemp(request.param))
+        yield
 
 
 def misnamed(name: str) -> str:
@@ -106,22 +116,27 @@ CHANGES: dict[str, Callable[[Any, Any], list[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["packed", "unpacked"])
 @given(data=st.data())
 @settings(max_examples=25)
-def test_a_file_is_its_own_model_or_refused_by_name(either: Whole, data: st.DataObject) -> None:
+def test_a_file_is_its_own_model_or_refused_by_name(
+    whole: Whole, unpacked: Whole, form: str, data: st.DataObject
+) -> None:
+    own = whole if form == "packed" else unpacked
     of_tensors = data.draw(st.booleans())
-    parts: list[Any] = list(either.tensors if of_tensors else either.keys)
+    parts: list[Any] = list(own.tensors if of_tensors else own.keys)
     at = data.draw(st.integers(0, len(parts) - 1))
     other = data.draw(st.sampled_from([part for part in parts if part is not parts[at]]))
     part = parts[at]
     parts[at : at + 1] = CHANGES[data.draw(st.sampled_from(sorted(CHANGES)))](part, other)
     with tempfile.TemporaryDirectory() as directory:
-        changed = (either.keys, parts) if of_tensors else (parts, either.tensors)
+        changed = (own.keys, parts) if of_tensors else (parts, own.tensors)
         file = write_parts(Path(directory) / "model.gguf", *changed)
-        found = outcome(file)
+        with as_served(form):
+            found = outcome(file)
     if isinstance(found, Model):
         assert not of_tensors
-        assert is_same(found, either.model, but=part.name)
+        assert is_same(found, own.model, but=part.name)
     else:
         assert "\n" not in found
         assert "above" not in found
@@ -249,6 +264,16 @@ def test_sampling_goes_from_format_to_format(whole: Whole, tmp_path: Path) -> No
         assert card.defaults == DEFAULTS
 
 
+@pytest.mark.parametrize("width", ["feed_forward_length", "expert_feed_forward_length"])
+def test_a_model_of_experts_alone_says_their_width(whole: Whole, tmp_path: Path, width: str) -> None:
+    file = write_parts(tmp_path / "model.gguf", whole.keys, whole.tensors)
+    header = GgufFile(file).header
+    spans = {key for key in header.spans if key != "llama.feed_forward_length"}
+    check_described(file, replace(header, spans=dict.fromkeys([*spans, f"llama.{width}"], slice(0))))
+    with pytest.raises(ModelLoadError, match=r"does not say llama\.feed_forward_length"):
+        check_described(file, replace(header, spans=dict.fromkeys(spans, slice(0))))
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan"), 101.0])
 def test_sampling_that_cannot_be_is_refused_by_its_key(whole: Whole, tmp_path: Path, value: float) -> None:
     keys = [
@@ -267,15 +292,31 @@ SCALED = {
 }
 
 
+@pytest.mark.parametrize("form", ["packed", "unpacked"])
 @pytest.mark.parametrize("case", SCALED)
-def test_scaled_positions_that_are_half_said_are_refused(whole: Whole, tmp_path: Path, case: str) -> None:
+def test_scaled_positions_that_are_half_said_are_refused(
+    whole: Whole, tmp_path: Path, case: str, form: str
+) -> None:
     said, reason = SCALED[case]
-    keys = [
+    with as_served(form), pytest.raises(ModelLoadError, match=reason):
+        served(write_parts(tmp_path / "model.gguf", [*whole.keys, *scaling(said)], whole.tensors))
+
+
+def test_scaled_positions_of_what_is_unpacked_are_not_passed_over(whole: Whole, tmp_path: Path) -> None:
+    said = scaling({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
+    file = write_parts(tmp_path / "model.gguf", [*whole.keys, *said], whole.tensors)
+    with (
+        as_served("unpacked"),
+        pytest.raises(ModelLoadError, match=r"llama\.rope\.scaling, .* is not unpacked"),
+    ):
+        served(file)
+
+
+def scaling(said: Mapping[str, str | float]) -> list[Key]:
+    return [
         Key(f"llama.{name}", text(value) if isinstance(value, str) else number(value))
         for name, value in said.items()
     ]
-    with pytest.raises(ModelLoadError, match=reason):
-        served(write_parts(tmp_path / "model.gguf", [*whole.keys, *keys], whole.tensors))
 
 
 def text(value: str) -> bytes:
