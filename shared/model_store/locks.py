@@ -17,7 +17,7 @@ from typing import Self
 from shared.errors import ModelLoadError
 
 LOCKS = ".locks"
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def lock_path(directory: Path) -> Path:
@@ -100,7 +100,7 @@ def hold_model(directory: Path, cache: Path) -> ModelInUse:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             os.utime(path)
         except OSError as error:
-            if error.errno not in _READ_ONLY:
+            if error.errno not in READ_ONLY:
                 raise
     if not directory.is_dir():
         ModelInUse(descriptor).release()

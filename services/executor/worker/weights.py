@@ -314,7 +314,13 @@ class _BuiltShare(Share):
         from services.executor.model.adapters.targets import targets_of
         from services.executor.model.catalogue import check_supported
         from services.executor.model.layer_states import layer_states
-        from services.executor.model.loading.loader import context_length, load_config, load_model, unpack
+        from services.executor.model.loading.loader import (
+            context_length,
+            keeps_codes,
+            load_config,
+            load_model,
+            unpack,
+        )
         from services.executor.model.rotary import rotary_scaling
 
         adopt_loggers()  # of transformers
@@ -324,7 +330,7 @@ class _BuiltShare(Share):
         self.dtype = choose_dtype(settings, device, config)
         codec = weight_codec(settings.weight_dtype, device, self.dtype)
         self._threads, self._cores = thread_count(settings), cores_of(settings, spec.rank)
-        keep_codes = settings.weight_dtype == "auto" and self.dtype is torch.bfloat16
+        keep_codes = keeps_codes(settings.weight_dtype, config) and self.dtype is torch.bfloat16
         self.widths = widths_of(config, spec.world_size)
         states = layer_states(config, self.layout)
         rotary = rotary_scaling(config)

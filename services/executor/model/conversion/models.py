@@ -23,6 +23,7 @@ from services.executor.model.loading.reading import Read
 from services.executor.model.loading.sources import find_sources
 from services.executor.model.loading.weight_files import WeightFiles
 from shared.errors import ModelLoadError, reason_of
+from shared.models import WEIGHT_DTYPE
 
 _AT_ONCE = 1 << 22
 """Values that are read together."""
@@ -182,6 +183,6 @@ def copy_texts(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         for file in source.glob(pattern):
             shutil.copyfile(file, target / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for old in ("torch_dtype", "quantization_config"):
+    for old in ("torch_dtype", "quantization_config", WEIGHT_DTYPE):
         config.pop(old, None)
     (target / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n", encoding="utf-8")

@@ -72,7 +72,7 @@ from services.executor.model.quantizing import RowsCodec
 from services.executor.model.rotary import fix_frequencies
 from services.executor.model.weight_formats import Weight, WeightCodec, can_pack, packed_weight
 from shared.errors import ModelLoadError, reason_of
-from shared.models import linked_gguf
+from shared.models import WEIGHT_DTYPE, linked_gguf
 
 log = structlog.get_logger(__name__)
 
@@ -275,6 +275,12 @@ def _stored(read: Read, files: WeightFiles) -> Tensor | None:
 def is_quantized(directory: Path, config: Any) -> bool:
     """Whether the files hold codes, or are GGUF, whose tensors may."""
     return scheme_of(config) is not None or is_gguf(directory)
+
+
+def keeps_codes(weight_dtype: str, config: Any) -> bool:
+    """Whether weights that the files have quantized stay so with this `--weight-dtype`: with `auto`, unless config.json
+    says itself what it means (`WEIGHT_DTYPE`)."""
+    return weight_dtype == "auto" and getattr(config, WEIGHT_DTYPE, "auto") == "auto"
 
 
 def _planned(

@@ -26,7 +26,13 @@ from services.executor.model.attention import SCALES_ATTRIBUTE, WINDOW_ATTRIBUTE
 from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.dtypes import choose_dtype, has_fast_bf16
 from services.executor.model.layer_states import layer_states
-from services.executor.model.loading.loader import is_quantized, load_config, load_frozen, load_model
+from services.executor.model.loading.loader import (
+    is_quantized,
+    keeps_codes,
+    load_config,
+    load_frozen,
+    load_model,
+)
 from services.executor.model.lowering import CannotLower
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.parallel.rewiring import attention_to_build_with
@@ -115,7 +121,7 @@ def _load_codes(
 ) -> Any:
     """The model with its codes in memory, as they are stored or as `weight_dtype` asks: of values as serving rounds
     them, whatever `dtype` is computed in."""
-    keeps = settings.weight_dtype == "auto"
+    keeps = keeps_codes(settings.weight_dtype, config)
     codec = None if settings.weight_dtype in ("auto", "bf16") else CODECS[settings.weight_dtype]
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
     model = load_model(

@@ -23,7 +23,7 @@ from services.executor.gpu.linear import weight_codec
 from services.executor.model.adapters.targets import targets_of
 from services.executor.model.catalogue import longest_context
 from services.executor.model.layer_states import layer_states
-from services.executor.model.loading.loader import load_model
+from services.executor.model.loading.loader import keeps_codes, load_model
 from services.executor.model.lowering import CannotLower
 from services.executor.model.rotary import rotary_scaling
 from services.executor.native.library import choose_level, load_library
@@ -105,7 +105,7 @@ def _packed(
     """As a rank that serves it packs it."""
     log.info("packing_weights", directory=str(directory), reason="the weight cache has none of this model")
     layout = ShardLayout.from_config(config, collectives.world_size, collectives.rank)
-    keeps = settings.weight_dtype == "auto"
+    keeps = keeps_codes(settings.weight_dtype, config)
     model: Any = load_model(
         directory,
         torch.bfloat16,

@@ -46,6 +46,19 @@ def test_weights_take_what_they_are_computed_in(tmp_path: Path, more: dict[str, 
     assert size_of(settings(tmp_path, **more), model(tmp_path / "m")).weights == weights
 
 
+@pytest.mark.parametrize(
+    ("said", "asked", "unpacked"),
+    [({}, "auto", False), ({}, "bf16", True), ({"weight_dtype": "bf16"}, "auto", True)],
+)
+def test_codes_take_what_the_file_takes_unless_they_are_unpacked(
+    tmp_path: Path, said: dict[str, str], asked: str, unpacked: bool
+) -> None:
+    directory = model(tmp_path / "m", **said)
+    (directory / "model.safetensors").rename(directory / "model.gguf")
+    weights = size_of(settings(tmp_path, weight_dtype=asked), directory).weights
+    assert weights == (1000 * 16 * 2 // 9 if unpacked else 1000)
+
+
 def test_weights_take_no_more_than_they_may(tmp_path: Path) -> None:
     directory = model(tmp_path / "m")
     assert size_of(settings(tmp_path, weights_memory=300), directory).weights == 300

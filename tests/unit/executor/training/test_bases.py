@@ -110,12 +110,19 @@ def test_checkpoints_that_are_quantized(tmp_path: Path, form: str) -> None:
 
 
 @natively
-def test_a_gguf_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_a_gguf_file(tmp_path: Path, unpacked: bool) -> None:
     directory = said_to_be_bf16(converted(make(tmp_path, "llama", "Q4_K")))
+    if unpacked:  # as the model says itself
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, "weight_dtype": "bf16"}))
     model, batch = trainable(directory, **CACHED), batch_of()
     assert model.description["base"] == "packed weights"
     ours, gradients = backward(model, batch)
-    theirs, expected = backward_of_peft(reference(tmp_path / "plain", served(directory)), model, batch)
+    weights = served(directory)
+    if unpacked:
+        weights = {name: held.bfloat16().float() for name, held in weights.items()}
+    theirs, expected = backward_of_peft(reference(tmp_path / "plain", weights), model, batch)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert worst(gradients, expected) < 1e-4
 

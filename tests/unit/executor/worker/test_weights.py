@@ -32,6 +32,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError, ModelLoadError
 from tests.unit.executor.model.architectures import ARCHITECTURES
 from tests.unit.executor.model.loading.quantized_weights import FORMS
+from tests.unit.executor.model.loading.test_gguf_weights import converted, make
 from tests.unit.executor.model.loading.test_quantized_checkpoints import make_checkpoint
 from tests.unit.executor.model.ring import BLOCK_SIZE, CPU, NUM_BLOCKS, mixed_script
 from tests.unit.executor.model.tiny import VARIANTS, make_model, reference_logits
@@ -151,6 +152,23 @@ def test_quantized_checkpoints_are_packed_where_the_kernels_compute(
         for row, (sequence, position) in zip(logits, sampled, strict=True):
             # Activations are rounded to int8 or bf16, and what is not quantized to bf16.
             assert (row - expected[sequence][position]).abs().mean() < 0.1 * expected[sequence].std()
+
+
+@natively
+@pytest.mark.parametrize(
+    ("said", "asked", "bits"), [({}, "auto", 4), ({"weight_dtype": "bf16"}, "auto", None), ({}, "bf16", None)]
+)
+def test_a_model_may_say_itself_that_its_codes_are_to_be_unpacked(
+    tmp_path: Path, said: dict[str, str], asked: str, bits: int | None
+) -> None:
+    """And `weight_dtype` says it of any."""
+    directory = converted(make(tmp_path, "llama", "Q4_1"))
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    packed = runner_of(share_of(directory, weight_dtype=asked)).packed
+    assert packed is not None
+    form = packed.layers[0].down.form
+    assert (form and form.bits) == bits
 
 
 def test_what_a_user_asks_for_is_what_is_computed(no_fast_bf16: None, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Models: what is found, fetched and refused, without a network."""
 
+import errno
 import hashlib
 import json
 import os
@@ -53,10 +54,39 @@ def test_what_was_pulled_is_not_fetched_again(tmp_path: Path) -> None:
     )
     hub = make_model_directory(tmp_path / "org--name")
     assert ensure_model("org/name", Store.at(tmp_path), ignore) == ("org/name", hub)
-    assert [(model.name, model.bytes) for model in list_models(tmp_path)] == [
-        (catalog.DEFAULT_MODEL, 1002 + len(SAMPLING)),
-        ("org/name", 1002 + len(SAMPLING)),
-    ]
+    assert [model.name for model in list_models(tmp_path)] == [catalog.DEFAULT_MODEL, "org/name"]
+    assert list_models(tmp_path)[1].bytes == 1002 + len(SAMPLING)
+
+
+def test_a_built_in_model_is_told_how_it_is_served_and_what_is_said_stays(tmp_path: Path) -> None:
+    """Also of one that was fetched before it was so."""
+    directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
+    (directory / "generation_config.json").unlink()
+    told = [directory / "config.json", directory / "generation_config.json"]
+    for config in ({"dtype": "bfloat16"}, {"weight_dtype": "auto"}):
+        told[0].write_text(json.dumps(config))
+        ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
+        assert [json.loads(path.read_text()) for path in told] == [
+            {"weight_dtype": "bf16", **config},
+            {"temperature": 0.2, "top_p": 0.9},
+        ]
+
+
+def test_a_built_in_model_that_cannot_be_written_to_is_served_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = make_model_directory(tmp_path / catalog.DEFAULT_MODEL)
+    fault = errno.EROFS
+
+    def refuse(path: Path, data: bytes) -> int:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)[1] == directory
+    assert (directory / "config.json").read_text() == "{}"
+    fault = errno.ENOSPC
+    with pytest.raises(ConfigurationError, match="cannot take the model"):
+        ensure_model(catalog.DEFAULT_MODEL, Store.at(tmp_path), ignore)
 
 
 @pytest.mark.parametrize(
