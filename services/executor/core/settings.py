@@ -194,10 +194,10 @@ class ExecutorSettings(ModelStoreSettings):
     dtype: DType = "auto"
     """Data type of weights and computation; `auto`: bf16 where the hardware computes it fast, else fp32."""
     weight_dtype: WeightDType = "auto"
-    """Data type of the linear layers' weights in memory: `auto` and `bf16` keep that of the checkpoint or the
-    computation, others quantize while loading: `int8` and `fp8` (8 bits a weight), `q8_0` (8.5), `q6_k` (6.6), `q4_k`
-    (4.5) and `int4` (4.4); with the last two embedding and output head are `q6_k`, with `fp8` `q8_0`. On GPUs
-    `int8` and `fp8` leave both as they are."""
+    """Data type of the linear layers' weights in memory: `auto` keeps what the checkpoint has, unless its config.json
+    says `"weight_dtype": "bf16"`, as the built-in model's does; `bf16` unpacks, others quantize while loading: `int8`
+    and `fp8` (8 bits a weight), `q8_0` (8.5), `q6_k` (6.6), `q4_k` (4.5) and `int4` (4.4); with the last two embedding
+    and output head are `q6_k`, with `fp8` `q8_0`. On GPUs `int8` and `fp8` leave both as they are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ring computes; `auto`: CUDA GPUs where there are any, else CPUs."""
     engine: Literal["torch", "stub"] = "torch"

@@ -50,8 +50,8 @@ PREFILL = Operation(
     example={
         "model": "SmolLM2-135M-Instruct",
         "messages": [
-            {"role": "user", "content": "What is the capital of France?"},
-            {"role": "assistant", "content": "Paris."},
+            {"role": "user", "content": "What is the capital of Japan?"},
+            {"role": "assistant", "content": "Tokyo."},
         ],
     },
     response=Prefilled,

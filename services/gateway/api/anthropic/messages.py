@@ -19,7 +19,7 @@ TAG = "Messages"
 EXAMPLE = {
     "model": "SmolLM2-135M-Instruct",
     "max_tokens": 32,
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
 }
 
 

@@ -36,7 +36,7 @@ CHAT = Operation(
     request=ChatCompletionRequest,
     example={
         "model": "SmolLM2-135M-Instruct",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
         "max_tokens": 32,
     },
     response=shapes.ChatCompletion,

@@ -174,7 +174,7 @@ CREATE = Operation(
     request=ResponseRequest,
     example={
         "model": "SmolLM2-135M-Instruct",
-        "input": "What is the capital of France?",
+        "input": "What is the capital of Japan?",
         "max_output_tokens": 32,
     },
     response=Response,
@@ -188,7 +188,7 @@ COUNT = Operation(
     "How many tokens an input has.",
     TAG,
     request=InputTokensRequest,
-    example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of France?"},
+    example={"model": "SmolLM2-135M-Instruct", "input": "What is the capital of Japan?"},
     response=InputTokens,
     errors=(404, 504),
 )
