@@ -159,8 +159,11 @@ def test_compressed_tensors_have_the_weights(
     model_of: MakeModel, tmp_path: Path, dtype: str, bits: int, group: int, most: float
 ) -> None:
     source = model_of("llama", hidden_size=96, num_attention_heads=6)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "weight_dtype": "bf16"}))
     convert(source, tmp_path / "out", "safetensors", dtype, ignore)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "weight_dtype" not in config, "it was of the source's codes, and would have these unpacked"
     weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"]) == (bits, group or None)
     assert config["quantization_config"].get("dequantize", False) == bool(group)
