@@ -147,7 +147,7 @@ def _ensure_model(
         directory = _converted(
             store.cache / built_in.name, progress, lambda scratch: fetch_gguf(built_in, scratch, progress)
         )
-        recommend(directory, built_in)
+        recommend(directory, built_in.sampling, built_in.weight_dtype)
         return built_in.name, directory
     path = Path(name).expanduser()
     if path.is_dir():

@@ -149,12 +149,12 @@ class WheelModel(msgspec.Struct, frozen=True):
     """What `--weight-dtype auto` means for it: `auto`, the file's own bits, or `bf16`."""
 
 
-def recommend(directory: Path, model: WheelModel) -> None:
-    """Puts what is recommended for `model` into its directory, where the executor reads a model's defaults: sampling
+def recommend(directory: Path, sampling: Mapping[str, float], weight_dtype: str = "auto") -> None:
+    """Puts what is recommended for a model into its directory, where the executor reads a model's defaults: sampling
     into generation_config.json, the dtype of weights into config.json. What the files say already stays."""
-    _say(directory / "generation_config.json", model.sampling)
-    if model.weight_dtype != "auto":
-        _say(directory / "config.json", {WEIGHT_DTYPE: model.weight_dtype})
+    _say(directory / "generation_config.json", sampling)
+    if weight_dtype != "auto":
+        _say(directory / "config.json", {WEIGHT_DTYPE: weight_dtype})
 
 
 def _say(path: Path, recommended: Mapping[str, float | str]) -> None:
