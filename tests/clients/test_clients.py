@@ -12,7 +12,6 @@ A test whose client is nowhere is skipped, and says so.
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ import pytest
 
 from services.cli.target import LocalSettings
 from shared.model_store.catalog import DEFAULT_MODEL, ensure_model
+from tests.clients.installed import node_with, python_with
 from tests.e2e.reference import load_reference
 from tests.e2e.stack import Stack
 
@@ -38,15 +38,6 @@ EMBEDDINGS = [32, 32]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with Stack(tmp_path_factory.mktemp("clients"), "--engine", "stub", "--no-smoke-test") as running:
         yield running
-
-
-def python_with(package: str) -> str:
-    """An interpreter that has `package`; skips the test where none has."""
-    for python in filter(None, os.environ.get("RYZANSTEIN_CLIENTS_PYTHON", "").split(":")):
-        asked = [python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"]
-        if subprocess.run(asked, check=False, capture_output=True).returncode == 0:
-            return python
-    pytest.skip(f"NOT JUDGED BY {package}: no interpreter in RYZANSTEIN_CLIENTS_PYTHON has it")
 
 
 def run(*command: str, timeout: float = 150) -> dict[str, Any]:
@@ -142,12 +133,7 @@ def test_anthropic(stack: Stack) -> None:
 
 def run_node(package: str, program: str, stack: Stack) -> dict[str, Any]:
     """Skips the test where nothing has the npm `package`."""
-    modules = os.environ.get("RYZANSTEIN_CLIENTS_NODE", "")
-    node = shutil.which("node")
-    if node is None or not (Path(modules) / "node_modules" / package).is_dir() or not modules:
-        pytest.skip(
-            f"NOT JUDGED BY the {package} npm package: RYZANSTEIN_CLIENTS_NODE names no directory that has it"
-        )
+    node, modules = node_with(package)
     return run(node, str(HERE / program), stack.url, MODEL, modules)
 
 

@@ -172,7 +172,7 @@ class Intake:
     ) -> GenerationFields | ResponseRequest | MessagesRequest | Pooled:
         """`body`, decoded and checked as far as that needs no tokenizer. Raises `InvalidRequest`."""
         if endpoint == "responses":
-            return self.responses.check(body)
+            return self.responses.check(body, {})
         if endpoint == "messages":
             return self.messages.check(body)
         request = self._decoded(endpoint, body, {})

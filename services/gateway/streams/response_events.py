@@ -104,7 +104,8 @@ class ResponseEvents:
     def call(self, call_id: str, name: str, *, custom: bool = False) -> None:
         """A call of a function, or of a custom tool, begins."""
         kind = CustomCallWriting if custom else CallWriting
-        self._begin(kind(self._shape.identity, self._next_index(), call_id, name))
+        namespace, name = self._shape.named(name)
+        self._begin(kind(self._shape.identity, self._next_index(), call_id, name, namespace))
 
     def arguments(self, text: str) -> None:
         """More of the arguments of the call that is being written."""

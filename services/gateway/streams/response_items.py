@@ -32,6 +32,25 @@ ABBREVIATIONS = {
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
+NAMESPACE = "namespace"
+"""The type of an entry of `tools` that has tools of its own."""
+
+
+def qualified(namespace: str, name: str) -> str:
+    """What the model calls a tool of `namespace`; "": it has none."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _called_in_namespaces(tools: Sequence[dict[str, Any]]) -> dict[str, tuple[str, str]]:
+    """By what the model calls them: namespace and name of tools that have one."""
+    return {
+        qualified(space["name"], tool["name"]): (space["name"], tool["name"])
+        for space in tools
+        if space.get("type") == NAMESPACE
+        for tool in space["tools"]
+    }
+
+
 INCOMPLETE = {"length": "max_output_tokens"}
 """Why a response is incomplete, by the finish reason of its generation."""
 
@@ -49,6 +68,7 @@ class ResponseShape:
         self._shown: dict[str, Any] = msgspec.json.decode(record.response.shown)
         self.summary: str = (self._shown.get("reasoning") or {}).get("summary") or ""
         """What the request says of a summary of the reasoning; empty: it wants none."""
+        self._namespaces = _called_in_namespaces(self._shown.get("tools") or ())
         self._tokenizer = tokenizer
 
     def response(
@@ -75,6 +95,10 @@ class ResponseShape:
             "usage": _usage(usage, reasoning_tokens) if usage else None,
             **self._shown,
         }
+
+    def named(self, called: str) -> tuple[str, str]:
+        """Namespace ("": none) and name of the tool that the model has called so."""
+        return self._namespaces.get(called, ("", called))
 
     def logprobs(self, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
         return [
@@ -338,10 +362,11 @@ class CallWriting(Writing):
     content: ClassVar[str] = "arguments"
     event: ClassVar[str] = "response.function_call_arguments"
 
-    def __init__(self, identity: str, index: int, call_id: str, name: str) -> None:
+    def __init__(self, identity: str, index: int, call_id: str, name: str, namespace: str = "") -> None:
         super().__init__(identity, index)
         self._call_id = call_id
         self._name = name
+        self._namespace: Item = {"namespace": namespace} if namespace else {}
 
     def item(self, status: ItemStatus) -> Item:
         return {
@@ -350,6 +375,7 @@ class CallWriting(Writing):
             "status": status,
             "call_id": self._call_id,
             "name": self._name,
+            **self._namespace,
             self.content: "".join(self._text),
         }
 

@@ -27,6 +27,7 @@ from services.gateway.intake.responses.schemas import (
     conversation_of,
     is_prewarm,
 )
+from services.gateway.intake.responses.tools import ignored_in_tools
 from services.gateway.intake.responses.translation import MakeResponse, chat_request, own_words
 from services.gateway.intake.rules import streamed
 from services.gateway.intake.schemas import ChatCompletionRequest
@@ -57,7 +58,7 @@ class ResponseIntake:
 
     async def prepare(self, body: bytes | msgspec.Raw, context: Context, *, always_streamed: bool) -> Run:
         """Raises as `Intake.prepare`."""
-        request = self.check(body, always_streamed=always_streamed)
+        request = self.check(body, context.answer_headers, always_streamed=always_streamed)
         await self._chat.loaded(request, context)
         with self.history.budget(context.tenant) as budget:
             return await self._prepared(request, body, context, budget)
@@ -71,12 +72,12 @@ class ResponseIntake:
         if compacts := compaction.is_wanted(items):
             own = own[:-1]  # what asks for the summary is no part of the conversation
         else:
-            with own_words():
+            with own_words(request):
                 if (shorter := await self._shortened(request, items, context, cost)) is not None:
                     items = own = shorter
         make = MakeResponse(identity, request, await beside_loop(cost, encoded_array, own), compacts)
         context = self._in_background(request, context)
-        with own_words():
+        with own_words(request):
             return await self._fitting(request, items, context, make, cost)
 
     async def compact(self, body: bytes, context: Context, budget: HistoryBudget) -> ChatCompletionRequest:
@@ -89,7 +90,7 @@ class ResponseIntake:
         items = compaction.behind_last(past + own)
         if compaction.is_wanted(items):
             items = items[:-1]
-        with own_words():
+        with own_words(request):
             return await beside_loop(cost, _summarizing, request, items, card.context_length)
 
     async def _shortened(
@@ -108,30 +109,40 @@ class ResponseIntake:
                 return [compaction.item_of(summary), *answered]
         return None
 
-    def check(self, body: bytes | msgspec.Raw, *, always_streamed: bool = False) -> ResponseRequest:
-        """The request in `body`, as far as it can be checked by itself. Raises `InvalidParameter`."""
+    def check(
+        self, body: bytes | msgspec.Raw, answer_headers: dict[str, str], *, always_streamed: bool = False
+    ) -> ResponseRequest:
+        """The request in `body`, as far as it can be checked by itself; `answer_headers` name what of it changes
+        nothing. Raises `InvalidParameter`."""
         request = decode(body, self._request)
         if always_streamed:
             request = streamed(request)
         check_request(request)
-        tell_ignored(extra_fields.ignored_fields(request), {}, strict=self._settings.strict_fields)
+        if ignored := [*extra_fields.ignored_fields(request), *ignored_in_tools(request.tools)]:
+            tell_ignored(ignored, answer_headers, strict=self._settings.strict_fields)
         return request
 
     async def count(self, body: bytes, tenant: str) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
         with self.history.budget(tenant) as budget:
-            chat = await self.chat_of(body, tenant, budget)
-            with own_words():
+            request, chat = await self._input(body, tenant, budget)
+            with own_words(request):
                 return await self._chat.chat_tokens(chat, tenant)
 
     async def chat_of(self, body: bytes, tenant: str, budget: HistoryBudget) -> ChatCompletionRequest:
         """The conversation that `body` describes, as the messages of a chat. Raises as `count`."""
+        return (await self._input(body, tenant, budget))[1]
+
+    async def _input(
+        self, body: bytes, tenant: str, budget: HistoryBudget
+    ) -> tuple[InputTokensRequest, ChatCompletionRequest]:
         request = decode(body, self._count)
         check_input_fields(request)
         identity = new_identity(self._writer, time.time())
         past, own, cost = await self._items(request, identity, tenant, body, budget)
-        with own_words():
-            return await beside_loop(cost, chat_request, request, compaction.behind_last(past + own))
+        with own_words(request):
+            chat = await beside_loop(cost, chat_request, request, compaction.behind_last(past + own))
+            return request, chat
 
     async def _items(
         self,

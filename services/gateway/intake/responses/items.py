@@ -29,7 +29,7 @@ from services.gateway.intake.responses.schemas import (
     ReasoningItem,
     TriggerItem,
 )
-from services.gateway.streams.response_items import ABBREVIATIONS, Item
+from services.gateway.streams.response_items import ABBREVIATIONS, Item, qualified
 
 T = TypeVar("T")
 
@@ -301,7 +301,7 @@ def _add(messages: list[dict[str, Any]], item: Item, texts: dict[int, Content]) 
         messages.append(compaction.message_of(item))
     elif kind in _CALLS:
         member, content = _CALLS[kind]
-        name = ".".join(item[part] for part in ("namespace", "name") if part in item)
+        name = qualified(item.get("namespace", ""), item["name"])
         called = {"name": name, content: item[content]}
         call = {"id": item["call_id"], "type": member, member: called}
         _turn_of_assistant(messages)["tool_calls"].append(call)

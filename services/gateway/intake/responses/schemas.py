@@ -12,13 +12,13 @@ from msgspec import Meta
 
 from services.gateway.core.errors import (
     InvalidParameter,
-    asks_for_nothing,
     check_range,
     empty_array,
     missing,
     unsupported,
 )
 from services.gateway.intake.responses.compaction import ContextManagement
+from services.gateway.intake.responses.tools import placed_tools
 from services.gateway.intake.rules import check_neutral, check_stream_options
 from services.gateway.intake.schemas import (
     MAX_COUNT,
@@ -172,6 +172,10 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     sparse_attention: SparseAttentionField | None = None
     request_id: RequestId | None = None
 
+    # OpenAI's, ignored
+    client_metadata: Annotated[Any, ignored({})] = None
+    """What Codex says of itself."""
+
     # vLLM's, ignored
     early_stopping: Annotated[Any, ignored(False)] = None
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None
@@ -193,15 +197,6 @@ def is_prewarm(request: InputFields) -> bool:
     return options is not None and bool(options.prewarm)
 
 
-TOOL_TYPES = ("function", "custom")
-NEUTRAL_IN_TOOL: dict[str, tuple[Any, ...]] = {
-    "allowed_callers": (["direct"],),
-    "async": (False,),
-    "defer_loading": (False,),
-}
-"""Fields of an entry of `tools` that are not supported, with the values that ask for nothing."""
-
-
 def check_input_fields(request: InputFields) -> None:
     """Raises `InvalidParameter` for the first thing wrong in `request`."""
     check_neutral(request)
@@ -218,18 +213,8 @@ def check_input_fields(request: InputFields) -> None:
             param="conversation",
             reason="invalid_value",
         )
-    for index, tool in enumerate(request.tools or []):
-        if tool.get("type") not in TOOL_TYPES:
-            raise InvalidParameter(
-                f"Invalid value: '{str(tool.get('type'))[:64]}'. This server has no tools of its own; "
-                "supported values are: 'function' and 'custom'.",
-                param=f"tools[{index}].type",
-                reason="invalid_value",
-            )
-        for name, values in NEUTRAL_IN_TOOL.items():
-            value = tool.get(name)
-            if value is not None and not asks_for_nothing(value, values):
-                raise unsupported(f"tools[{index}].{name}")
+    for _ in placed_tools(request.tools):
+        pass  # each is checked
 
 
 def check_request(request: ResponseRequest) -> None:

@@ -10,6 +10,8 @@ What the chat path refuses is told under the name that the client knows.
 import contextlib
 import re
 from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,8 +20,6 @@ from services.gateway.core.errors import renamed
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.responses.items import chat_messages
 from services.gateway.intake.responses.schemas import (
-    NEUTRAL_IN_TOOL,
-    TOOL_TYPES,
     CompactRequest,
     InputFields,
     ReasoningOptions,
@@ -28,7 +28,14 @@ from services.gateway.intake.responses.schemas import (
     is_prewarm,
     wants_logprobs,
 )
-from services.gateway.intake.schemas import ChatCompletionRequest, marked
+from services.gateway.intake.responses.tools import (
+    TOOL_TYPES,
+    Tools,
+    chat_tool_choice,
+    chat_tools,
+    placed_tools,
+)
+from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.streams.response_items import Item
 from shared.messages import SamplingParams
 from shared.messages.records import ResponseRecord
@@ -43,22 +50,17 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = (
-    "cache_salt",
-    "priority",
-    "request_id",
-    "sparse_attention",
-    *marked(ResponseRequest, "ignored"),
-)
+_AS_A_CHATS = ("cache_salt", "priority", "request_id", "sparse_attention")
 """Fields of a chat under the same name, with the same meaning."""
-_TOOL = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
+_FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
+_TOOL = re.compile(r"^tools\[(\d+)\]")
 _MESSAGE = re.compile(r"^messages\b.*$")
 
 
 def chat_request(
     request: InputFields, items: Sequence[Item], *, stream: bool = False
 ) -> ChatCompletionRequest:
-    """Raises `InvalidParameter`."""
+    """Raises `InvalidParameter`, in a chat's words (`own_words`)."""
     body: dict[str, Any] = {
         "chat_template_kwargs": request.chat_template_kwargs,
         "model": request.model,
@@ -66,8 +68,8 @@ def chat_request(
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "response_format": _response_format(request),
-        "tool_choice": _tool_choice(request.tool_choice),
-        "tools": _tools(request.tools),
+        "tool_choice": chat_tool_choice(request.tool_choice),
+        "tools": chat_tools(request.tools),
         "verbosity": request.text.verbosity if request.text else None,
     }
     if isinstance(request, CompactRequest):
@@ -95,8 +97,7 @@ def chat_request(
             "user": request.user,
         }
     given = {name: value for name, value in body.items() if value is not None}
-    with own_words():
-        return convert(given, ChatCompletionRequest)
+    return convert(given, ChatCompletionRequest)
 
 
 def _thoughts_shown(items: Sequence[Item], request: InputFields) -> Sequence[Item]:
@@ -129,52 +130,23 @@ def _cache_options(request: ResponseRequest | CompactRequest) -> dict[str, Any] 
     return {name: value for name, value in msgspec.structs.asdict(options).items() if name != "prewarm"}
 
 
-def _tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    return None if tools is None else [_nested(tool) for tool in tools]
-
-
-def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type", "function")
-    if kind in TOOL_TYPES:
-        return _nested({"type": kind, **choice})
-    if kind != "allowed_tools":
-        return {"type": kind}  # which is refused, whatever else there is
-    allowed: dict[str, Any] = {"mode": choice.get("mode")}
-    given = choice.get("tools")
-    allowed["tools"] = [_nested(tool) for tool in given] if isinstance(given, list) else given
-    return {"type": "allowed_tools", "allowed_tools": allowed}
-
-
-def _nested(tool: Any) -> Any:
-    """A tool as chat completions have it: its members in an object of their own, as those of a grammar are."""
-    if not isinstance(tool, dict) or (kind := tool.get("type")) not in TOOL_TYPES:
-        return tool
-    members = {
-        name: value
-        for name, value in tool.items()
-        if name != "type" and name not in NEUTRAL_IN_TOOL and value is not None
-    }
-    form = members.get("format")
-    if kind == "custom" and isinstance(form, dict) and form.get("type") == "grammar":
-        grammar = {name: value for name, value in form.items() if name != "type"}
-        members["format"] = {"type": "grammar", "grammar": grammar}
-    return {"type": kind, kind: members}
-
-
 # --- errors --------------------------------------------------------------------------------------
 
 
-def own_words() -> contextlib.AbstractContextManager[None]:
-    """Errors of the chat path, in the words of a response's request."""
-    return renamed(_NAMES, "input", {"max_tokens": "max_output_tokens", "messages": "input"}, _place_of)
+def own_words(request: InputFields | None = None) -> contextlib.AbstractContextManager[None]:
+    """Errors of the chat path, in the words of a response's `request`."""
+    place_of = partial(_place_of, request.tools if request else None)
+    return renamed(_NAMES, "input", {"max_tokens": "max_output_tokens", "messages": "input"}, place_of)
 
 
-def _place_of(param: str) -> str:
-    """Which message an item has become is nobody's business."""
+def _place_of(tools: Tools, param: str) -> str:
+    """Which message an item has become is nobody's business; a tool stands where the client has put it."""
     param = _MESSAGE.sub("messages", param)
-    return _TOOL.sub(r"\1", param).replace(".format.grammar", ".format")
+    param = _FUNCTION.sub(r"\1", param).replace(".format.grammar", ".format")
+    if tools and (match := _TOOL.match(param)):
+        path = next(islice(placed_tools(tools), int(match[1]), None)).path
+        param = path + param[match.end() :]
+    return param
 
 
 # --- what is shown -------------------------------------------------------------------------------
@@ -199,12 +171,16 @@ def shown_fields(request: ResponseRequest, temperature: float, top_p: float) -> 
         "temperature": temperature,
         "text": _shown_text(request),
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-        "tools": [{"strict": None, **tool} for tool in request.tools or []],
+        "tools": [_shown_tool(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": top_p,
         "truncation": request.truncation or "disabled",
         "user": request.user,
     }
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"strict": None, **tool} if tool["type"] in TOOL_TYPES else tool
 
 
 def _shown_reasoning(given: ReasoningOptions | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["anything"]}, "include", "unsupported_parameter"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
     ({"reasoning": {"context": "none"}}, "reasoning.context", "invalid_value"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0].type", "invalid_value"),
     ({"store": False, "background": True}, "store", "invalid_value"),
     ({"truncation": "middle"}, "truncation", "invalid_value"),
     ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value"),
@@ -134,8 +134,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "missing_required_parameter",
     ),
     (
-        {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
-        "tools[0].defer_loading",
+        {"tools": [{"type": "web_search"}, {"type": "function", "name": "f", "async": True}]},
+        "tools[1].async",
         "unsupported_parameter",
     ),
     ({"tools": [{"type": "function", "name": "f", "nonsense": 1}]}, "tools[0].nonsense", "unknown_parameter"),
@@ -162,6 +162,16 @@ async def test_what_is_refused_says_why(http: httpx.AsyncClient) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (400, param, code), changes
         assert error["type"] == "invalid_request_error"
+
+
+async def test_what_agents_say_of_themselves_is_ignored_and_named(http: httpx.AsyncClient) -> None:
+    tools = [{"type": "web_search"}, {"type": "function", "name": "f", "defer_loading": True}]
+    body = {"model": MODEL, "input": "Hi", "client_metadata": {"thread": "1"}, "tools": tools}
+    answer = await http.post(RESPONSES, json=body)
+    assert answer.status_code == 200
+    named = "client_metadata, tools[0].web_search, tools[1].defer_loading"
+    assert answer.headers["x-ryzanstein-ignored-fields"] == named
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["web_search", "function"]
 
 
 STRANGE: list[tuple[str, int, str]] = [

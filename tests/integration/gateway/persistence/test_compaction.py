@@ -77,7 +77,7 @@ async def test_the_namespace_of_a_call_is_read_before_its_name(
         {"type": "function_call_output", "call_id": "c", "output": "1", "namespace": "crm"},
     ]
     made = await client.responses.create(model=MODEL, input=given)
-    assert '"crm.get"' in prompts(ring)[-1]
+    assert '"crm__get"' in prompts(ring)[-1]
     items = (await client.responses.input_items.list(made.id, order="asc")).model_dump()["data"]
     assert [item.get("namespace") for item in items[1:]] == ["crm", "crm"]
 

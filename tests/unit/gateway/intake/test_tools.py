@@ -125,7 +125,7 @@ RESULT = {"role": "tool", "tool_call_id": "c1", "content": "1"}
         ({"tools": [{"type": "retrieval"}]}, "invalid_value", "tools[0].type"),
         ({"tools": [tool("")]}, "empty_string", "tools[0].function.name"),
         ({"tools": [tool("a b")]}, "invalid_value", "tools[0].function.name"),
-        ({"tools": [tool("a" * 65)]}, "string_above_max_length", "tools[0].function.name"),
+        ({"tools": [tool("a" * 129)]}, "string_above_max_length", "tools[0].function.name"),
         ({"tools": [tool(), tool()]}, "invalid_value", "tools[1].function.name"),
         ({"tools": [tool(str(i)) for i in range(129)]}, "array_above_max_length", "tools"),
         (
