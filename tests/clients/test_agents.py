@@ -7,8 +7,8 @@ Where they are installed: see `test_clients.py`. Codex is the npm package `@open
 import json
 from pathlib import Path
 
-from tests.clients.conftest import Program, Script, calling
-from tests.clients.installed import node_with
+from tests.clients.conftest import HERE, MODEL, Program, Script, calling
+from tests.clients.installed import node_with, python_with
 from tests.integration.gateway.conftest import RunningGateway
 
 CODEX = """
@@ -48,3 +48,45 @@ async def test_codex(gateway: RunningGateway, script: Script, program: Program, 
     [ran] = [item for item in items if item["type"] == "command_execution"]
     assert (ran["aggregated_output"], ran["exit_code"]) == ("word-17", 0)
     assert "invalid agent id nobody-there" in script.prompts[-1], "the tool of the namespace has answered"
+
+
+WEATHER = [
+    ("weather in Rome", calling("weather", {"city": "Rome"})),
+    ("17 degrees", "It is warm in Rome."),
+]
+RAN = {"asked": ["Rome"], "answers": [["tool_use"], ["text"]], "said": "It is warm in Rome."}
+
+
+async def test_anthropic_runner(gateway: RunningGateway, script: Script, program: Program) -> None:
+    """It asks for a thread at first, and goes on without when it is told that there is none."""
+    script.turns = WEATHER
+    python = python_with("anthropic.lib.threads")
+    out = await program(python, str(HERE / "use_anthropic_runner.py"), gateway.url, MODEL)
+    assert json.loads(out) == RAN
+
+
+async def test_anthropic_runner_npm(gateway: RunningGateway, script: Script, program: Program) -> None:
+    script.turns = WEATHER
+    node, modules = node_with("@anthropic-ai/sdk")
+    out = await program(node, str(HERE / "use_anthropic_runner.mjs"), gateway.url, MODEL, modules)
+    assert json.loads(out) == RAN
+
+
+async def test_claude_code(gateway: RunningGateway, script: Script, program: Program, tmp_path: Path) -> None:
+    """It runs the command that the model asks for, and says what the model makes of the output."""
+    python = python_with("claude_agent_sdk")
+    script.turns = [
+        ("Say the word.", calling("Bash", {"command": "printf wo; printf rd-17", "description": "Says it"})),
+        ("word-17", "The word is word-17."),
+    ]
+    asked = ["Say the word.", "--max-turns", "4", "--allowedTools", "Bash"]
+    out = await program(
+        python,
+        str(HERE / "use_claude_agent.py"),
+        gateway.url,
+        MODEL,
+        str(tmp_path),
+        *asked,
+    )
+    seen = json.loads(out)
+    assert (seen["result"], seen["num_turns"], seen["is_error"]) == ("The word is word-17.", 2, False)

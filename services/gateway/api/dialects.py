@@ -53,6 +53,11 @@ _ANTHROPIC_TYPES = {
 class AnthropicDetail(msgspec.Struct, frozen=True):
     type: str
     message: str
+    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+_ERROR_CODES = {"thread": "thread_unsupported_request"}
+"""By the field that is refused: what tells Anthropic's clients to send the request again without it."""
 
 
 class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
@@ -62,14 +67,17 @@ class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error")
     request_id: str
 
 
-def anthropic_error(status: int, message: str, request_id: str) -> AnthropicError:
-    """Of an HTTP status."""
+def anthropic_error(status: int, message: str, request_id: str, param: str | None = None) -> AnthropicError:
+    """Of an HTTP status. `param`: the field that is refused."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return AnthropicError(AnthropicDetail(kind, message), request_id)
+    code = _ERROR_CODES.get(param or "")
+    details = {"error_code": code} if code else msgspec.UNSET
+    return AnthropicError(AnthropicDetail(kind, message, details), request_id)
 
 
 def _anthropic(error: BaseException, request_id: str) -> AnthropicError:
-    return anthropic_error(status_of(error), describe(error, request_id).error.message, request_id)
+    detail = describe(error, request_id).error
+    return anthropic_error(status_of(error), detail.message, request_id, detail.param)
 
 
 def _ollama(error: BaseException, request_id: str) -> dict[str, str]:

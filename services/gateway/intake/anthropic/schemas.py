@@ -29,6 +29,8 @@ class CacheControl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+    """Who shares it: as the server's settings have it."""
 
 
 class _Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -129,7 +131,8 @@ class CustomTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Input is always streamed as it comes."""
     input_examples: Annotated[Any, ignored([])] = None
     allowed_callers: Annotated[Any, neutral(["direct"])] = None
-    defer_loading: Annotated[Any, neutral(False)] = None
+    defer_loading: Annotated[Any, ignored(False)] = None
+    """The model is told of every tool at once."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,8 +178,10 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     cache_control: CacheControl | None = None
 
     context_management: Annotated[Any, ignored({})] = None
-    speed: Annotated[Any, neutral("standard")] = None
+    speed: Annotated[Any, ignored("standard")] = None
     mcp_servers: Annotated[Any, neutral([])] = None
+    thread: Annotated[Any, neutral()] = None
+    """A conversation that Anthropic keeps. Tool runners go on without it where they are told that there is none."""
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):

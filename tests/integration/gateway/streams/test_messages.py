@@ -294,6 +294,7 @@ async def test_tokens_are_counted(claude: anthropic.AsyncAnthropic, ring: FakeRi
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "'tool_choice.name'"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "Tool choice 'g' not found"),
         ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers'"),
+        ({"thread": {"type": "create"}}, "'thread'"),
         ({"stop_sequences": [""]}, "'stop_sequences[0]'"),
         ({"stop_sequences": ["x"] * 17}, "stop_strings"),
         ({"model": "nobody"}, "nobody"),
@@ -317,11 +318,14 @@ async def test_what_changes_nothing_is_named(
         "thinking": {"type": "adaptive", "display": "omitted"},
         "output_config": {"effort": "low"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+        "speed": "fast",
+        "cache_control": {"type": "ephemeral", "scope": "global"},
+        "tools": [TOOL | {"defer_loading": True}],
     }
     answer = await http.post(MESSAGES, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-ryzanstein-ignored-fields"] == (
-        "context_management, thinking.display, output_config.effort"
+        "context_management, speed, thinking.display, tools[0].defer_loading, output_config.effort"
     )
     async with run_gateway(nats_settings, strict_fields=True) as strict, strict.http() as client:
         refused = await client.post(MESSAGES, json=body)

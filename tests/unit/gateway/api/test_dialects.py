@@ -3,9 +3,11 @@
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.gateway.api import dialects
+from services.gateway.core.errors import unsupported
 from services.gateway.ratelimit.limiter import duration, limit_headers
 
 
@@ -39,3 +41,12 @@ def test_a_list_of_models_is_whose_asks_for_it() -> None:
     assert dialects.of_request(scope(path="/v1/models")) is dialects.OPENAI
     assert dialects.of_request(scope(version, path="/v1/models/x")) is dialects.ANTHROPIC
     assert dialects.of_request(scope(version, path="/v1/chat/completions")) is dialects.OPENAI
+
+
+def test_a_thread_is_refused_so_that_clients_go_on_without_it() -> None:
+    told = dialects.ANTHROPIC.describe(unsupported("thread"), "req-1")
+    body = msgspec.json.decode(msgspec.json.encode(told))
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    other = dialects.ANTHROPIC.describe(unsupported("container"), "req-1")
+    assert "details" not in msgspec.json.decode(msgspec.json.encode(other))["error"]
