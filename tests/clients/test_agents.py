@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.clients.conftest import HERE, MODEL, Program, Script, calling
 from tests.clients.installed import node_with, python_with
 from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.fake_ring import FakeRing
 
 CODEX = """
 model = "stub"
@@ -90,3 +91,49 @@ async def test_claude_code(gateway: RunningGateway, script: Script, program: Pro
     )
     seen = json.loads(out)
     assert (seen["result"], seen["num_turns"], seen["is_error"]) == ("The word is word-17.", 2, False)
+
+
+async def test_instructor(gateway: RunningGateway, script: Script, ring: FakeRing, program: Program) -> None:
+    """pydantic's schemas leave their objects open; the grammar is recorded with them closed."""
+    script.turns = [("Ann is 31", calling("User", {"name": "Ann", "age": 31}))]
+    python = python_with("instructor")
+    out = await program(python, str(HERE / "use_instructor_tools.py"), gateway.url, MODEL)
+    assert json.loads(out) == {"name": "Ann", "age": 31}
+    assert is_closed(ring)
+
+
+LLM = """
+- model_id: here
+  model_name: stub
+  api_base: {url}/v1
+  supports_tools: true
+  supports_schema: true
+"""
+
+
+async def test_llm(
+    gateway: RunningGateway, script: Script, ring: FakeRing, program: Program, tmp_path: Path
+) -> None:
+    python = python_with("llm")
+    (tmp_path / "extra-openai-models.yaml").write_text(LLM.format(url=gateway.url))
+
+    async def ask(*given: str) -> str:
+        asked = (python, "-m", "llm", "prompt", "-m", "here", "--key", "none", "--no-log")
+        return await program(*asked, *given, LLM_USER_PATH=str(tmp_path), HOME=str(tmp_path))
+
+    script.turns = [("Ann is 31", '{"name": "Ann", "age": 31}'), *WEATHER]
+    assert json.loads(await ask("Ann is 31 years old.", "--schema", "name, age int")) == {
+        "name": "Ann",
+        "age": 31,
+    }
+    assert is_closed(ring)
+    weather = 'def weather(city: str) -> str:\n    return f"{city}: 17 degrees"'
+    said = await ask("What is the weather in Rome?", "--functions", weather)
+    assert said.strip() == "It is warm in Rome."
+    assert "Rome: 17 degrees" in script.prompts[-1]
+
+
+def is_closed(ring: FakeRing) -> bool:
+    """Whether the grammar of the last request has objects of the named properties alone."""
+    grammar = ring.requests[-1].grammar
+    return grammar is not None and '"additionalProperties":false' in grammar.text

@@ -128,6 +128,10 @@ class GatewaySettings(CommonSettings):
     strict_fields: bool = False
     """Refuse request fields that have no effect here, instead of naming them in the header
     `x-ryzanstein-ignored-fields`."""
+    close_objects: bool = True
+    """Whether objects of a JSON Schema without `additionalProperties` have the properties that are named and no others,
+    in structured output and in the arguments of tools. Off: any others too, as JSON Schema has it. A request's own
+    `close_objects` comes first."""
     require_key: bool = False
     """Require an API key even before the first one exists. Once there is one, it is always required."""
     metrics_need_key: bool = False

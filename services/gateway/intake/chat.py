@@ -248,10 +248,16 @@ def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:
 
 
 def demanded(
-    plan: ChatPlan, parsing: Parsing | None, answer: Wanted | None, specials: Mapping[str, int]
+    plan: ChatPlan,
+    parsing: Parsing | None,
+    answer: Wanted | None,
+    specials: Mapping[str, int],
+    *,
+    closes: bool = True,
 ) -> Wanted | None:
     """What is to be checked and sent to the ring; None: any text. `answer`: what the client says of the format.
-    `specials`: ids of the special tokens among the markers. Raises `InvalidParameter`."""
+    `specials`: ids of the special tokens among the markers; `closes`: whether objects among arguments are closed.
+    Raises `InvalidParameter`."""
     if parsing is None:
         return answer
     reasoning, opened = parsing.reasoning, parsing.opened
@@ -259,7 +265,7 @@ def demanded(
         if answer is None or not (opened or _begins_with_marks(answer, reasoning)):
             return answer
         return _as(answer, behind_reasoning(answer.grammar, reasoning, specials, opened=opened))
-    calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials)
+    calling = Calling(plan.family, plan.variant, plan.asked.functions, plan.single, specials, closes)
     if plan.asked.required:
         grammar = required_calls(calling, reasoning, opened=opened)
     elif answer is not None:

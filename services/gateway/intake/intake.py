@@ -40,7 +40,7 @@ from services.gateway.intake.scoring.schemas import (
     ScoringRequest,
     pairs_of,
 )
-from services.gateway.intake.structured_output import Grammars, Wanted, wanted_by
+from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
 from services.gateway.ratelimit.limiter import Limiter
 from services.gateway.streams.reading import Reading
@@ -290,7 +290,8 @@ class Intake:
         card = self._catalog.card_at_hand(request.model) or await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
-        answer = wanted_by(request)
+        closes = closes_objects(request, usual=self._parts.settings.close_objects)
+        answer = wanted_by(request, closes=closes)
         if not are_texts(request.messages):
             request = await with_files_read(request, context.tenant, self._files)
         tokenizer = await self._tokenizers.get(card)
@@ -301,7 +302,8 @@ class Intake:
         sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)
         if parsing is not None:
-            answer = demanded(plan, parsing, answer, tokenizer.specials(markers_of(parsing)))
+            specials = tokenizer.specials(markers_of(parsing))
+            answer = demanded(plan, parsing, answer, specials, closes=closes)
         grammar = await self._grammar(plan, answer, context.tenant) if answer is not None else None
         with tracing.stage("tokenize"):
             prompt = await tokenizer.encode_rendered(rendering)
@@ -480,7 +482,8 @@ class Intake:
         card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
         given = rules.prompts_of(request)
-        grammar = await self._grammars.of(request, context.tenant)
+        closes = self._parts.settings.close_objects
+        grammar = await self._grammars.of(request, context.tenant, closes=closes)
         tokenizer = await self._tokenizers.get(card)
         special = request.add_special_tokens is not False
         with tracing.stage("tokenize"):

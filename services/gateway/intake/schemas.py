@@ -345,6 +345,9 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     # this server's own
     sparse_attention: SparseAttentionField | None = None
+    close_objects: bool | None = None
+    """Whether objects of a schema without `additionalProperties` have the named properties alone; as the server's
+    settings say, where it is left out."""
 
     # vLLM's, about beam search and texts: ignored or refused
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None

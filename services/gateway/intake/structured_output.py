@@ -29,6 +29,7 @@ from services.gateway.intake.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
+from services.gateway.tool_calls.closed_objects import closed
 from shared import limits
 from shared.errors import QueueFull
 from shared.grammars import ANY_OBJECT, CPU_SECONDS, GrammarCheck, Verdict
@@ -68,8 +69,9 @@ _of_forms = operator.attrgetter(*_FORMS)
 _NO_FORM = (None,) * len(_FORMS)
 
 
-def wanted_by(request: GenerationFields) -> Wanted | None:
-    """What `request` asks for; None: any text. Raises `InvalidParameter`."""
+def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | None:
+    """What `request` asks for; None: any text. `closes`: whether a schema's objects are closed where `request` does not
+    say so. Raises `InvalidParameter`."""
     if _of_forms(request) == _NO_FORM:
         return None
     given = [name for name in _FORMS if _asks(request, name)]
@@ -96,6 +98,26 @@ def wanted_by(request: GenerationFields) -> Wanted | None:
         wanted = _of_outputs(value, name)
     else:
         wanted = _of_kind(name.removeprefix("guided_"), value, name)
+    _check_size(wanted)
+    return _closed(wanted) if closes_objects(request, usual=closes) else wanted
+
+
+def closes_objects(request: GenerationFields, *, usual: bool) -> bool:
+    """Whether objects of schemas have no properties but those that are named; `usual`: where `request` says nothing."""
+    return usual if request.close_objects is None else request.close_objects
+
+
+def _closed(wanted: Wanted) -> Wanted:
+    """With its objects closed, before it is recorded: whoever goes on with the text follows the same schema."""
+    if wanted.grammar.kind != "json_schema" or wanted.grammar is ANY_OBJECT:
+        return wanted
+    try:
+        schema = msgspec.json.decode(wanted.grammar.text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return wanted  # what is wrong with it is told where it is compiled
+    if (narrower := closed(schema)) == schema:
+        return wanted
+    wanted = msgspec.structs.replace(wanted, grammar=grammar_of_schema(narrower))
     _check_size(wanted)
     return wanted
 
@@ -206,10 +228,10 @@ class Grammars:
         self._turns: GrammarTurns[_Job] = GrammarTurns()
         self._working: asyncio.Task[None] | None = None
 
-    async def of(self, request: GenerationFields, tenant: str = "") -> Grammar | None:
-        """What the answer to `request` must match; None: nothing. Raises `InvalidParameter`, `QueueFull`,
-        `RateLimited`."""
-        wanted = wanted_by(request)
+    async def of(self, request: GenerationFields, tenant: str = "", *, closes: bool = True) -> Grammar | None:
+        """What the answer to `request` must match; None: nothing. `closes`: as of `wanted_by`. Raises
+        `InvalidParameter`, `QueueFull`, `RateLimited`."""
+        wanted = wanted_by(request, closes=closes)
         return None if wanted is None else await self.checked(wanted, tenant)
 
     async def checked(self, wanted: Wanted, tenant: str = "") -> Grammar:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.tool_calls.closed_objects import closed
 from services.gateway.tool_calls.grammar_rules import (
     NOTHING,
     Form,
@@ -38,6 +39,8 @@ class Calling(NamedTuple):
     functions: Sequence[FunctionDefinition]
     single: bool
     specials: Specials
+    closes: bool = True
+    """Whether objects among arguments have no properties but those that their schemas name."""
 
 
 def required_calls(calling: Calling, reasoning: str, *, opened: bool) -> Grammar:
@@ -131,7 +134,10 @@ def _behind_trigger(rules: Rules, form: Form, calling: Calling, *, checked_all: 
     specials = calling.specials
     calls = []
     for number, function in enumerate(calling.functions):
-        source = Source(function, number, rules, specials, checked_all or bool(function.strict))
+        checked = checked_all or bool(function.strict)
+        if checked and calling.closes and function.parameters:
+            function = msgspec.structs.replace(function, parameters=closed(function.parameters))
+        source = Source(function, number, rules, specials, checked)
         calls.append(rules.add(f"call_{number}", form.call(source)))
     rules.add("call", " | ".join(calls))
     more = "" if calling.single else f"({joined(literal(form.between, specials), 'call')})*"

@@ -198,7 +198,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, forbid_unknown_fields=Tru
     service_tier: Literal["auto", "standard_only"] | None = None
     """There is one tier: both are served by it."""
     sparse_attention: SparseAttentionField | None = None
-    """This server's own."""
+    close_objects: bool | None = None
+    """These two are this server's own."""
 
     container: Annotated[Any, neutral()] = None
     diagnostics: Annotated[Any, ignored({})] = None

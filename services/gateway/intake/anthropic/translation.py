@@ -113,7 +113,7 @@ def chat_request(request: CountTokensRequest, reasoning: dict[str, Any]) -> Chat
         **reasoning,
     }
     if isinstance(request, MessagesRequest):
-        for name in ("sparse_attention", "stream", "temperature", "top_k", "top_p"):
+        for name in ("close_objects", "sparse_attention", "stream", "temperature", "top_k", "top_p"):
             body[name] = getattr(request, name)
         body["max_completion_tokens"] = request.max_tokens
         body["safety_identifier"] = request.metadata and request.metadata.user_id

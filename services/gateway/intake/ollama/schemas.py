@@ -45,6 +45,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     sparse_attention: SparseAttentionField | None = None
+    close_objects: bool | None = None
     """This server's own."""
     typical_p: Annotated[Any, neutral(1, 1.0)] = None
 

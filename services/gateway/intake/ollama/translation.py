@@ -113,7 +113,7 @@ def completion_of(request: OllamaGenerateRequest, model: str) -> CompletionReque
 
 _SAME_OPTIONS = (
     *("temperature", "top_k", "top_p", "min_p", "stop", "seed"),
-    *("presence_penalty", "frequency_penalty", "sparse_attention"),
+    *("presence_penalty", "frequency_penalty", "sparse_attention", "close_objects"),
 )
 """Options that a chat has as fields of the same name."""
 

@@ -170,6 +170,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     sparse_attention: SparseAttentionField | None = None
+    close_objects: bool | None = None
     request_id: RequestId | None = None
 
     # OpenAI's, ignored

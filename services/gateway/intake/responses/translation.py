@@ -50,7 +50,7 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = ("cache_salt", "priority", "request_id", "sparse_attention")
+_AS_A_CHATS = ("cache_salt", "close_objects", "priority", "request_id", "sparse_attention")
 """Fields of a chat under the same name, with the same meaning."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
 _TOOL = re.compile(r"^tools\[(\d+)\]")

@@ -26,7 +26,8 @@ from shared.limits import GRAMMAR_BYTES
 from shared.messages import Grammar
 from tests.integration.gateway.fake_ring import until
 
-SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+OPEN = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+SCHEMA = OPEN | {"additionalProperties": False}
 _chat = msgspec.json.Decoder(ChatCompletionRequest)
 
 
@@ -60,6 +61,23 @@ def test_openais_formats() -> None:
     found = grammar(response_format=named(description="An answer."))
     assert found == grammar_of_schema(SCHEMA)
     assert list(json.loads(found.text)["properties"]) == ["b", "a"], "the order of the schema's"
+
+
+def test_objects_are_closed_unless_the_request_or_the_server_says_otherwise() -> None:
+    given = {"response_format": named(schema=OPEN)}
+    assert grammar(**given) == grammar_of_schema(SCHEMA)
+    assert grammar(**given, close_objects=False) == grammar_of_schema(OPEN)
+    for choice, expected in ((None, OPEN), (True, SCHEMA)):
+        wanted = wanted_by(chat(**given, close_objects=choice), closes=False)
+        assert wanted is not None
+        assert wanted.grammar == grammar_of_schema(expected)
+
+
+def test_a_schema_is_as_large_as_it_is_closed() -> None:
+    many = {f"{index}": {"properties": {}} for index in range(GRAMMAR_BYTES.value // 40)}
+    assert len(json.dumps({"properties": many})) < GRAMMAR_BYTES.value
+    with pytest.raises(InvalidParameter, match="grammar_bytes"):
+        grammar(guided_json={"properties": many})
 
 
 @pytest.mark.parametrize(

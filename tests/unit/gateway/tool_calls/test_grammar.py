@@ -248,6 +248,18 @@ def test_without_a_trigger_nothing_is_held() -> None:
     assert strict_calls(how, "", opened=False) is None
 
 
+def test_arguments_have_no_names_of_the_models_making() -> None:
+    loose = FunctionDefinition("f", None, {"type": "object", "properties": {"a": {"type": "string"}}})
+    how, vocabulary = calling("hermes", functions=(loose,))
+    named, more = (
+        f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        for arguments in ('{"a": "x"}', '{"a": "x", "b": 1}')
+    )
+    for closes, expected in ((True, [True, False]), (False, [True, True])):
+        grammar = required_calls(how._replace(closes=closes), "", opened=False)
+        assert [lets_through(grammar, vocabulary, text) for text in (named, more)] == expected
+
+
 def test_calls_or_a_format() -> None:
     how, vocabulary = calling("hermes")
     schema = Grammar("json_schema", '{"type":"object","properties":{"a":{"const":"/"}},"required":["a"]}')
