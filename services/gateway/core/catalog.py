@@ -72,9 +72,9 @@ class ModelNotLoaded(Unavailable):
 class Catalog:
     """A live copy of the buckets `models` and `groups`, beside the registry.
 
-    What is accepted: models of the registry, their aliases, and models that executors serve of their own accord. A
-    card stays when its groups go, so that requests for the model can wait until one is back; one of a model that is in
-    no registry and of which no group is there any more is of an earlier start, and accepted no longer.
+    What is accepted: models of the registry, their aliases, and models that executors serve of their own accord, or
+    load now. A card stays when its groups go, so that requests for the model can wait until one is back; one of a model
+    that is in no registry and of which no group is there any more is of an earlier start, and accepted no longer.
 
     What is served (`listed`): a model with a group that is not gone and that has been at work since this gateway
     started (one that starts again, hangs or drains counts: it comes back, or others take over). While there is none,
@@ -211,7 +211,7 @@ class Catalog:
         if model in self.registry.specs:
             return True
         if model not in self.cards:
-            return False
+            return model in self._starting()
         if model in self._worked or self._is_present(model):
             return True
         if self.registry.specs or model in self._removed:
@@ -238,9 +238,10 @@ class Catalog:
     # --- what is there ---------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Models of the registry, and those that are served of their own accord, by name."""
+        """Models of the registry, and those that are served of their own accord or are being loaded for that, by
+        name."""
         served = (card.model for card in self.listed() if self._accepts(card.model))
-        return sorted({*self.registry.specs, *served})
+        return sorted({*self.registry.specs, *served, *self._starting()})
 
     def listed(self) -> list[ModelCard]:
         """The models that are served, by name; none while the first one starts."""
@@ -293,6 +294,10 @@ class Catalog:
 
     def _present(self) -> set[str]:
         return {record.model for record in self._live() if record.state != "gone"}
+
+    def _starting(self) -> set[str]:
+        """Models that some group is loading now: requests wait for them."""
+        return {record.model for record in self._live() if record.state == "starting"} - self._removed
 
     def _is_present(self, model: str) -> bool:
         return any(record.model == model and record.state != "gone" for record in self._live())

@@ -169,8 +169,11 @@ class ColdStarts:
 
     def _failure(self, model: str, since: float) -> RyzansteinError | None:
         """Why the model will not be loaded for those who have waited `since`."""
-        if model not in self._catalog.registry.specs:
-            return NoGroupAvailable(f"The model '{model[:128]}' was removed from the registry.")
+        if not self._catalog.is_model(model):
+            return NoGroupAvailable(
+                f"The model '{model[:128]}' is there no longer: it was removed from the registry, or the group that "
+                "was loading it has gone."
+            )
         status = self._catalog.status(model)
         if status.state == "failed" and status.failed_at >= since:
             return ModelLoadFailed(f"The model '{model[:128]}' could not be loaded: {status.reason}")

@@ -208,3 +208,30 @@ async def test_a_batch_asks_for_its_model(
 
     await until(over)
     await until(lambda: cold.waiting("cold") == 0)
+
+
+async def test_a_model_that_an_executor_loads_of_its_own_accord_is_listed_and_waited_for(
+    nats_settings: CommonSettings, hosts: FakeHosts
+) -> None:
+    """As at the start of a stack: the gateway is ready, and the first group is loading."""
+    ring = FakeRing(hosts.bus)
+    await ring.listen()
+    async with run_gateway(nats_settings) as gateway, gateway.openai() as client:
+        await ring.put_record("starting", model="first")
+        await until(lambda: gateway.service.work.catalog.names() == ["first"])
+        (listed,) = (await client.models.list()).data
+        assert (listed.id, listed.status["value"]) == ("first", "loading")  # type: ignore[attr-defined]
+        assert gateway.service.models() == [], "who starts the stack waits until it is served"
+        answer = asyncio.create_task(client.completions.create(model="first", prompt="Hi"))
+        await until(lambda: held(gateway) == 1)
+        await ring.start(stub_card("first"))
+        await ring.put_record("ready", model="first")
+        assert (await answer).model == "first"
+        await ring.put_record("starting", model="second")
+        await until(lambda: "second" in gateway.service.work.catalog.names())
+        left = asyncio.create_task(client.completions.create(model="second", prompt="Hi"))
+        await until(lambda: held(gateway) == 1)
+        await ring.put_record("gone", model="second")
+        with pytest.raises(openai.InternalServerError, match="loading it has gone"):
+            await left
+    await ring.stop()
