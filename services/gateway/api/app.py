@@ -148,7 +148,7 @@ class GatewayApp:
         scope["app"] = self  # lets the router raise where it would else answer in plain text
         public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)
         if public and scope["type"] == "http":
-            await self._ops(scope, receive, send)
+            await self._ops(scope, receive, _Exchange(scope, send).send)
             return
         exchange = _Exchange(scope, send)
         # Counted from here on: what a connection brought before it was closed to more is answered.

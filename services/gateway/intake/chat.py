@@ -150,12 +150,17 @@ def plan_of(request: ChatCompletionRequest, card: ModelCard, traits: Traits) -> 
         variant=traits.variant if family == traits.family else "",
         single=asked.single or (native_calls and not traits.several),
         reasoning=reasoning_of(card, traits),
-        ignored=_ignored(request.chat_template_kwargs, traits) if request.chat_template_kwargs else (),
+        ignored=_ignored(request, traits),
     )
 
 
-def _ignored(given: Mapping[str, Any], traits: Traits) -> tuple[str, ...]:
-    return tuple(f"chat_template_kwargs.{name}" for name in given if name not in traits.variables)
+def _ignored(request: ChatCompletionRequest, traits: Traits) -> tuple[str, ...]:
+    if request.chat_template_kwargs is None and request.reasoning_effort is None:
+        return ()
+    given = request.chat_template_kwargs or {}
+    ignored = tuple(f"chat_template_kwargs.{name}" for name in given if name not in traits.variables)
+    without_effort = request.reasoning_effort and not _effort(request.reasoning_effort, traits)
+    return (*ignored, "reasoning_effort") if without_effort else ignored
 
 
 def _family(card: ModelCard, traits: Traits, native: bool) -> str:
@@ -220,18 +225,12 @@ def _variables(request: ChatCompletionRequest, traits: Traits) -> dict[str, Any]
 
 
 def _effort(effort: str | None, traits: Traits) -> dict[str, Any]:
+    """None where the template does not look at it: it is in `ChatPlan.ignored` then."""
     if effort is None:
         return {}
     if "reasoning_effort" in traits.variables:
         return {"reasoning_effort": effort}
-    for name in SWITCHES:
-        if name in traits.variables:
-            return {name: effort != "none"}
-    raise InvalidParameter(
-        "Unsupported parameter: 'reasoning_effort' is not supported with this model; leave it out.",
-        param="reasoning_effort",
-        reason="unsupported_parameter",
-    )
+    return next(({name: effort != "none"} for name in SWITCHES if name in traits.variables), {})
 
 
 def _verbosity(verbosity: str | None, traits: Traits) -> dict[str, Any]:

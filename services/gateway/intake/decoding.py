@@ -7,6 +7,7 @@ ours is read all the same, once it is refused:
 
 - A byte order mark before the JSON.
 - A whole number with a fraction of zeros or an exponent (6.0, 6e0, 1E2), which is an integer to JSON Schema.
+- Unknown fields that are null: null counts as not given.
 - Fields of messages that are not known: `reasoning` is vLLM's new name for `reasoning_content`, what else clients echo
   back of answers is left out and named.
 """
@@ -44,7 +45,7 @@ def decode(
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        other = repaired(body, dropped)
+        other = repaired(body, dropped, _needed(decoder.type))
     data = bytes(body) if other is None else other
     try:
         return decoder.decode(data)
@@ -55,6 +56,17 @@ def decode(
     except RecursionError:
         why = "The JSON body of your request is nested too deeply."
     raise InvalidParameter(why, param=None, reason="invalid_json")
+
+
+def lacks_model(error: InvalidParameter) -> bool:
+    """Whether `error` says that a request names no model."""
+    return error.param == "model" and error.reason == "missing_required_parameter"
+
+
+def with_model(body: bytes | msgspec.Raw, model: str) -> bytes:
+    """`body`, which was decoded but for its model, with one; null counts as not given."""
+    data = bytes(body).removeprefix(BOM)
+    return msgspec.json.encode(msgspec.json.decode(data, type=_Fields) | {"model": model})
 
 
 def convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
@@ -305,13 +317,29 @@ _KNOWN = frozenset(field.encode_name for field in msgspec.structs.fields(Message
 _Fields = dict[str, msgspec.Raw]
 
 
-def repaired(body: bytes | msgspec.Raw, dropped: list[str] | None) -> bytes | None:
+@cache
+def _needed(kind: Any) -> frozenset[str]:
+    """Fields without which a body is none, but for the model (`with_model`): that they are null is told."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return frozenset()
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind) if field.required) - {
+        "model"
+    }
+
+
+def repaired(
+    body: bytes | msgspec.Raw, dropped: list[str] | None, needed: frozenset[str] = frozenset()
+) -> bytes | None:
     """`body` in our form; None where nothing helps. `dropped` gets the fields of messages that were left out; None:
-    none is."""
+    none is. `needed`: fields that stay where they are null."""
     data = bytes(body).removeprefix(BOM)
     try:
         fields = msgspec.json.decode(data, type=_Fields)
-        fields = {name: _with_integers(value) for name, value in fields.items()}
+        fields = {
+            name: _with_integers(value)
+            for name, value in fields.items()
+            if bytes(value) != b"null" or name in needed
+        }
         if dropped is not None and "messages" in fields:
             messages = msgspec.json.decode(fields["messages"], type=list[_Fields])
             fields["messages"] = msgspec.Raw(

@@ -17,7 +17,7 @@ from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.anthropic.intake import MessagesIntake
 from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
-from services.gateway.intake.decoding import decode
+from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.prefill import Prefill, Prefills, ahead, next_prompt, without_answer
@@ -139,12 +139,34 @@ class Intake:
     ) -> Run:
         with tracing.stage("prepare"):
             context = await self._admitted(context)
-            if endpoint == "responses":
-                return await self.responses.prepare(body, context, always_streamed=always_streamed)
-            if endpoint == "messages":
-                return await self.messages.prepare(body, context, always_streamed=always_streamed)
-            request = self._decoded(endpoint, body, context.answer_headers)
-            return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
+            try:
+                return await self._prepared_admitted(endpoint, body, always_streamed, context)
+            except InvalidParameter as error:
+                if not lacks_model(error):
+                    raise
+            body = with_model(body, self._only_model())
+            return await self._prepared_admitted(endpoint, body, always_streamed, context)
+
+    async def _prepared_admitted(
+        self, endpoint: Endpoint, body: bytes | msgspec.Raw, always_streamed: bool, context: Context
+    ) -> Run:
+        if endpoint == "responses":
+            return await self.responses.prepare(body, context, always_streamed=always_streamed)
+        if endpoint == "messages":
+            return await self.messages.prepare(body, context, always_streamed=always_streamed)
+        request = self._decoded(endpoint, body, context.answer_headers)
+        return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
+
+    def _only_model(self) -> str:
+        """The one that is served. Raises `InvalidParameter` where there are none or several."""
+        names = self._catalog.names()
+        if len(names) != 1:
+            raise InvalidParameter(
+                f"Missing required parameter: 'model'; {len(names)} models are served.",
+                param="model",
+                reason="missing_required_parameter",
+            )
+        return names[0]
 
     async def prepare_decoded(
         self, endpoint: str, request: Decoded, context: Context, print_: str = ""
@@ -203,16 +225,7 @@ class Intake:
     async def speaker(self, model: str | None, tenant: str) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
         where there are several, `Unavailable`."""
-        if model is None:
-            listed = self._catalog.listed()
-            if len(listed) != 1:
-                raise InvalidParameter(
-                    f"Missing required parameter: 'model'; {len(listed)} models are served.",
-                    param="model",
-                    reason="missing_required_parameter",
-                )
-            model = listed[0].model
-        card = self._catalog.card(model, tenant)
+        card = self._catalog.card(self._only_model() if model is None else model, tenant)
         return card, await self._tokenizers.get(card)
 
     async def count(self, principal: Principal, headers: dict[str, str]) -> None:
@@ -297,7 +310,8 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         plan, rendering = await rendered(request, card, tokenizer)
         if plan.ignored:
-            self._tell_ignored(plan.ignored, context.answer_headers)
+            told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
+            self._tell_ignored(told, context.answer_headers)
         text = rendering.text
         sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
         parsing = plan.parsing(text)

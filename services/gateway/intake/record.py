@@ -103,6 +103,10 @@ class OuterResponse(Protocol):
         """What is recorded of it, once the sampling of its chat is known."""
         ...
 
+    def own_name(self, field: str) -> str:
+        """What a field of its chat is called in its request."""
+        ...
+
 
 def record_of(
     prompts: Sequence[list[int]],

@@ -62,7 +62,7 @@ def check_neutral(given: msgspec.Struct, path: str = "") -> None:
     for name, values in marked(type(given), "neutral").items():
         value = getattr(given, name)
         if value is not None and not asks_for_nothing(value, values):
-            raise unsupported(path + name)
+            raise unsupported(path + name, marked(type(given), "why")[name])
 
 
 def _check_fields(request: GenerationFields) -> None:

@@ -31,11 +31,12 @@ MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31
 
 
-def neutral(*values: Any) -> Meta:
-    """Of a field that is not supported: `values` and null ask for nothing, any other is refused."""
+def neutral(*values: Any, why: str = "leave it out") -> Meta:
+    """Of a field that is not supported: `values` and null ask for nothing, any other is refused. `why`: and what to do
+    instead."""
     return Meta(
         description="Not supported: refused, unless its value asks for nothing.",
-        extra={"neutral": values},
+        extra={"neutral": values, "why": why},
         extra_json_schema={"enum": [None, *values]},
     )
 
@@ -50,8 +51,8 @@ def ignored(*values: Any) -> Meta:
 
 
 @cache
-def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored"]) -> dict[str, tuple[Any, ...]]:
-    """The fields of `kind` that are marked so, with the values that ask for nothing."""
+def marked(kind: type[msgspec.Struct], mark: Literal["neutral", "ignored", "why"]) -> dict[str, Any]:
+    """The fields of `kind` that are marked so, with the values that ask for nothing, or why others are refused."""
     return {
         field.name: meta.extra[mark]
         for field in msgspec.structs.fields(kind)
@@ -289,6 +290,19 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str | list[ContentPart]
 
 
+Seed = Annotated[int, Meta(ge=-(2**63), extra_json_schema={"maximum": MAX_SEED})]
+StopField = StopString | Annotated[list[StopString], limits.STOP_STRINGS.length()]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Meta(ge=-100, le=100)]],
+    limits.LOGIT_BIASES.length(
+        extra_json_schema={"propertyNames": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}}
+    ),
+]
+TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
+
+
 class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What chat completions and completions have in common."""
 
@@ -299,26 +313,18 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     temperature: Temperature | None = None
     top_p: TopP | None = None
     n: Annotated[int, limits.CHOICES.up_to(1)] | None = None
-    stop: StopString | Annotated[list[StopString], limits.STOP_STRINGS.length()] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), extra_json_schema={"maximum": MAX_SEED})] | None = None
+    stop: StopField | None = None
+    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[
-            dict[int, Annotated[float, Meta(ge=-100, le=100)]],
-            limits.LOGIT_BIASES.length(
-                extra_json_schema={"propertyNames": {"type": "string", "pattern": "^(0|[1-9][0-9]{0,8})$"}}
-            ),
-        ]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     user: User | None = None
     prompt_cache_key: str | None = None
 
     # vLLM's extensions
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[TokenId], limits.STOP_TOKENS.length()] | None = None
@@ -353,7 +359,15 @@ class GenerationFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None
     early_stopping: Annotated[Any, ignored(False)] = None
     spaces_between_special_tokens: Annotated[Any, ignored(True)] = None
-    use_beam_search: Annotated[Any, neutral(False)] = None
+    use_beam_search: Annotated[
+        Any,
+        neutral(
+            False,
+            why="beams are no stream of tokens that another ring could go on with; use 'best_of' or 'n'",
+        ),
+    ] = None
+    vllm_xargs: Annotated[Any, ignored({})] = None
+    """For plugins of vLLM's, of which there are none here."""
 
     # OpenAI's, here for completions too
     response_format: ResponseFormat | None = None

@@ -184,7 +184,8 @@ class JsonFormat(Format):
             if piece.finish
             else b'"finish_reason":null'
         )
-        scored = self._logprobs(piece.scored) if piece.scored else b"null"
+        told = piece.scored or (piece.finish and self._asked)
+        scored = self._logprobs(piece.scored) if told else b"null"
         more = self._ids(index, piece) if self._record.token_ids else b""
         shown = b'{"index":%d,%b,"logprobs":%b,%b%b}' % (index, self._said(piece), scored, end, more)
         fingerprint = self._answer.generations[index].fingerprint or self._record.fingerprint
@@ -230,6 +231,10 @@ class JsonFormat(Format):
         self._around.clear()
         self._head["system_fingerprint"] = fingerprint or None
         self._before = _json.encode(self._head)[:-1] + b',"choices":['
+
+    def _of_prompt(self, number: int, piece: Piece) -> Any:
+        """Log probabilities of the prompt of choice `number`; null as vLLM's where nobody has asked for them."""
+        return None if self._prompts is None else self._prompts.of(number, piece.prompt or b"")
 
     def _ids(self, index: int, piece: Piece) -> bytes:
         return b',"token_ids":' + _json.encode(piece.ids)
@@ -286,9 +291,7 @@ class ChatFormat(JsonFormat):
         return {"message": chat_message(piece.text, piece.reasoning, piece.calls, self._record.parsing)}
 
     def _beside(self, first: Piece) -> dict[str, Any]:
-        beside: dict[str, Any] = {}
-        if self._prompts is not None:
-            beside["prompt_logprobs"] = self._prompts.of(0, first.prompt or b"")
+        beside: dict[str, Any] = {"prompt_logprobs": self._of_prompt(0, first)}
         if self._record.token_ids:
             beside[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(0))
         return beside
@@ -323,9 +326,7 @@ class CompletionFormat(JsonFormat):
         return b'"text":' + _json.encode(piece.text)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
-        fields: dict[str, Any] = {"text": piece.text}
-        if self._prompts is not None:
-            fields["prompt_logprobs"] = self._prompts.of(piece.number, piece.prompt or b"")
+        fields = {"text": piece.text, "prompt_logprobs": self._of_prompt(piece.number, piece)}
         if self._record.token_ids:
             fields[PROMPT_IDS] = msgspec.Raw(self._ids_of_prompt(piece.number))
         return fields

@@ -87,6 +87,8 @@ class Model(msgspec.Struct, frozen=True):
     """The smaller model that proposes its tokens; null: none does."""
     draft_model_left_out: str | None = None
     """Why it is served without that draft model; null: it is not."""
+    permission: list[dict[str, Any]] = []
+    """What may be done with it, as vLLM and OpenAI's older API tell it: it may be sampled, by whoever sees it."""
     sparse_attention: list[SparseKind] = []
     """Kinds of sparse attention that a group of it computes, which requests may ask for."""
 
@@ -123,16 +125,23 @@ class Models:
 
     def _adapter(self, record: AdapterRecord, base: Model) -> Model:
         return msgspec.structs.replace(
-            base, id=record.name, created=record.created, root=record.source, parent=record.model, aliases=[]
+            base,
+            id=record.name,
+            created=record.created,
+            root=record.source,
+            parent=record.model,
+            aliases=[],
+            permission=_permission(record.name, record.created),
         )
 
     def _model(self, name: str, model: str, status: ModelStatus) -> Model:
         spec = self._catalog.registry.specs.get(model)
         card = self._catalog.known_card(model)
+        created = card.created if card is not None else spec.created if spec is not None else 0
         return Model(
             id=name,
             object="model",
-            created=card.created if card is not None else spec.created if spec is not None else 0,
+            created=created,
             owned_by="ryzanstein",
             root=model,
             parent=None,
@@ -142,8 +151,27 @@ class Models:
             status=Status.of(status, spec, self._now),
             draft_model=(card.draft_model or None) if card is not None else None,
             draft_model_left_out=(card.draft_left_out or None) if card is not None else None,
+            permission=_permission(name, created),
             sparse_attention=self._catalog.sparse_kinds(model).some,
         )
+
+
+def _permission(name: str, created: int) -> list[dict[str, Any]]:
+    shown = {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return [shown]
 
 
 def _length(card: ModelCard | None, spec: ModelSpec | None) -> int | None:

@@ -77,7 +77,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
-    prompt_logprobs: "PromptLogprobs | msgspec.UnsetType" = msgspec.UNSET
+    prompt_logprobs: "PromptLogprobs | msgspec.UnsetType | None" = msgspec.UNSET
     prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -145,7 +145,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
     stop_reason: StopReason | msgspec.UnsetType = msgspec.UNSET
     """In a chunk: with the finish reason."""
     prompt_token_ids: TokenIds | msgspec.UnsetType = msgspec.UNSET

@@ -176,6 +176,8 @@ class CountTokensRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, as a chat's: variables for the chat template. What `thinking` says of its switch comes first."""
 
     context_management: Annotated[Any, ignored({})] = None
     speed: Annotated[Any, ignored("standard")] = None

@@ -112,6 +112,10 @@ def chat_request(request: CountTokensRequest, reasoning: dict[str, Any]) -> Chat
         **(_choice(request.tool_choice) if request.tool_choice else {}),
         **reasoning,
     }
+    if request.chat_template_kwargs:
+        body["chat_template_kwargs"] = request.chat_template_kwargs | reasoning.get(
+            "chat_template_kwargs", {}
+        )
     if isinstance(request, MessagesRequest):
         for name in ("close_objects", "sparse_attention", "stream", "temperature", "top_k", "top_p"):
             body[name] = getattr(request, name)

@@ -25,18 +25,25 @@ from services.gateway.intake.schemas import (
     CacheBreakpoint,
     CacheOptions,
     CacheSalt,
+    LogitBias,
     LogprobCount,
     Metadata,
+    MinP,
     ModelName,
+    Penalty,
     PositiveCount,
     Priority,
     ReasoningEffort,
+    RepetitionPenalty,
     RequestId,
     Retention,
+    Seed,
     ServiceTier,
     SparseAttentionField,
+    StopField,
     StreamOptions,
     Temperature,
+    TopK,
     TopP,
     User,
     Verbosity,
@@ -167,6 +174,15 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     user: User | None = None
 
     # vLLM's, as a chat's
+    frequency_penalty: Penalty | None = None
+    ignore_eos: bool | None = None
+    logit_bias: LogitBias | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    seed: Seed | None = None
+    stop: StopField | None = None
+    top_k: TopK | None = None
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     sparse_attention: SparseAttentionField | None = None
@@ -182,6 +198,7 @@ class ResponseRequest(InputFields, frozen=True, forbid_unknown_fields=True, kw_o
     length_penalty: Annotated[Any, ignored(1, 1.0)] = None
     mm_processor_kwargs: Annotated[Any, ignored({})] = None
     spaces_between_special_tokens: Annotated[Any, ignored(True)] = None
+    vllm_xargs: Annotated[Any, ignored({})] = None
 
     # refused unless neutral
     access_programs: Annotated[Any, neutral()] = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.core.errors import renamed
+from services.gateway.core.errors import own_name, renamed
 from services.gateway.intake.decoding import convert
 from services.gateway.intake.responses.items import chat_messages
 from services.gateway.intake.responses.schemas import (
@@ -50,7 +50,18 @@ _NAMES = {
     "verbosity": "text.verbosity",
 }
 """The chat's fields, and what they are called here; a longer name before its beginning."""
-_AS_A_CHATS = ("cache_salt", "close_objects", "priority", "request_id", "sparse_attention")
+_AS_A_CHATS = (
+    *(
+        "cache_salt",
+        "close_objects",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "presence_penalty",
+    ),
+    *("priority", "repetition_penalty", "request_id", "seed", "sparse_attention", "stop", "top_k"),
+)
 """Fields of a chat under the same name, with the same meaning."""
 _FUNCTION = re.compile(r"^(tools\[\d+\]|tool_choice)\.(?:function|custom)\b")
 _TOOL = re.compile(r"^tools\[(\d+)\]")
@@ -205,6 +216,9 @@ class MakeResponse(msgspec.Struct, frozen=True):
     items: bytes
     """Of its own input, a JSON array: encoded once, however often the conversation is cut to fit."""
     compacts: bool = False
+
+    def own_name(self, field: str) -> str:
+        return own_name(field, _NAMES)
 
     def record(self, sampling: SamplingParams) -> ResponseRecord:
         request = self.request

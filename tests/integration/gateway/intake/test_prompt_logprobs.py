@@ -79,7 +79,7 @@ async def test_an_echo_has_the_prompts_tokens_too(http: httpx.AsyncClient, ring:
             {"a": -1.0, "b": -2.0, "k": -0.5},
         ],
     }
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
     (request,) = ring.requests
     assert (request.prompt_logprobs, request.sampling.logprobs) == (2, 2)
 

@@ -152,7 +152,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name", "empty_string"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "invalid_value"),
     ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+    ({"reasoning": {"effort": "highest"}}, "reasoning.effort", "invalid_value"),
+    ({"seed": 2**64}, "seed", "integer_above_max_value"),
+    ({"stop": [""]}, "stop", "empty_string"),
 ]
 
 
