@@ -107,6 +107,8 @@ REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 _SAMPLE_BYTES = 1 << 20
 _FORM = b"linked, of the file alone"
 """What the directory holds; earlier versions unpacked the weights into it, or took the tokenizer of another file."""
+GGUF = "GGUF"
+"""What a model's card calls the form of such files (`ModelCard.weights`)."""
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*[-._](mmproj|imatrix)\b", re.IGNORECASE)
 """Names of GGUF files that belong to a model."""

@@ -273,8 +273,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     architecture: str = ""
     """The `model_type` of its config.json; empty: not known."""
     weights: str = ""
-    """How its safetensors hold them: BF16, F16, F32, or the method of their quantization; empty: not known, as of GGUF
-    files, whose names say it."""
+    """How its files hold them. Safetensors: BF16, F16, F32, or the method of their quantization; GGUF files: `GGUF`,
+    and behind a space how they are quantized, where their names say so. Empty: not known."""
     sparse: list[SparseKind] = []
     """Kinds of sparse attention that its groups compute."""
     page_tokens: int = 0

@@ -3,6 +3,7 @@ for the gateways."""
 
 import hashlib
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from services.executor.model.catalogue import check_supported, is_encoder
 from services.executor.model.pooling import matryoshka_dimensions, read_prompts
 from shared.errors import ModelLoadError
 from shared.messages import ModelCard, TokenizerBundle
-from shared.models import linked_gguf
+from shared.models import GGUF, linked_gguf
 from shared.nats.bus import encode
 
 TOKENIZER_FILES = (
@@ -29,6 +30,8 @@ _SAMPLE = 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _LONGEST_NAME = 64
 """Characters of an architecture or a method that others are told."""
+_GGUF_NAME = re.compile(r"[-.](I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
+"""Names of GGUF files end with how they are quantized."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -55,7 +58,7 @@ def read_card(
         prompts=prompts,
         default_prompt=default_prompt,
         architecture=str(config.get("model_type") or "")[:_LONGEST_NAME],
-        weights="" if linked_gguf(directory) else _stored_as(config),
+        weights=stored_as(directory, config),
         adapter_widths=adapter_widths(config) if spec.generates else {},
     )
     return with_tasks(card, spec), bundle
@@ -69,7 +72,11 @@ def end_tokens(config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
     return [eos] if isinstance(eos, int) else list(eos or [])
 
 
-def _stored_as(config: dict[str, Any]) -> str:
+def stored_as(directory: Path, config: dict[str, Any]) -> str:
+    """How the files of the model in `directory` hold its weights (`ModelCard.weights`)."""
+    if links := linked_gguf(directory):
+        named = _GGUF_NAME.search(links[0].resolve().name)
+        return f"{GGUF} {named[1].upper()}" if named else GGUF
     inner = config.get("text_config") or {}
     quantization = config.get("quantization_config") or inner.get("quantization_config") or {}
     if method := quantization.get("quant_method"):

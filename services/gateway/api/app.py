@@ -17,7 +17,7 @@ from services.gateway.api.anthropic.batches import message_batch_routes
 from services.gateway.api.anthropic.messages import message_routes
 from services.gateway.api.backend import Backend, route
 from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
-from services.gateway.api.dialects import MESSAGES, anthropic_headers, of_request
+from services.gateway.api.dialects import COHERE_CHAT, COHERE_EMBED, MESSAGES, anthropic_headers, of_request
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
 from services.gateway.api.models.routes import model_routes
@@ -62,6 +62,12 @@ log = structlog.get_logger(__name__)
 CHAT, COMPLETIONS, MODELS, STREAM = "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/stream"
 EMBEDDINGS, GENERATIONS = "/v1/embeddings", "/v1/generations"
 METRICS = "/metrics"
+ABSENT = {
+    "/v1/moderations": "no model here judges texts; ask a classifier (/v1/classify), or a language model",
+    COHERE_CHAT: "of Cohere's API only /v2/rerank is; send chats to /v1/chat/completions",
+    COHERE_EMBED: "of Cohere's API only /v2/rerank is; send texts to /v1/embeddings",
+}
+"""Paths that clients know from other servers, and why they lead nowhere."""
 DIRECT = (CHAT, COMPLETIONS, MESSAGES, CHAT_PATH, GENERATE_PATH)
 """Nearly every request is for one of them."""
 OPEN_PATHS = frozenset((*PATHS, operations.DOCUMENT.path, vllm.PING))
@@ -287,6 +293,10 @@ async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         raise RouteError(
             f"WebSockets are at {STREAM} and {RESPONSES_ROUTE}.", status=404, reason="unknown_url"
+        )
+    if (why := ABSENT.get(scope["path"])) is not None:
+        raise RouteError(
+            f"{scope['path']} is not served here: {why}.", status=404, reason="unsupported_endpoint"
         )
     hint = "see /openapi.json, or /docs in a browser, for what is here"
     if scope["path"] == STREAM:

@@ -4,6 +4,7 @@ path             dialect      error                                            a
 /v1/messages…    Anthropic    {"type": "error", "error": {type, message}}      named events
 /v1/models…      the same, where the request has an `anthropic-version`
 /api/…           Ollama       {"error": "message"}                             lines of JSON
+/v2/chat, embed  Cohere       {"id": request, "message"}                       (refused)
 all else         OpenAI       {"error": {message, type, param, code}}          events, then [DONE]
 """
 
@@ -84,16 +85,27 @@ def _ollama(error: BaseException, request_id: str) -> dict[str, str]:
     return {"error": describe(error, request_id).error.message}
 
 
+def _cohere(error: BaseException, request_id: str) -> dict[str, str]:
+    return {"id": request_id, "message": describe(error, request_id).error.message}
+
+
 OPENAI = Dialect(describe)
 RESPONSES = Dialect(describe, error_event=b"error")
 ANTHROPIC = Dialect(_anthropic, error_event=b"error", done=False)
 OLLAMA = Dialect(_ollama, LineStream, done=False)
+COHERE = Dialect(_cohere)
+COHERE_CHAT, COHERE_EMBED = "/v2/chat", "/v2/embed"
 ENDPOINTS = defaultdict(
     lambda: OPENAI,
     {"responses": RESPONSES, "messages": ANTHROPIC, "ollama.chat": OLLAMA, "ollama.generate": OLLAMA},
 )
 """By the API whose generation it is (`GenerationRecord.endpoint`)."""
-_PATHS: Sequence[tuple[str, Dialect]] = (("/v1/messages", ANTHROPIC), ("/api/", OLLAMA))
+_PATHS: Sequence[tuple[str, Dialect]] = (
+    ("/v1/messages", ANTHROPIC),
+    ("/api/", OLLAMA),
+    (COHERE_CHAT, COHERE),
+    (COHERE_EMBED, COHERE),
+)
 
 
 def of_path(path: str) -> Dialect:

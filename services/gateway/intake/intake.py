@@ -73,6 +73,10 @@ Endpoint = Literal[
 ]
 
 
+POOLED = frozenset(("embeddings", "rerank", "score", "classify"))
+"""Endpoints whose answers have no text."""
+
+
 class Intake:
     """Takes requests in; the same for REST and WebSocket."""
 
@@ -243,6 +247,9 @@ class Intake:
         while True:
             known = await self._keys.get(name, print_)
             if known is not None and (run := await self._repeat(known, context)) is not None:
+                record = run.answer.record
+                if record.endpoint not in POOLED:
+                    self._tell_exact(self._catalog.card_of_record(record.requests[0].model), context)
                 return run
             if context.after is not None:
                 raise RouteError(
@@ -383,10 +390,13 @@ class Intake:
         tokenizer: Tokenizer,
         context: Context,
     ) -> Run:
-        context.answer_headers[EXACT_HEADER] = "true" if card.exact else "false"
+        self._tell_exact(card, context)
         if record.user:
             log.info("generation_user", generation_id=record.identity, user=record.user[:SHOWN_OF_USER])
         return run_of(record, may_cost(record, request), card, tokenizer, context, self._parts)
+
+    def _tell_exact(self, card: ModelCard, context: Context) -> None:
+        context.answer_headers[EXACT_HEADER] = "true" if card.exact else "false"
 
     async def loaded(self, request: NamesModel, context: Context) -> ModelCard:
         """The card of the model that `request` names; one that was never loaded is waited for. Raises as

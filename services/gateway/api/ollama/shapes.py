@@ -18,6 +18,7 @@ from services.gateway.tool_calls.families import NONE
 from shared.messages import ModelCard, ModelSpec
 from shared.messages.registry import AdapterRecord
 from shared.model_status import ModelStatus
+from shared.models import GGUF
 
 API_VERSION = "0.12.6"
 """Of Ollama, whose API this is: some clients ask for a version at least."""
@@ -203,8 +204,8 @@ def _details(model: str, spec: ModelSpec | None, card: ModelCard | None, parent:
     """What nobody knows, as before the first load, is empty; nothing is read out of names but GGUF's quantization."""
     source = spec.source if spec is not None else model
     tag = source.rpartition("/")[2].partition(":")[2]
-    gguf = bool(tag) or source.endswith(".gguf")
     family, stored = (card.architecture, card.weights) if card is not None else ("", "")
+    gguf = bool(tag) or source.endswith(".gguf") or stored.startswith(GGUF)
     asked = spec.settings.weight_dtype if spec is not None else None
     return ModelDetails(
         parent_model=parent,
@@ -212,7 +213,7 @@ def _details(model: str, spec: ModelSpec | None, card: ModelCard | None, parent:
         family=family,
         families=[family] if family else [],
         parameter_size="",
-        quantization_level=tag or (asked if asked and asked != "auto" else stored),
+        quantization_level=tag or (asked if asked and asked != "auto" else stored.removeprefix(GGUF).strip()),
     )
 
 

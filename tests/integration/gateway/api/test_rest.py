@@ -229,6 +229,19 @@ async def test_what_is_listed_is_what_is_served(
     await listed(MODEL)
 
 
+async def test_what_other_servers_have_and_this_one_has_not_says_why(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/moderations", json={"input": "Hi"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unsupported_endpoint")
+    assert "/v1/classify" in error["message"]
+    for path, instead in (("/v2/chat", "/v1/chat/completions"), ("/v2/embed", "/v1/embeddings")):
+        answer = await http.post(path, json={"model": MODEL})
+        assert answer.status_code == 404
+        assert answer.json().keys() == {"id", "message"}, "as Cohere tells errors"
+        assert answer.json()["id"] == answer.headers["x-request-id"]
+        assert instead in answer.json()["message"]
+
+
 async def test_ids_of_requests_and_sessions_reach_the_ring(http: httpx.AsyncClient, ring: FakeRing) -> None:
     headers = {"x-request-id": "trace-1", "X-Session-ID": "a session"}
     answer = await http.post(CHAT, json=body(prompt_cache_key="other"), headers=headers)

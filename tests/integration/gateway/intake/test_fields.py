@@ -243,6 +243,10 @@ async def test_answers_say_whether_they_are_exact(
         body = {"model": name, "prompt": "a", "max_tokens": 3, "stream": stream}
         answer = await http.post("/v1/completions", json=body)
         assert answer.headers["x-ryzanstein-exact"] == str(exact).lower()
+        key = {"Idempotency-Key": f"{name}-{stream}"}
+        for _ in range(2):
+            answer = await http.post("/v1/completions", json=body, headers=key)
+            assert answer.headers["x-ryzanstein-exact"] == str(exact).lower(), "of a repeat too"
 
 
 async def test_seeds_can_be_compared_by_the_fingerprint(http: httpx.AsyncClient, ring: FakeRing) -> None:

@@ -75,6 +75,12 @@ async def test_models_are_listed_and_shown(
     details = (await client.show(MODEL)).details
     assert details is not None
     assert (details.family, details.families, details.quantization_level) == ("llama", ["llama"], "BF16")
+    assert details.format == "safetensors"
+    await ring.add_model(stub_card(architecture="llama", weights="GGUF Q4_1"))
+    await until(lambda: gateway.service.work.catalog.card(MODEL).weights == "GGUF Q4_1")
+    details = (await client.show(MODEL)).details
+    assert details is not None
+    assert (details.format, details.quantization_level) == ("gguf", "Q4_1"), "its name does not say it"
     assert cold.digest == listed["warm:1b"].digest != listed[f"{MODEL}:latest"].digest
     shown = await client.show("warm:1b")
     assert shown.modelinfo is not None
