@@ -383,7 +383,7 @@ REASONS = r"(^|\.)(reasoning_effort|effort|verbosity)$"
 """Parameters of models whose chat template knows them."""
 _BUILT_IN = (
     "additional_tools|apply_patch|code_interpreter|computer|configuration_update|file_search|image_generation|"
-    "local_shell|mcp|namespace|program|programmatic_tool_calling|shell|tool_search|web_search"
+    "local_shell|mcp|program|programmatic_tool_calling|shell|tool_search|web_search"
 )
 EXCLUDED: tuple[tuple[str, str], ...] = (
     (r"image", "images: the models that are served read and write text"),
@@ -420,10 +420,6 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         r"\basync$",
         "a tool's result is awaited: no model that is served was trained to go on before it",
-    ),
-    (
-        r"defer_loading",
-        "a tool is there from the beginning: it is shown later by a tool search at OpenAI alone",
     ),
     (
         r"allowed_callers",

@@ -57,8 +57,9 @@ Made by `{COMMAND}`, and held by a test: every parameter that the type definitio
   unknown, and refused, so what is taken has a use; that it has its *effect* is held by tests of each field
   ([fields](fields.md)), not by this page, which asks for acceptance. A field of a query counts only where nonsense
   in its place is refused, or finds something else.
-  The stub's chat template looks at `reasoning_effort` and `verbosity`; they are refused by name of a model whose
-  template does not.
+  What [changes nothing](fields.md#what-changes-nothing) (`defer_loading`, a `web_search` among the tools) is taken too,
+  and the answer's header names it. The stub's chat template looks at `reasoning_effort` and `verbosity`; of a model
+  whose template does not, the first is named so and the other refused.
 - **taken in part**: some of its values are refused by name. It does not count as taken.
 - **refused by name**: the error names it. **missing**: there is no such operation or parameter.
 - What needs images, audio or a service of OpenAI's is named [below](#without-a-meaning-here) and left out of the last two columns. What

@@ -103,10 +103,13 @@ class GatewayApp:
         one = partial(route, backend, settings)
         self._router = Router(
             routes=[
+                one((operations.RENDER_CHAT, vllm.render_chat)),  # before the stored chats: it is no id
                 *chat_routes(backend, settings, chat),
+                one((operations.RENDER_COMPLETION, vllm.render_completion)),
                 ApiRoute(plain, operations.COMPLETIONS),
                 ApiRoute(embeddings, operations.EMBEDDINGS),
                 *scoring_routes(backend, settings),
+                ApiRoute(CompletionsRoute("invocations", backend, settings), operations.INVOCATIONS),
                 *(one((item, vllm.tokenize)) for item in operations.TOKENIZE),
                 *(one((item, vllm.detokenize)) for item in operations.DETOKENIZE),
                 *(one((item, vllm.tokenizer_info)) for item in operations.TOKENIZER_INFO),

@@ -45,7 +45,8 @@ def decode(
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        other = repaired(body, dropped, _needed(decoder.type))
+        kind: Any = decoder.type
+        other = repaired(body, dropped, _needed(kind))
     data = bytes(body) if other is None else other
     try:
         return decoder.decode(data)

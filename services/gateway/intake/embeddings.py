@@ -10,15 +10,22 @@ lost. `dimensions` cuts a vector and brings it to length 1 again, as models are 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from services.gateway.core.errors import InvalidParameter, check_range, check_size
+from services.gateway.core.errors import InvalidParameter, check_range, check_size, missing
 from services.gateway.intake.record import Context, Parts
-from services.gateway.intake.rules import check_task, check_token_ids, check_truncation
+from services.gateway.intake.rules import check_chat, check_task, check_token_ids, check_truncation
 from services.gateway.intake.sampling import cache_salt, session_of
-from services.gateway.intake.schemas import LastTokens, ModelName, PositiveCount, User
+from services.gateway.intake.schemas import (
+    ChatCompletionRequest,
+    LastTokens,
+    Messages,
+    ModelName,
+    PositiveCount,
+    User,
+)
 from services.gateway.lifecycle.answer import new_identity
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
@@ -31,10 +38,16 @@ _TOKEN_BYTES = 5
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings. `input`: a string, strings, token ids, or lists of token ids."""
+    """POST /v1/embeddings. `input`: a string, strings, token ids, or lists of token ids; or `messages` in its place."""
 
     model: ModelName
-    input: str | list[str | int | list[int]]
+    input: str | list[str | int | list[int]] | None = None
+    messages: Messages | None = None
+    """vLLM's: one conversation, as the model's chat template has it."""
+    add_generation_prompt: bool | None = None
+    """Of `messages`: whether the template begins an answer; left out: it does not."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Of `messages`: variables for the chat template."""
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveCount | None = None
     user: User | None = None
@@ -47,8 +60,12 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
-    """The inputs, each a text or token ids. Raises `InvalidParameter`."""
+    """The inputs, each a text or token ids; of a conversation none. Raises `InvalidParameter`."""
     given = request.input
+    if (given is None) == (request.messages is None):
+        raise missing("input", "texts or token ids, or a conversation as 'messages', not both")
+    if given is None:
+        return []
     if isinstance(given, str):
         return [given]
     if not given:
@@ -60,6 +77,18 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]
     raise _wrong("input", "it mixes strings, token ids and lists of them; send one kind", "invalid_type")
+
+
+def chat_of(request: EmbeddingRequest) -> ChatCompletionRequest:
+    """The conversation whose tokens are the input. Raises `InvalidParameter`."""
+    chat = ChatCompletionRequest(
+        model=request.model,
+        messages=request.messages or [],
+        add_generation_prompt=bool(request.add_generation_prompt),
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    check_chat(chat)
+    return chat
 
 
 def check(request: EmbeddingRequest, card: ModelCard) -> None:

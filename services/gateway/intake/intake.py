@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ import structlog
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
-from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.errors import InvalidParameter, RouteError, missing
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.anthropic.intake import MessagesIntake
 from services.gateway.intake.anthropic.schemas import MessagesRequest
@@ -70,7 +70,17 @@ Endpoint = Literal[
     "rerank",
     "score",
     "classify",
+    "invocations",
 ]
+_INVOKED: Mapping[str, Endpoint] = {
+    "messages": "chat.completions",
+    "prompt": "completions",
+    "query": "rerank",
+    "queries": "score",
+    "text_1": "score",
+    "input": "embeddings",
+}
+"""What a body of /invocations is for, by the first of these fields that it has."""
 
 
 POOLED = frozenset(("embeddings", "rerank", "score", "classify"))
@@ -133,6 +143,8 @@ class Intake:
         Raises `InvalidRequest` in all its forms, `Unavailable`.
         """
         self._authenticator.check(context.principal)
+        if endpoint == "invocations":
+            endpoint = _invoked(body)
         if context.key:
             make = functools.partial(self._prepared, endpoint, body, always_streamed)
             return await self._repeatable(endpoint, fingerprint(body), context, make)
@@ -456,6 +468,20 @@ class Intake:
         tokenizer = await self._tokenizers.get(card)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
+    async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
+        """The model of the chat in `body`, and what it would read. Raises as `prepare`."""
+        request = self._decoded("chat.completions", body, {})
+        assert isinstance(request, ChatCompletionRequest)
+        return request.model, await self.chat_prompt(request, tenant)
+
+    async def completion_rendered(self, body: bytes, tenant: str) -> tuple[str, list[list[int]]]:
+        """As `chat_rendered`, of each prompt of a completion."""
+        request = decode(body, self._completion)
+        rules.check_completion(request)
+        card, tokenizer = await self.speaker(request.model, tenant)
+        special = request.add_special_tokens is not False
+        return request.model, await _prompt_ids(rules.prompts_of(request), tokenizer, card, special)
+
     async def _grammar(self, plan: ChatPlan, wanted: Wanted, tenant: str) -> Grammar | None:
         """Raises `InvalidParameter`, which names the function whose schema does not compile, `QueueFull`,
         `RateLimited`."""
@@ -485,6 +511,9 @@ class Intake:
         embeddings.check(request, card)
         tokenizer = await self._tokenizers.get(card)
         limit = self._parts.settings.prompt_limit
+        if request.messages is not None:
+            chat = await with_files_read(embeddings.chat_of(request), context.tenant, self._files)
+            given = [await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)]
         prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
         record = embeddings.record_of(prompts, request, card, context, self._parts)
         return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self._parts)
@@ -528,6 +557,18 @@ class _Kind(msgspec.Struct):
     """By which a response's body is told from a chat's."""
 
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _invoked(body: bytes | msgspec.Raw) -> Endpoint:
+    """Raises `InvalidParameter`."""
+    fields = decode(body, _fields)
+    for name, endpoint in _INVOKED.items():
+        if name in fields:
+            return endpoint
+    raise missing("messages", "the body of a chat, or another with one of: " + ", ".join(_INVOKED))
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _check_pooled(request: Pooled) -> None:

@@ -13,6 +13,7 @@ from services.gateway.api.openai.vllm import (
     Load,
     ModelQuery,
     Pong,
+    RenderedPrompt,
     Tokenized,
     TokenizeRequest,
     TokenizerInfo,
@@ -67,6 +68,40 @@ EMBEDDINGS = Operation(
     response=shapes.EmbeddingList,
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
+)
+INVOCATIONS = Operation(
+    "POST /invocations",
+    "invoke",
+    "What the body is for is seen by its fields, as SageMaker and vLLM have it.",
+    "Chat",
+    "`messages`: a chat; `prompt`: a completion; `query`: a reranking; `queries` or `text_1`: scores; `input`: "
+    "embeddings. Each as at its own path.",
+    request=ChatCompletionRequest,
+    example=CHAT.example,
+    response=shapes.ChatCompletion,
+    events=(shapes.ChatCompletionChunk,),
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
+RENDER_CHAT = Operation(
+    "POST /v1/chat/completions/render",
+    "renderChatCompletion",
+    "The tokens that the model would read of a chat, as in vLLM.",
+    "Tokens",
+    request=ChatCompletionRequest,
+    example=CHAT.example,
+    response=RenderedPrompt,
+    errors=(404,),
+)
+RENDER_COMPLETION = Operation(
+    "POST /v1/completions/render",
+    "renderCompletion",
+    "The tokens that the model would read of each prompt, as in vLLM.",
+    "Tokens",
+    request=CompletionRequest,
+    example=COMPLETIONS.example,
+    response=list[RenderedPrompt],
+    errors=(404,),
 )
 TOKENIZE = tuple(
     Operation(

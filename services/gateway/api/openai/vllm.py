@@ -124,6 +124,26 @@ async def tokenizer_info(ask: Ask) -> bytes:
     return tokenizer.info
 
 
+class RenderedPrompt(msgspec.Struct, frozen=True):
+    """What a model would read of a request."""
+
+    request_id: str
+    model: str
+    token_ids: list[int]
+
+
+async def render_chat(ask: Ask) -> RenderedPrompt:
+    intake = await ask.counted()
+    model, tokens = await intake.chat_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
+    return RenderedPrompt(ask.request_id, model, tokens)
+
+
+async def render_completion(ask: Ask) -> list[RenderedPrompt]:
+    intake = await ask.counted()
+    model, prompts = await intake.completion_rendered(await ask.body(ask.settings.body_limit), ask.tenant)
+    return [RenderedPrompt(ask.request_id, model, tokens) for tokens in prompts]
+
+
 PING = "/ping"
 
 

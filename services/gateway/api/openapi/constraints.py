@@ -95,6 +95,7 @@ RULES: dict[str, Schema] = {
         ]
     },
     "StreamOptions": {"allOf": [given_needs("continuous_usage_stats", TRUE, {"include_usage": TRUE})]},
+    "EmbeddingRequest": {"oneOf": _one_of({"input": GIVEN, "messages": {"type": "array"}})},
     "TokenizeRequest": {
         "oneOf": _one_of({"prompt": {"type": "string"}, "messages": {"type": "array"}}),
         "allOf": [_ONE_MESSAGE],
@@ -141,6 +142,8 @@ def constrain(components: dict[str, Schema]) -> None:
     """Adds the rules to the request schemas among `components`, in place."""
     for name, field, most in TEXTS_OR_IDS:
         if name in components:
-            components[name]["properties"][field] = _texts_or_ids(most.value)
+            texts = _texts_or_ids(most.value)
+            needed = field in components[name].get("required", ())
+            components[name]["properties"][field] = texts if needed else {"anyOf": [*texts["anyOf"], NULL]}
     for name in RULES.keys() & components.keys():
         components[name] |= RULES[name]

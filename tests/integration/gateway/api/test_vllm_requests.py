@@ -127,3 +127,41 @@ async def test_beam_search_is_refused_with_the_reason(http: httpx.AsyncClient) -
     error = (await http.post(COMPLETIONS, json=body)).json()["error"]
     assert (error["param"], error["code"]) == ("use_beam_search", "unsupported_parameter")
     assert "use 'best_of' or 'n'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (BODIES[CHAT], "chat.completion"),
+        (BODIES[COMPLETIONS], "text_completion"),
+        ({"input": "Hi"}, ""),
+        ({"query": "Which?", "documents": ["a"]}, ""),
+        ({"text_1": "a", "text_2": "b"}, ""),
+    ],
+)
+async def test_an_invocation_is_what_its_fields_are(
+    http: httpx.AsyncClient, body: dict[str, Any], kind: str
+) -> None:
+    answer = await http.post("/invocations", json=body | {"model": MODEL})
+    if kind:
+        assert (answer.status_code, answer.json()["object"]) == (200, kind), answer.text
+    else:  # this model generates text alone
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_task"), answer.text
+
+
+async def test_an_invocation_of_nothing_is_told_what_there_is(http: httpx.AsyncClient) -> None:
+    error = (await http.post("/invocations", json={"model": MODEL})).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "missing_required_parameter")
+    assert "prompt" in error["message"]
+
+
+async def test_prompts_are_shown_as_the_model_would_read_them(
+    http: httpx.AsyncClient, ring: FakeRing
+) -> None:
+    chat = (await http.post(f"{CHAT}/render", json=BODIES[CHAT] | {"model": MODEL})).json()
+    assert (chat["model"], bytes(chat["token_ids"])) == (MODEL, b"Hi\n")
+    prompts = (await http.post(f"{COMPLETIONS}/render", json={"model": MODEL, "prompt": ["a", "bc"]})).json()
+    assert [bytes(one["token_ids"]) for one in prompts] == [b"a", b"bc"]
+    refused = await http.post(f"{CHAT}/render", json={"model": MODEL, "messages": []})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert ring.requests == [], "nothing is generated"

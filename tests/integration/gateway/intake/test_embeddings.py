@@ -87,6 +87,22 @@ async def test_every_kind_of_input(client: openai.AsyncOpenAI, embedder: FakeRin
     assert {request.max_tokens for request in embedder.requests} == {1}
 
 
+async def test_a_conversation_is_one_input(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}]}
+    answer = await http.post(PATH, json=body)
+    assert answer.json()["data"][0]["embedding"] == pytest.approx(vector([ord("a")]), abs=1e-7)
+    assert [bytes(request.prompt) for request in embedder.requests] == [b"abc\n"]
+    invoked = await http.post("/invocations", json={"model": MODEL, "input": "abc"})
+    assert invoked.json()["data"] == answer.json()["data"]
+    for wrong in (body | {"input": "abc"}, {"model": MODEL}):
+        error = (await http.post(PATH, json=wrong)).json()["error"]
+        assert (error["param"], error["code"]) == ("input", "missing_required_parameter")
+    error = (await http.post(PATH, json=body | {"messages": [{"role": "tool", "content": "x"}]})).json()[
+        "error"
+    ]
+    assert error["param"] == "messages[0].tool_call_id"
+
+
 async def test_fewer_dimensions_are_brought_to_length_1(
     client: openai.AsyncOpenAI, embedder: FakeRing
 ) -> None:
