@@ -131,6 +131,13 @@ TEXTS_OR_IDS = (
 """A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed."""
 
 
+NAMELESS = (
+    *("ChatCompletionRequest", "ClassifyRequest", "CompletionRequest", "EmbeddingRequest"),
+    *("MessagesRequest", "RerankRequest", "ResponseRequest", "ScoreRequest"),
+)
+"""Bodies that need not name their model where one is served."""
+
+
 def _texts_or_ids(most: int) -> Schema:
     text: Schema = {"type": "string", "minLength": 1}
     ids: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -145,5 +152,11 @@ def constrain(components: dict[str, Schema]) -> None:
             texts = _texts_or_ids(most.value)
             needed = field in components[name].get("required", ())
             components[name]["properties"][field] = texts if needed else {"anyOf": [*texts["anyOf"], NULL]}
+    for name in NAMELESS:
+        if name in components:
+            shown = components[name]
+            shown["required"] = [field for field in shown.get("required", ()) if field != "model"]
+            shown["properties"]["model"] = {"anyOf": [shown["properties"]["model"], NULL]}
+            shown["additionalProperties"] = NULL  # an unknown field that is null counts as not given
     for name in RULES.keys() & components.keys():
         components[name] |= RULES[name]
