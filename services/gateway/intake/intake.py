@@ -4,7 +4,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import structlog
@@ -56,6 +56,7 @@ from shared.nats.kv import Entry
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""
 Pooled = embeddings.EmbeddingRequest | ClassifyRequest | RerankRequest | ScoreRequest
@@ -470,13 +471,21 @@ class Intake:
 
     async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
         """The model of the chat in `body`, and what it would read. Raises as `prepare`."""
-        request = self._decoded("chat.completions", body, {})
-        assert isinstance(request, ChatCompletionRequest)
+        request = self._of_some_model(functools.partial(decode, decoder=self._chat), body)
         return request.model, await self.chat_prompt(request, tenant)
+
+    def _of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
+        """`body`, decoded; where it names no model, with the one that is served. Raises `InvalidParameter`."""
+        try:
+            return decoded(body)
+        except InvalidParameter as error:
+            if not lacks_model(error):
+                raise
+        return decoded(with_model(body, self._only_model()))
 
     async def completion_rendered(self, body: bytes, tenant: str) -> tuple[str, list[list[int]]]:
         """As `chat_rendered`, of each prompt of a completion."""
-        request = decode(body, self._completion)
+        request = self._of_some_model(functools.partial(decode, decoder=self._completion), body)
         rules.check_completion(request)
         card, tokenizer = await self.speaker(request.model, tenant)
         special = request.add_special_tokens is not False

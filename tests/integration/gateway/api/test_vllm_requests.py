@@ -162,6 +162,7 @@ async def test_prompts_are_shown_as_the_model_would_read_them(
     assert (chat["model"], bytes(chat["token_ids"])) == (MODEL, b"Hi\n")
     prompts = (await http.post(f"{COMPLETIONS}/render", json={"model": MODEL, "prompt": ["a", "bc"]})).json()
     assert [bytes(one["token_ids"]) for one in prompts] == [b"a", b"bc"]
+    assert (await http.post(f"{CHAT}/render", json=BODIES[CHAT])).json()["model"] == MODEL
     refused = await http.post(f"{CHAT}/render", json={"model": MODEL, "messages": []})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
     assert ring.requests == [], "nothing is generated"
