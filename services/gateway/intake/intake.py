@@ -175,8 +175,9 @@ class Intake:
         return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
 
     def _only_model(self) -> str:
-        """The one that is served. Raises `InvalidParameter` where there are none or several."""
-        names = self._catalog.names()
+        """The one that is served, or while none is the one that will be. Raises `InvalidParameter` where there are none
+        or several."""
+        names = [card.model for card in self._catalog.listed()] or self._catalog.names()
         if len(names) != 1:
             raise InvalidParameter(
                 f"Missing required parameter: 'model'; {len(names)} models are served.",
