@@ -144,6 +144,8 @@ async def prompts_of(
     prompts = []
     for index, one in enumerate(given):
         name = f"input[{index}]" if several else "input"
+        if request.messages is not None:
+            name = "messages"
         if isinstance(one, str):
             tokens = next(encoded)
         else:

@@ -234,6 +234,11 @@ class Intake:
             return decode(body, pooled)
         if endpoint != "chat.completions":
             return decode(body, self._completion)
+        return self._decoded_chat(body, answer_headers)
+
+    def _decoded_chat(
+        self, body: bytes | msgspec.Raw, answer_headers: dict[str, str]
+    ) -> ChatCompletionRequest:
         dropped: list[str] | None = None if self._strict else []
         chat = decode(body, self._chat, dropped)
         if dropped:
@@ -371,7 +376,8 @@ class Intake:
             with self.responses.history.budget(context.tenant) as budget:
                 request = await self.responses.chat_of(body, context.tenant, budget)
         else:
-            request = self._decoded("chat.completions", body, context.answer_headers)  # type: ignore[assignment]
+            decoded = functools.partial(self._decoded_chat, answer_headers=context.answer_headers)
+            request = self._of_some_model(decoded, body)
         request = without_answer(request)
         rules.check_chat(request)
         context = self._named(request, context)

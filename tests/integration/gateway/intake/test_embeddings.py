@@ -97,6 +97,9 @@ async def test_a_conversation_is_one_input(http: httpx.AsyncClient, embedder: Fa
     for wrong in (body | {"input": "abc"}, {"model": MODEL}):
         error = (await http.post(PATH, json=wrong)).json()["error"]
         assert (error["param"], error["code"]) == ("input", "missing_required_parameter")
+    long = body | {"messages": [{"role": "user", "content": "x" * 99}]}
+    error = (await http.post(PATH, json=long)).json()["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     error = (await http.post(PATH, json=body | {"messages": [{"role": "tool", "content": "x"}]})).json()[
         "error"
     ]
