@@ -2,7 +2,7 @@
 
     rz-4f0c9a77e1b2-Zm9vYmFy...      what the client has, shown once
        id           secret           256 random bits
-       │            └─▶ BLAKE2b ─▶ `KeyRecord.digest`, in the KV bucket `keys` under the id
+       │            └─▶ BLAKE2b ─▶ `KeyRecord.digest`, in the KV bucket `api_keys` under the id
 
 A fast hash is enough: a slow one (bcrypt, scrypt, Argon2) makes guessing of what people choose dear, and 256 random
 bits cannot be guessed at any speed. It costs a microsecond per request, so nothing about secrets need be cached.
@@ -30,7 +30,7 @@ class KeyLimits(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A key in the KV bucket `keys`, under its id; written by the command line alone.
+    """A key in the KV bucket `api_keys`, under its id; written by the command line alone.
 
     One that was revoked stays: with the last record the gateways would be open to everybody again.
     """

@@ -177,8 +177,8 @@ class Work:
                 await self._api_keys.wait()
         except TimeoutError:
             raise BrokerUnavailable(
-                "NATS answers, but its buckets `models`, `groups`, `registry` and `keys` cannot be read; is JetStream "
-                "enabled?"
+                "NATS answers, but its buckets `models`, `groups`, `registry` and `api_keys` cannot be read; is "
+                "JetStream enabled?"
             ) from None
         await self._open()
 
@@ -190,6 +190,7 @@ class Work:
         for bucket in self.heirs.buckets:
             await bucket.ensure()
         await self.answers.owners.start()
+        await self._tokenizers.start()
         await self.limiter.start()
         self._opened = True
         self._loops += (

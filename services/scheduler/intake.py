@@ -61,6 +61,10 @@ _TIME_IS_UP = "408"
 _PARTS, _COUNTS = 9, 4
 """Of the subject of an acknowledgement without a domain, and where its numbers begin."""
 
+RENEWAL = 256
+"""Pulls to one inbox: nats-server keeps a name for the answers to each pull of another account until nobody listens at
+the inbox any more."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -70,6 +74,12 @@ class _LanePull:
     limit: int
     inbox: str
     subscription: Subscription | None = None
+    older: Subscription | None = None
+    """To the inbox before, whose last pull may still be open."""
+    older_ends: float = 0.0
+    """Monotonic seconds after which it is not."""
+    asked: int = 0
+    """Pulls to this inbox."""
     held: int = 0
     outstanding: int = 0
     expires: float = 0.0
@@ -161,9 +171,7 @@ class Intake:
         for pull in self._pulls:
             with translated(f"open the consumer {pull.consumer}"):
                 await self._ensure_consumer(pull)
-                pull.subscription = await self._bus.client.subscribe(
-                    pull.inbox, cb=self._receiver(pull), pending_msgs_limit=2 * pull.limit + 64
-                )
+                pull.subscription = await self._subscribe(pull)
             await self._pull(pull)
         self._bus.on_reconnect(self._on_reconnect)
 
@@ -200,9 +208,10 @@ class Intake:
         """Takes nothing more; what arrives meanwhile goes back at once."""
         self._stopping = True
         self._broken.set()
-        subscriptions = [pull.subscription for pull in self._pulls if pull.subscription is not None]
+        both = (one for pull in self._pulls for one in (pull.subscription, pull.older))
+        subscriptions = [one for one in both if one is not None]
         for pull in self._pulls:
-            pull.subscription = None
+            pull.subscription = pull.older = None
         drains = [subscription.drain() for subscription in subscriptions]  # type: ignore[no-untyped-call]
         try:
             await asyncio.wait_for(asyncio.gather(*drains), STOP_TIMEOUT)
@@ -295,12 +304,31 @@ class Intake:
         pull.expires = asyncio.get_running_loop().time() + self._settings.ack_wait + PULL_MARGIN
         request = {"batch": credit, "expires": int(self._settings.ack_wait * 1e9)}
         try:
+            await self._renew(pull)
             await self._bus.client.publish(
                 f"{_PULL_API}.{pull.consumer}", json.dumps(request).encode(), pull.inbox
             )
         except BROKER_ERRORS as error:
             self._break(pull)
             log.warning("pull_failed", lane=pull.lane, error=reason_of(error))
+
+    async def _subscribe(self, pull: _LanePull) -> Subscription:
+        return await self._bus.client.subscribe(
+            pull.inbox, cb=self._receiver(pull), pending_msgs_limit=2 * pull.limit + 64
+        )
+
+    async def _renew(self, pull: _LanePull) -> None:
+        """Takes another inbox now and then; the older one is listened to until its last pull is over."""
+        older = pull.older
+        if older is not None and asyncio.get_running_loop().time() >= pull.older_ends:
+            pull.older = None
+            await older.unsubscribe()
+        pull.asked += 1
+        if pull.asked > RENEWAL and pull.older is None and pull.subscription is not None:
+            pull.asked = 0
+            pull.older, pull.older_ends = pull.subscription, pull.expires
+            pull.inbox = self._bus.client.new_inbox()
+            pull.subscription = await self._subscribe(pull)
 
     def _receiver(self, pull: _LanePull) -> Callable[[Msg], Awaitable[None]]:
         async def receive(message: Msg) -> None:

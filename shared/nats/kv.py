@@ -10,13 +10,20 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js.api import AckPolicy, ConsumerConfig, DiscardPolicy, KeyValueConfig, StorageType, StreamConfig
 from nats.js.errors import APIError, BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError
-from nats.js.errors import NotFoundError as StreamNotFoundError
 from nats.js.kv import KeyValue
 
 from shared.errors import BrokerFull, BrokerUnavailable
 from shared.nats.bus import LEADER_PAUSE, Bus, encode
-from shared.nats.errors import BROKER_ERRORS, broker_error, reason_of, translated
-from shared.nats.streams import StreamWatch, create_replicated, ensure_stream, read_stream, when_led
+from shared.nats.errors import BROKER_ERRORS, reason_of, translated
+from shared.nats.streams import (
+    StreamWatch,
+    create_replicated,
+    ensure_stream,
+    made_by_others,
+    messages_in,
+    read_stream,
+    when_led,
+)
 from shared.nats.subjects import escape, unescape
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -94,12 +101,13 @@ class Bucket(Generic[T]):
         return bucket
 
     async def ensure(self) -> None:
-        """Creates it where it does not exist; one with `max_bytes` gets these limits though it exists."""
+        """Creates it where it does not exist, or waits for it where this user may not; one with `max_bytes` gets these
+        limits though it exists."""
         bus, name = self._bus, self._name
         if self._max_bytes:
             await self._bound()
         with translated(f"open the bucket {name}"):
-            if self._max_bytes:
+            if self._max_bytes or await made_by_others(bus, f"KV_{name}"):
                 self._store = await _existing(bus, name)
             else:
                 self._store = await when_led(bus, lambda: _find_or_create(bus, name, self._ttl))
@@ -330,7 +338,7 @@ async def _fit(bus: Bus, config: StreamConfig) -> None:
     aside what its streams may come to, and others must fit beside it. One that exists stays as it is."""
     wanted = config.max_bytes or 0
     given = wanted
-    while not await _exists(bus, config.name or ""):
+    while await messages_in(bus, config.name or "") is None:
         given //= 64
         config.max_bytes = given
         try:
@@ -339,16 +347,6 @@ async def _fit(bus: Bus, config: StreamConfig) -> None:
             if given < LEAST_BYTES:
                 raise
     log.warning("stream_max_bytes_reduced", stream=config.name, set=wanted)
-
-
-async def _exists(bus: Bus, stream: str) -> bool:
-    try:
-        await bus.jetstream().stream_info(stream)
-    except StreamNotFoundError:
-        return False
-    except BROKER_ERRORS as error:
-        raise broker_error(f"look for the stream {stream}", error) from error
-    return True
 
 
 def _deleted(message: Msg) -> bool:

@@ -31,7 +31,7 @@ from nats.js.object_store import ObjectStore
 from shared.errors import BrokerFull, BrokerUnavailable, InternalError, PayloadTooLarge, StorageFull
 from shared.nats.bus import LEADER_PAUSE, Bus
 from shared.nats.errors import BROKER_ERRORS, broker_error, lacks_room, reason_of, translated
-from shared.nats.streams import create_replicated, when_led
+from shared.nats.streams import create_replicated, made_by_others, when_led
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +80,9 @@ class Objects:
         self._setting = setting
 
     async def open(self) -> None:
-        """Creates the store where it does not exist."""
+        """Creates the store where it does not exist, or waits for it where this user may not."""
+        if await made_by_others(self._bus, self._stream):
+            return
         most = self._max_bytes
         while True:
             try:

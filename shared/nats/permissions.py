@@ -36,6 +36,10 @@ _OF_TENANTS = (
 """Buckets of which each tenant has a quota."""
 
 
+_TAKE_STREAMS_AS_THEY_ARE: tuple[User, ...] = ("executor", "batch")
+"""Who may create none: whoever creates one may have it copy another, or publish what it stores anywhere else."""
+
+
 class Rights(NamedTuple):
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -47,12 +51,20 @@ class Rights(NamedTuple):
 
 def rights(user: User) -> Rights:
     publish, subscribe = _TABLE[user]
+    if user in _TAKE_STREAMS_AS_THEY_ARE:
+        publish = tuple(subject for subject in publish if not subject.startswith(_create("")))
     inbox = f"{inbox_of(user)}.>"
     heard = (inbox, "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*", *subscribe)
     if user not in get_args(ServiceName):
         return Rights(publish, heard)
-    said = (f"health.beats.{user}.*", *_answers("operator"), *map(_create, _STREAMS), *publish)
+    streams = map(_info if user in _TAKE_STREAMS_AS_THEY_ARE else _create, _STREAMS)
+    said = (f"health.beats.{user}.*", *_answers("operator"), *streams, *publish)
     return Rights(said, (f"services.{user}.*", *heard))
+
+
+def may_create(user: str, stream: str) -> bool:
+    """Whether the broker lets it make the stream; a user that is not in the table may do everything."""
+    return user not in USERS or rights(user).may("publish", _create(stream))
 
 
 def inbox_of(user: str) -> str:
@@ -83,9 +95,13 @@ def _change(stream: str) -> str:
     return f"{_API}.STREAM.UPDATE.{stream}"
 
 
+def _info(stream: str) -> str:
+    return f"{_API}.STREAM.INFO.{stream}"
+
+
 def _read(stream: str) -> Iterator[str]:
     """Messages by number or subject, and consumers of one's own."""
-    yield f"{_API}.STREAM.INFO.{stream}"
+    yield _info(stream)
     yield f"{_API}.STREAM.MSG.GET.{stream}"
     yield f"{_API}.DIRECT.GET.{stream}"
     yield f"{_API}.DIRECT.GET.{stream}.>"
@@ -160,8 +176,10 @@ def _submit_batches() -> Iterator[str]:
 
 
 def _answers(*askers: User) -> Iterator[str]:
-    """To whom one may answer: never to any subject that a question names."""
-    return (f"{inbox_of(asker)}.>" for asker in askers)
+    """To whom one may answer: what the server calls a question of another account, or one's own kind; never any
+    subject that a question names."""
+    yield "_R_.>"
+    yield from (f"{inbox_of(asker)}.>" for asker in askers)
 
 
 def _stores() -> Iterator[str]:
@@ -204,7 +222,8 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.ADAPTER_FILES_BUCKET),
             f"{_API}.STREAM.PURGE.KV_{subjects.ADAPTER_FILES_BUCKET}",
             *_own_objects(subjects.ADAPTERS_STORE),  # they delete what no generation needs any more
-            *_bucket(subjects.KEYS_BUCKET),
+            *_read(f"KV_{subjects.KEYS_BUCKET}"),
+            *_read(f"KV_{subjects.OLD_KEYS_BUCKET}"),
             *_own_bucket(subjects.GENERATIONS_BUCKET),
             *_own_bucket(subjects.UNFINISHED_BUCKET),
             *_own_bucket(subjects.INHERITANCES_BUCKET),
@@ -217,6 +236,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.CHATS_BUCKET),
             *_own_bucket(subjects.CONVERSATIONS_BUCKET),
             *_objects(subjects.TOKENIZERS_STORE),
+            _create(f"OBJ_{subjects.TOKENIZERS_STORE}"),  # for executors, which may not
             *_own_bucket(subjects.BATCHES_BUCKET),
             *_own_bucket(subjects.FILES_BUCKET),
             *_own_objects(subjects.FILES_STORE),
@@ -268,7 +288,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.GROUPS_BUCKET),
             *_own_bucket(subjects.SERVICES_BUCKET),
             *_own_bucket(subjects.HOSTS_BUCKET),
-            *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),  # how full they are
+            *map(_info, _STREAMS),  # how full they are
         ),
         (subjects.ALL_BEATS, subjects.CONNECTION_OPENED, subjects.CONNECTION_CLOSED),
     ),
@@ -299,7 +319,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "services.*.*",
             *map(_create, _STREAMS),
             *map(_change, _STREAMS),
-            *(f"{_API}.STREAM.INFO.{stream}" for stream in _STREAMS),
+            *map(_info, _STREAMS),
             *_read_through(subjects.JOURNAL_STREAM),  # what the report of service levels is made from
             *map(_change, _stores()),
             *_bucket(subjects.GROUPS_BUCKET),
@@ -311,6 +331,7 @@ _TABLE: dict[User, tuple[tuple[str, ...], tuple[str, ...]]] = {
             *_own_bucket(subjects.REGISTRY_BUCKET),
             *_own_bucket(subjects.ADAPTERS_BUCKET),
             *_own_bucket(subjects.KEYS_BUCKET),
+            *_read(f"KV_{subjects.OLD_KEYS_BUCKET}"),
             *_submit_batches(),
         ),
         (subjects.ALL_BEATS, subjects.HEALTH_EVENTS),

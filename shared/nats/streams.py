@@ -19,7 +19,7 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
-from shared.errors import ConfigurationError
+from shared.errors import BrokerUnavailable, ConfigurationError
 from shared.nats import subjects
 from shared.nats.bus import DEFAULT_PENDING_BYTES, LEADER_PAUSE, Bus
 from shared.nats.errors import (
@@ -31,6 +31,7 @@ from shared.nats.errors import (
     lacks_room,
     lacks_servers,
 )
+from shared.nats.permissions import may_create
 
 T = TypeVar("T")
 
@@ -60,9 +61,37 @@ async def ensure_streams(bus: Bus, *, change: bool = True) -> None:
         await ensure_stream(bus, config, change=change)
 
 
+async def messages_in(bus: Bus, stream: str) -> int | None:
+    """How many it has; None: there is no such stream. Raises `BrokerUnavailable`."""
+    try:
+        info = await when_led(bus, lambda: bus.jetstream().stream_info(stream))
+    except NotFoundError:
+        return None
+    except BROKER_ERRORS as error:
+        raise broker_error(f"look for the stream {stream}", error) from error
+    return info.state.messages
+
+
+async def made_by_others(bus: Bus, stream: str) -> bool:
+    """False: this user may create it. Else waits for as long as one waits for a broker that starts, until it is there.
+    Raises `BrokerUnavailable`."""
+    if may_create(bus.settings.nats_user, stream):
+        return False
+    give_up = asyncio.get_running_loop().time() + bus.patience
+    while await messages_in(bus, stream) is None:
+        if asyncio.get_running_loop().time() >= give_up:
+            raise BrokerUnavailable(
+                f"NATS has no stream {stream} yet, which gateways, schedulers and health monitors create; start them."
+            )
+        await asyncio.sleep(LEADER_PAUSE)
+    return True
+
+
 async def ensure_stream(bus: Bus, config: StreamConfig, *, change: bool = True) -> None:
-    """Creates the stream, or gives it these limits if `change` says so. Raises `BrokerUnavailable`,
-    `ConfigurationError`."""
+    """Creates the stream, or gives it these limits if `change` says so; who may not create it waits for it. Raises
+    `BrokerUnavailable`, `ConfigurationError`."""
+    if await made_by_others(bus, config.name or ""):
+        return
     try:
         await when_led(bus, lambda: _add_or_update(bus, config, change))
     except BROKER_ERRORS as error:

@@ -20,6 +20,7 @@ from shared.messages import GenerationRequest
 from shared.messages.batches import FileRecord
 from shared.messages.records import GenerationRecord
 from shared.nats import subjects
+from shared.nats.accounts import API, MAPPED
 from shared.nats.bus import Bus, encode
 from shared.nats.permissions import USERS, User, inbox_of
 from shared.nats.streams import ensure_streams
@@ -61,18 +62,18 @@ PUBLISH: dict[str, set[str]] = {
     "hosts.h.control": {G, S, O},
     "models.demand": {G},
     "$KV.sessions.s": {S, E},
-    "$KV.keys.k": {O},
+    "$KV.api_keys.k": {O},
     "$KV.idempotency.k": {G},
     "$KV.limits.k": {G},
     "$KV.responses.r": {G},
     "$KV.generations.k": {G},
     "$O.tokenizers.M.x": {E},
     "$O.adapters.M.x": {G, E},
-    "$JS.API.STREAM.MSG.GET.KV_keys": {G, O},
-    "$JS.API.DIRECT.GET.KV_keys.$KV.keys.k": {G, O},
-    "$JS.API.CONSUMER.CREATE.KV_keys.c.$KV.keys.>": {G, O},
-    "$JS.API.CONSUMER.CREATE.KV_keys": {G, O},
-    "$JS.API.CONSUMER.DELETE.KV_keys.c": set(),
+    "$JS.API.STREAM.MSG.GET.KV_api_keys": {G, O},
+    "$JS.API.DIRECT.GET.KV_api_keys.$KV.api_keys.k": {G, O},
+    "$JS.API.CONSUMER.CREATE.KV_api_keys.c.$KV.api_keys.>": {G, O},
+    "$JS.API.CONSUMER.CREATE.KV_api_keys": {G, O},
+    "$JS.API.CONSUMER.DELETE.KV_api_keys.c": set(),
     "$JS.API.CONSUMER.CREATE.KV_groups.c.$KV.groups.>": ALL,
     "$JS.API.CONSUMER.CREATE.KV_sessions": {S},
     "batches.submit": {O, B},
@@ -97,15 +98,21 @@ PUBLISH: dict[str, set[str]] = {
     "$JS.ACK.INTAKE.c.1.1.1.1.1": {S},
     "$JS.API.STREAM.MSG.DELETE.INTAKE": {G},
     "$JS.API.STREAM.MSG.DELETE.JOURNAL": set(),
-    "$JS.API.STREAM.CREATE.JOURNAL": ALL,
-    "$JS.API.STREAM.CREATE.KV_keys": {G, O},
+    "$JS.API.STREAM.CREATE.JOURNAL": {G, S, H, O},
+    "$JS.API.STREAM.CREATE.KV_models": {G, O},
+    "$JS.API.STREAM.CREATE.OBJ_tokenizers": {G},
+    "$JS.API.STREAM.CREATE.OBJ_files": {G, O},
+    "$JS.API.STREAM.CREATE.KV_api_keys": {O},
+    "$KV.keys.k": set(),
+    "$JS.API.STREAM.CREATE.KV_keys": set(),
+    "$JS.API.CONSUMER.CREATE.KV_keys": {G, O},
     "$JS.API.STREAM.CREATE.other": set(),
     "$JS.API.STREAM.UPDATE.JOURNAL": {G, O},
-    "$JS.API.STREAM.UPDATE.KV_keys": {O},
+    "$JS.API.STREAM.UPDATE.KV_api_keys": {O},
     "$JS.API.STREAM.UPDATE.KV_responses": {G, O},
     "$JS.API.STREAM.DELETE.JOURNAL": set(),
     "$JS.API.STREAM.PURGE.INTAKE": set(),
-    "$JS.API.STREAM.PURGE.KV_keys": set(),
+    "$JS.API.STREAM.PURGE.KV_api_keys": set(),
     "$JS.API.ACCOUNT.PURGE.RYZANSTEIN": set(),
     "$SYS.REQ.SERVER.PING": set(),
     "_INBOX.gateway.x": {G, E},
@@ -136,7 +143,7 @@ SUBSCRIBE: dict[str, set[str]] = {
     "batches.results.b": set(),
     "intake.>": set(),
     "records.>": set(),
-    "$KV.keys.>": set(),
+    "$KV.api_keys.>": set(),
     "$KV.>": set(),
     "$JS.>": set(),
     "$SYS.>": set(),
@@ -170,7 +177,8 @@ async def test_the_broker_lets_each_user_do_what_the_table_says_and_nothing_else
 
     async def on_error(error: Exception) -> None:
         if found := _VIOLATION.search(str(error)):
-            refused.add(("publish" if found[1].lower() == "publish" else "subscribe", found[2].lower()))
+            subject = found[2].lower().replace(MAPPED.lower(), API.lower())
+            refused.add(("publish" if found[1].lower() == "publish" else "subscribe", subject))
 
     client = await nats.connect(
         server.url, user=user, password=server.passwords[user], error_cb=on_error, inbox_prefix=inbox_of(user)

@@ -19,6 +19,7 @@ from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
+from shared.nats.streams import messages_in
 
 T = TypeVar("T")
 
@@ -180,9 +181,22 @@ def _with_bucket(
 
     async def run() -> T:
         async with Bus.session(settings, "ryzanstein keys") as bus:
-            return await work(await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord))
+            return await work(await open_keys(bus))
 
     return asyncio.run(run())
+
+
+async def open_keys(bus: Bus) -> Bucket[KeyRecord]:
+    """The bucket of keys, with those of an older release in it; from the first one on gateways read the older bucket no
+    more. What was ever written in the new one stays, a revocation too: so a copy that broke off is taken up."""
+    bucket = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
+    if await messages_in(bus, f"KV_{subjects.OLD_KEYS_BUCKET}"):
+        older = await Bucket.open(bus, subjects.OLD_KEYS_BUCKET, KeyRecord)
+        copied = (await bucket.items()).keys()
+        for identity, record in (await older.items()).items():
+            if identity not in copied:
+                await bucket.update(identity, record, 0)  # only where nothing was written before
+    return bucket
 
 
 async def _store(bucket: Bucket[KeyRecord], key: NewKey) -> None:

@@ -19,46 +19,69 @@ from pydantic import SecretStr
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
 from shared.nats import subjects
+from shared.nats.accounts import (
+    API,
+    KEYS,
+    MAPPED,
+    STREAMS,
+    SYSTEM,
+    Account,
+    Export,
+    Import,
+    account_of,
+    accounts,
+    mapped,
+)
 from shared.nats.permissions import USERS, Rights, User, rights
 
-ACCOUNT = "RYZANSTEIN"
 MAX_PAYLOAD = 8 << 20
 
 
-def accounts(users: str) -> str:
-    """An account with these users, which is told whose connections in it open and close.
+def single(user: str, password: str) -> str:
+    """One account, whose user may do everything, and which is told whose connections in it open and close.
 
     Nobody can log in to the system account: of all that it hears, these two subjects are passed on, about our
     own account alone.
     """
     events = [(subjects.CONNECTION_OPENED, "CONNECT"), (subjects.CONNECTION_CLOSED, "DISCONNECT")]
-    source = f"$SYS.ACCOUNT.{ACCOUNT}"
-    exports = ", ".join(f'{{ stream: "{source}.{event}", accounts: [{ACCOUNT}] }}' for _, event in events)
-    imports = ", ".join(
-        f'{{ stream: {{ account: SYS, subject: "{source}.{event}" }}, to: "{subject}" }}'
-        for subject, event in events
-    )
-    return (
-        "accounts {\n"
-        f"  SYS {{ exports: [{exports}] }}\n"
-        f"  {ACCOUNT} {{\n"
-        "    jetstream: enabled\n"
-        f"    users: [\n{users}    ]\n"
-        f"    imports: [{imports}]\n"
-        "  }\n"
-        "}\n"
-        "system_account: SYS\n"
+    about = f"$SYS.ACCOUNT.{STREAMS}"
+    imports = tuple(Import("stream", SYSTEM, f"{about}.{event}", subject) for subject, event in events)
+    users = f"{{ user: {json.dumps(user)}, password: {json.dumps(password)} }}"
+    return _accounts({STREAMS: Account((), imports)}, {STREAMS: users})
+
+
+def per_user(passwords: Mapping[User, str]) -> str:
+    """An account for each user, with its rights. Passwords are written as they are given: quoted text, or a
+    `$VARIABLE`."""
+    return _accounts(
+        accounts(), {account_of(user): _user(user, passwords[user], rights(user)) for user in USERS}
     )
 
 
-def one_user(user: str, password: str) -> str:
-    """A single user who may do everything."""
-    return f"      {{ user: {json.dumps(user)}, password: {json.dumps(password)} }}\n"
+def _accounts(table: Mapping[str, Account], users: Mapping[str, str]) -> str:
+    taken = [one for account in table.values() for one in account.imports if one.account == SYSTEM]
+    exports = tuple(Export("stream", one.subject) for one in taken)
+    text = "".join(_account(name, account, users.get(name, "")) for name, account in table.items())
+    return f"accounts {{\n{_account(SYSTEM, Account(exports), '')}{text}}}\nsystem_account: {SYSTEM}\n"
 
 
-def service_users(passwords: Mapping[User, str]) -> str:
-    """A user per service. Passwords are written as they are given: quoted text, or a `$VARIABLE`."""
-    return "".join(_user(user, passwords[user], rights(user)) for user in USERS)
+def _account(name: str, account: Account, user: str) -> str:
+    exports = "".join(
+        f"      {{ {one.kind}: {json.dumps(one.subject)}{', response_type: stream' if one.many else ''} }}\n"
+        for one in account.exports
+    )
+    imports = "".join(
+        f"      {{ {one.kind}: {{ account: {one.account}, subject: {json.dumps(one.subject)} }}"
+        f"{f', to: {json.dumps(one.to)}' if one.to else ''} }}\n"
+        for one in account.imports
+    )
+    lines = ["    jetstream: enabled\n"] if name in (STREAMS, KEYS) else []
+    if any(one.to.startswith(MAPPED) for one in account.imports):
+        lines.append(f"    mappings {{ {json.dumps(f'{API}>')}: {json.dumps(f'{MAPPED}>')} }}\n")
+    lines += [f"    users: [\n      {user}\n    ]\n"] if user else []
+    lines += [f"    exports: [\n{exports}    ]\n"] if exports else []
+    lines += [f"    imports: [\n{imports}    ]\n"] if imports else []
+    return f"  {name} {{\n{''.join(lines)}  }}\n"
 
 
 def quoted(password: str) -> str:
@@ -81,21 +104,20 @@ def deployed(*, listen: str, store: str, tls: Mapping[str, str], passwords: str 
     if tls:
         settings = [f"  {name}: {json.dumps(value)}" for name, value in tls.items() if name != "verify"]
         lines += ["tls {", *settings, *(["  verify: true"] if "verify" in tls else []), "}"]
-    users = service_users({user: f"${variable_of(user)}" for user in USERS})
-    return head + "\n".join(lines) + "\n" + accounts(users)
+    return head + "\n".join(lines) + "\n" + per_user({user: f"${variable_of(user)}" for user in USERS})
 
 
 def _user(user: User, password: str, given: Rights) -> str:
     publish, subscribe = (
         "".join(f"            {json.dumps(subject)}\n" for subject in sorted(set(allowed)))
-        for allowed in (given.publish, given.subscribe)
+        for allowed in ((mapped(one) or one for one in given.publish), given.subscribe)
     )
     return (
-        f"      {{\n        user: {json.dumps(user)}, password: {password}\n"
+        f"{{\n        user: {json.dumps(user)}, password: {password}\n"
         f"        permissions {{\n"
         f"          publish {{ allow: [\n{publish}          ] }}\n"
         f"          subscribe {{ allow: [\n{subscribe}          ] }}\n"
-        "        }\n      }\n"
+        "        }\n      }"
     )
 
 
@@ -225,15 +247,15 @@ class LocalNats:
             f"ports_file_dir: {quoted['ports']}\n"
             f"max_payload: {MAX_PAYLOAD}\n"
             f"jetstream {{ store_dir: {quoted['store']} }}\n"
-            f"{accounts(self._users())}"
+            f"{self._accounts()}"
             f"{self._more}"
         )
         return config
 
-    def _users(self) -> str:
+    def _accounts(self) -> str:
         if not self._least_rights:
-            return one_user(self.user, self.password)
-        return service_users({user: quoted(self.passwords[user]) for user in USERS})
+            return single(self.user, self.password)
+        return per_user({user: quoted(self.passwords[user]) for user in USERS})
 
     def _paths(self) -> dict[str, Path]:
         return {"ports": self._directory, "store": self._directory / "store"}

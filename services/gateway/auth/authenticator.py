@@ -4,10 +4,11 @@
        │ everything is refused (503)                                                  keys are asked for
 
 Once closed it never opens again by itself, whatever becomes of the records. `KeyWatch` keeps an `Authenticator` up to
-date with the KV bucket `keys`; the rest does no I/O.
+date with the KV bucket `api_keys`; the rest does no I/O.
 """
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +17,12 @@ import msgspec
 
 from services.gateway.core.asgi import request_headers
 from services.gateway.core.errors import AuthenticationFailed
-from shared.errors import Unavailable
+from shared.errors import BrokerUnavailable, Unavailable
 from shared.keys import KeyLimits, KeyRecord, digest_of, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from shared.nats.streams import messages_in
 from shared.service.endpoints import OpsApp, Scope
 
 
@@ -172,8 +174,17 @@ def token_of(scope: Scope) -> str | None:
     return None if other is None else other.decode("latin-1")
 
 
+LOOK = 1.0
+"""Seconds between two looks for the bucket of keys, until it has one."""
+_KEYS, _OLD_KEYS = f"KV_{subjects.KEYS_BUCKET}", f"KV_{subjects.OLD_KEYS_BUCKET}"
+
+
 class KeyWatch:
-    """A change reaches every gateway in the time of a message. While NATS is away, what was known last holds."""
+    """A change reaches every gateway in the time of a message. While NATS is away, what was known last holds.
+
+    The bucket is made with the first key. Until then the keys of an older release count, which `ryzanstein keys` copies
+    to it.
+    """
 
     def __init__(self, bus: Bus, authenticator: Authenticator) -> None:
         self._bus = bus
@@ -181,14 +192,37 @@ class KeyWatch:
         self._caught_up = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
-        keys = await Bucket.open(self._bus, subjects.KEYS_BUCKET, KeyRecord)
-        async for update in keys.watch():
+        """Runs until it is cancelled. Raises `BrokerUnavailable` where the broker is away at the start."""
+        if not await messages_in(self._bus, _KEYS):
+            older = asyncio.create_task(self._watch_older())
+            try:
+                while not await self._made():
+                    await asyncio.sleep(LOOK)
+            finally:
+                older.cancel()
+                await asyncio.gather(older, return_exceptions=True)
+        await self._watch(subjects.KEYS_BUCKET)
+
+    async def _made(self) -> bool:
+        with contextlib.suppress(BrokerUnavailable):
+            return bool(await messages_in(self._bus, _KEYS))
+        return False
+
+    async def _watch_older(self) -> None:
+        if await messages_in(self._bus, _OLD_KEYS):
+            await self._watch(subjects.OLD_KEYS_BUCKET)
+        self._complete()
+
+    async def _watch(self, bucket: str) -> None:
+        async for update in Bucket(self._bus, bucket, KeyRecord).watch():
             if update is None:
-                self._authenticator.complete()
-                self._caught_up.set()
+                self._complete()
             else:
                 self._authenticator.update(*update)
+
+    def _complete(self) -> None:
+        self._authenticator.complete()
+        self._caught_up.set()
 
     async def wait(self) -> None:
         """Until every key that there is has been read once."""

@@ -38,6 +38,10 @@ class TokenizerStore:
         self._encoding = Encoding()
         self._stub, self._reasoning_stub = StubTokenizer(), StubTokenizer(reasons=True)
 
+    async def start(self) -> None:
+        """Creates the store: executors may create none. Raises `BrokerUnavailable`."""
+        await self._objects.open()
+
     async def get(self, card: ModelCard) -> Tokenizer:
         """The tokenizer of `card`. Raises `Unavailable` while it cannot be had, `InternalError` when broken."""
         if not card.tokenizer:

@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
 from prometheus_client import CollectorRegistry
 
+from services.scheduler import intake as scheduler_intake
 from services.scheduler.intake import Intake
 from services.scheduler.metrics import SchedulerMetrics
 from services.scheduler.request import WaitingRequest
@@ -47,3 +49,33 @@ async def test_so_many_bytes_are_held(bus: Bus, nats_settings: CommonSettings) -
     assert seen == {f"g{number}" for number in range(COUNT)}
     await intake.stop_pulling()
     await asyncio.wait_for(looking, 30)
+
+
+async def test_an_inbox_is_left_after_so_many_pulls_and_no_request_with_it(
+    bus: Bus, nats_settings: CommonSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_intake, "RENEWAL", 2)
+    seen: list[str] = []
+    held: list[WaitingRequest] = []
+
+    def admit(item: WaitingRequest, *, crowded: bool) -> bool:
+        seen.append(item.generation_id)
+        held.append(item)
+        return True
+
+    settings = SchedulerSettings(**dict(nats_settings), max_waiting=1)
+    intake = Intake(bus, settings, SchedulerMetrics(CollectorRegistry()), admit)
+    pull = intake._pulls[0]
+    monkeypatch.setattr(pull, "limit", 1)
+    await intake.start()
+    first = pull.inbox
+    for number in range(COUNT):
+        await bus.jetstream().publish(
+            subjects.intake_lane(pull.lane), encode(GenerationRequest(f"g{number}", "r", "m", "c", [1], 8))
+        )
+        await until(lambda: bool(held), seconds=20)
+        await held.pop().delivery.ack()
+    assert seen == [f"g{number}" for number in range(COUNT)]
+    assert pull.inbox != first
+    assert pull.older is not None
+    await intake.stop_pulling()

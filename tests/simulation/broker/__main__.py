@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared.nats.accounts import API, MAPPED
 from tests.simulation.broker.configs import Permissions
 from tests.simulation.broker.disk import Disk
 from tests.simulation.broker.jetstream import STORE, JetStream
-from tests.simulation.broker.server import ACCOUNT, MAX_PAYLOAD, Server
+from tests.simulation.broker.server import MAX_PAYLOAD, Server
 
 WRITE_INTERVAL = 0.02
 """Seconds between two writings of what has changed."""
@@ -57,10 +58,13 @@ def _plain(token: str) -> str:
 
 def users_of(config: dict[str, Any]) -> dict[str, tuple[str, Permissions]]:
     found = {}
-    for user in config.get("accounts", {}).get(ACCOUNT, {}).get("users", []):
+    accounts = [one for one in config.get("accounts", {}).values() if isinstance(one, dict)]
+    for user in (user for account in accounts for user in account.get("users", [])):
         given = user.get("permissions", {})
         allowed = [given[kind]["allow"] if kind in given else None for kind in ("publish", "subscribe")]
-        publish, subscribe = (None if one is None else tuple(one) for one in allowed)
+        publish, subscribe = (
+            None if one is None else tuple(subject.replace(MAPPED, API) for subject in one) for one in allowed
+        )
         found[user["user"]] = (user["password"], Permissions(publish, subscribe))
     return found
 

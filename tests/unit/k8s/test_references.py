@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.supervision.nats_server import ACCOUNT
 from shared.nats import subjects
+from shared.nats.accounts import STREAMS
 from tests.unit.k8s import manifests
 from tests.unit.k8s.manifests import Build, Pod, Resource, name_of, selects
 
@@ -172,7 +172,7 @@ def test_the_scaler_asks_for_consumers_that_there_are() -> None:
     triggers = [one["metadata"] for one in scaled["spec"]["triggers"] if one["type"] == "nats-jetstream"]
     lanes = {f"scheduler-{lane}" for lane in ("recovery", "interactive", "batch")}
     assert {one["consumer"] for one in triggers} == lanes
-    assert {(one["stream"], one["account"]) for one in triggers} == {(subjects.INTAKE_STREAM, ACCOUNT)}
+    assert {(one["stream"], one["account"]) for one in triggers} == {(subjects.INTAKE_STREAM, STREAMS)}
     monitor = next(
         p for p in build.get("Service", "nats-headless")["spec"]["ports"] if p["name"] == "monitor"
     )

@@ -1,6 +1,6 @@
 """GET /v1/keys: who has keys, and what of their limits is used. Never a secret, nor its digest.
 
-    `Authenticator`: all records of the KV bucket `keys` ──▶ a page ──▶ with what `Limiter` knows of their use
+    `Authenticator`: all records of the KV bucket `api_keys` ──▶ a page ──▶ with what `Limiter` knows of their use
 
 Gateways may not write that bucket: keys are made and revoked by the operator's `ryzanstein keys` alone, so that
 whoever takes a gateway over can let nobody else in.

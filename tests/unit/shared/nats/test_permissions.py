@@ -13,6 +13,7 @@ OWNERS: dict[str, set[User]] = {
     subjects.MODELS_BUCKET: {"executor"},
     subjects.SESSIONS_BUCKET: {"scheduler", "executor"},
     subjects.KEYS_BUCKET: {"operator"},
+    subjects.OLD_KEYS_BUCKET: set(),
     subjects.GENERATIONS_BUCKET: {"gateway"},
     subjects.UNFINISHED_BUCKET: {"gateway"},
     subjects.INHERITANCES_BUCKET: {"gateway"},
@@ -53,7 +54,7 @@ def test_nobody_hears_anothers_answers_or_destroys_a_stream(user: User) -> None:
     given = rights(user)
     for other in (*USERS, "someone"):
         assert given.may("subscribe", f"{inbox_of(other)}.x.y") == (other == user)
-    for stream in (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM, "KV_keys", "KV_groups"):
+    for stream in (subjects.INTAKE_STREAM, subjects.JOURNAL_STREAM, "KV_api_keys", "KV_groups"):
         for act in ("DELETE", "PURGE", "RESTORE", "SNAPSHOT", "LEADER.STEPDOWN"):
             assert not given.may("publish", f"$JS.API.STREAM.{act}.{stream}")
     assert not any(given.may("publish", f"$KV.{bucket}.>") for bucket in OWNERS if user not in OWNERS[bucket])
