@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
+from shared.child_environment import environment_without_settings
 from shared.messages import Grammar
 
 LARGEST_EXACT = 2**53
@@ -148,6 +149,7 @@ class GrammarCheck:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env=environment_without_settings(),
         )
 
 

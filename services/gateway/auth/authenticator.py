@@ -196,7 +196,9 @@ class KeyWatch:
         if not await messages_in(self._bus, _KEYS):
             older = asyncio.create_task(self._watch_older())
             try:
-                while not await self._made():
+                while True:
+                    if await self._made():
+                        break
                     await asyncio.sleep(LOOK)
             finally:
                 older.cancel()

@@ -33,6 +33,7 @@ from services.gateway.core.errors import InvalidParameter
 from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates, Traits, Turns
 from services.gateway.tokenizer.turns import turns_of
 from shared import limits
+from shared.child_environment import environment_without_settings
 from shared.errors import InternalError, QueueFull
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ class TemplateProcess:
                 stdout=PIPE,
                 stderr=DEVNULL,
                 limit=_LARGE,
+                env=environment_without_settings(),
             )
             probed = await self._answers(process, [self._templates])
             if jobs == [b""] or probed[0].limit or probed[0].problem:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,13 @@ def test_one_process_answers_one_after_the_other(check: GrammarCheck) -> None:
     assert check.check(Grammar("regex", "(")).problem
     assert check.check(Grammar("lark", "start: b")).problem
     assert check._process is process
+
+
+def test_it_has_none_of_our_settings(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", "secret")
+    check.check(Grammar("regex", "a+"))
+    assert check._process is not None
+    assert b"RYZANSTEIN_" not in Path(f"/proc/{check._process.pid}/environ").read_bytes()
 
 
 def test_a_process_that_was_killed_is_replaced(check: GrammarCheck) -> None:

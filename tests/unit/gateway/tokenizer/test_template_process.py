@@ -5,6 +5,7 @@ import io
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -81,6 +82,19 @@ async def test_a_template_that_passes_a_limit_is_refused(
         with pytest.raises(InvalidParameter, match="small conversations") as caught:
             await process.render(CHAT, None, PLAIN)
         assert caught.value.reason == "chat_template_limit"
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_it_has_none_of_the_gateways_settings(
+    made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RYZANSTEIN_NATS_PASSWORD", "secret")
+    process = await probed("{{ messages[0].content }}", made)
+    assert process._process is not None
+    assert b"RYZANSTEIN_" not in environment_of(process._process.pid)
 
 
 async def test_a_prompt_has_a_size_at_most(made: list[TemplateProcess]) -> None:
