@@ -187,15 +187,15 @@ def _with_bucket(
 
 
 async def open_keys(bus: Bus) -> Bucket[KeyRecord]:
-    """The bucket of keys, with those of an older release in it; from the first one on gateways read the older bucket no
-    more. What was ever written in the new one stays, a revocation too: so a copy that broke off is taken up."""
+    """The bucket of keys. An empty one gets those of an older release; from then on gateways read the others no more,
+    and neither does this."""
     bucket = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
-    if await messages_in(bus, f"KV_{subjects.OLD_KEYS_BUCKET}"):
+    if not await messages_in(bus, f"KV_{subjects.KEYS_BUCKET}") and await messages_in(
+        bus, f"KV_{subjects.OLD_KEYS_BUCKET}"
+    ):
         older = await Bucket.open(bus, subjects.OLD_KEYS_BUCKET, KeyRecord)
-        copied = (await bucket.items()).keys()
         for identity, record in (await older.items()).items():
-            if identity not in copied:
-                await bucket.update(identity, record, 0)  # only where nothing was written before
+            await bucket.create(identity, record)
     return bucket
 
 
