@@ -22,6 +22,7 @@ from shared.keys import KeyLimits, KeyRecord, digest_of, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
+from shared.nats.permissions import may_create
 from shared.nats.streams import messages_in
 from shared.service.endpoints import OpsApp, Scope
 
@@ -182,7 +183,8 @@ _KEYS, _OLD_KEYS = f"KV_{subjects.KEYS_BUCKET}", f"KV_{subjects.OLD_KEYS_BUCKET}
 class KeyWatch:
     """A change reaches every gateway in the time of a message. While NATS is away, what was known last holds.
 
-    The bucket is made with the first key. Until then the keys of an older release count, which `ryzanstein keys` copies
+    Where gateways have rights of their own the bucket is made with the first key, which takes effect within `LOOK`. Until
+    then the keys of an older release count, which `ryzanstein keys` copies
     to it.
     """
 
@@ -193,7 +195,11 @@ class KeyWatch:
 
     async def run(self) -> None:
         """Runs until it is cancelled. Raises `BrokerUnavailable` where the broker is away at the start."""
-        if not await messages_in(self._bus, _KEYS):
+        may_create_it = may_create(self._bus.settings.nats_user, _KEYS)
+        if may_create_it:
+            await Bucket.open(self._bus, subjects.KEYS_BUCKET, KeyRecord)
+        nothing_older = may_create_it and not await messages_in(self._bus, _OLD_KEYS)
+        if not nothing_older and not await messages_in(self._bus, _KEYS):
             older = asyncio.create_task(self._watch_older())
             try:
                 while True:
