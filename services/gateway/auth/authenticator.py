@@ -183,9 +183,8 @@ _KEYS, _OLD_KEYS = f"KV_{subjects.KEYS_BUCKET}", f"KV_{subjects.OLD_KEYS_BUCKET}
 class KeyWatch:
     """A change reaches every gateway in the time of a message. While NATS is away, what was known last holds.
 
-    Where gateways have rights of their own the bucket is made with the first key, which takes effect within `LOOK`. Until
-    then the keys of an older release count, which `ryzanstein keys` copies
-    to it.
+    Where gateways have rights of their own the bucket is made with the first key, which takes effect within `LOOK`.
+    Until then the keys of an older release count, which `ryzanstein keys` copies to it.
     """
 
     def __init__(self, bus: Bus, authenticator: Authenticator) -> None:
