@@ -1,6 +1,7 @@
 """Rights on a real NATS: every service may what it needs, and the broker refuses everything else."""
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from services.cli.supervision.nats_server import LocalNats, deployed, find_binary, variable_of
 from services.gateway.batches.files import Files
@@ -203,6 +205,28 @@ async def test_one_users_password_is_no_use_to_another(server: LocalNats) -> Non
     mixed = CommonSettings(nats_url=server.url, nats_user=G, nats_password=server.passwords[E])
     with pytest.raises(BrokerUnavailable, match="refused the user name or password"):
         await Bus.connect(mixed, "test")
+
+
+async def test_health_monitors_hear_whose_connections_open_and_close(server: LocalNats) -> None:
+    """Of every user, though each has an account of its own: a process that died is seen at once."""
+    monitor = await Bus.connect(settings_of(server, H), "monitor")
+    heard: dict[str, list[str]] = {subjects.CONNECTION_OPENED: [], subjects.CONNECTION_CLOSED: []}
+
+    async def on_event(message: Msg) -> None:
+        heard[message.subject].append(json.loads(message.data)["client"]["name"])
+
+    async def hears(subject: str, name: str) -> None:
+        await until(lambda: any(name in other for other in heard[subject]))
+
+    for subject in heard:
+        await monitor.client.subscribe(subject, cb=on_event)
+    await monitor.client.flush()
+    for user in USERS:
+        bus = await Bus.connect(settings_of(server, user), f"of-{user}")
+        await hears(subjects.CONNECTION_OPENED, f"of-{user}")
+        await bus.close()
+        await hears(subjects.CONNECTION_CLOSED, f"of-{user}")
+    await monitor.close()
 
 
 async def test_a_gateway_keeps_its_tenants_quotas_within_its_rights(server: LocalNats) -> None:
