@@ -317,6 +317,10 @@ def test_reasoning_is_turned_off(fields: dict[str, object]) -> None:
     assert not prompt.rstrip().endswith("</think>")
 
 
+def test_reasoning_effort_is_nothing_to_a_template_without_a_switch_for_it() -> None:
+    assert planned(SMOLLM2, reasoning_effort="low")[1] == planned(SMOLLM2)[1]
+
+
 def test_reasoning_effort_itself() -> None:
     _, prompt = planned(
         "{{ messages[0].content }} effort {{ reasoning_effort }}", reasoning_effort="low", tools=None
@@ -328,7 +332,6 @@ def test_reasoning_effort_itself() -> None:
     ("fields", "param", "reason"),
     [
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "unsupported_parameter"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_value"),
     ],
 )
