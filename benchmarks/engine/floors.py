@@ -133,7 +133,9 @@ def write_random(directory: Path, settings: dict[str, Any]) -> None:
     config.save_pretrained(str(directory))
     pool = torch.empty(NUMBERS, dtype=torch.bfloat16).normal_(0, DEVIATION)
     files = {}
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+    kept = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    for number, (name, parameter) in enumerate([*model.named_parameters(), *buffers]):
         count = parameter.numel()
         values = torch.ones(count, dtype=torch.bfloat16)
         if parameter.dim() > 1:
