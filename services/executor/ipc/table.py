@@ -37,6 +37,7 @@ def map_tables(path: Path | None, *parts: Any, create: bool = False) -> list[Any
     them; `create`: it is made, all zeros. None: in memory that nobody else sees."""
     size = sum(map(ctypes.sizeof, parts))
     if create and path is not None:
+        path.unlink(missing_ok=True)  # who still has an older one mapped would die of a bus error
         path.write_bytes(bytes(size))
     memory: Any = bytearray(size)
     if path is not None:

@@ -26,6 +26,14 @@ class OneGpu(GpuReader):
         return GpuUse(0.25, 1000, None)
 
 
+def test_a_board_that_is_made_anew_leaves_the_older_one_to_who_has_it(tmp_path: Path) -> None:
+    """A thread that followed the ring before still wrote to it, and the process died of a bus error."""
+    older = RingBoard(tmp_path / "board", 1, create=True)
+    older.rank(0).computes_on(GPU)
+    newer = RingBoard(tmp_path / "board", 1, create=True)
+    assert (newer.gpus, older.gpus) == ({}, {0: GPU})
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.floats(0, 1000))))
 def test_each_histogram_has_what_was_observed_and_nothing_of_its_neighbours(
