@@ -18,9 +18,9 @@ async def test_pins_to_the_leaving_ring_are_moved_and_no_others(tmp_path: Path) 
     scheduler = await Bus.connect(server.settings("scheduler"), "scheduler")
     executor = await Bus.connect(server.settings("executor"), "executor")
     try:
+        pins = await Bucket.open(scheduler, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)  # as at its start
         mover = PinMover(executor, "m", "leaving", ttl=60)
         assert await mover.groups(["mine"]) == [""]
-        pins = await Bucket.open(scheduler, subjects.SESSIONS_BUCKET, SessionPin, ttl=60)
         await pins.put(pin_key("m", "mine"), SessionPin("leaving", 3))
         await pins.put(pin_key("m", "moved"), SessionPin("other", 5))
         sessions = ["mine", "moved", "unknown"]
