@@ -71,22 +71,17 @@ def test_promtool_finds_nothing_to_say(busy: Observed, job: str) -> None:
         assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_figures_are_those_of_the_moment_of_the_scrape(house: Observed) -> None:
-    """Nothing stands between what has happened and a scrape: what a ring has computed is in the very next one, and
-    what gateway and scheduler count when they are done with a request, as soon as they are."""
+def test_what_has_happened_is_in_the_scrapes_behind_it(house: Observed) -> None:
+    """Nothing but the second for which a text is kept stands between what has happened and a scrape."""
     body = {"model": "stub", "prompt": "x", "max_tokens": 3}
-    before = {name: value(house, *name) for name in (*AT_ONCE, *AFTERWARDS)}
+    before = {name: value(house, *name) for name in COUNTED}
     assert httpx.post(f"{house.stack.url}/v1/completions", json=body, trust_env=False).status_code == 200
-    for name in AT_ONCE:
-        assert value(house, *name) > before[name], name
-    until(lambda: all(value(house, *name) > before[name] for name in AFTERWARDS), 20)
+    until(lambda: all(value(house, *name) > before[name] for name in COUNTED), 20)
 
 
-AT_ONCE = (
+COUNTED = (
     ("ryzanstein-executor", "ryzanstein_executor_output_tokens_total"),
     ("ryzanstein-executor", "ryzanstein_executor_prefill_seconds_count"),
-)
-AFTERWARDS = (
     ("ryzanstein-gateway", "ryzanstein_gateway_requests_total"),
     ("ryzanstein-scheduler", "ryzanstein_scheduler_dispatched_total"),
 )

@@ -53,9 +53,9 @@ def decode(
     except msgspec.ValidationError as error:
         raise hinted(refusal(error, decoder.type, lambda: msgspec.json.decode(data)), names) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
+        why = unparsed(error)
     except RecursionError:
-        why = "The JSON body of your request is nested too deeply."
+        why = _TOO_DEEP
     raise InvalidParameter(why, param=None, reason="invalid_json")
 
 
@@ -65,9 +65,22 @@ def lacks_model(error: InvalidParameter) -> bool:
 
 
 def with_model(body: bytes | msgspec.Raw, model: str) -> bytes:
-    """`body`, which was decoded but for its model, with one; null counts as not given."""
-    data = bytes(body).removeprefix(BOM)
-    return msgspec.json.encode(msgspec.json.decode(data, type=_Fields) | {"model": model})
+    """`body`, which was decoded but for its model, with one; null counts as not given. Raises `InvalidParameter`: what
+    comes behind the fields was not looked at."""
+    try:
+        fields = msgspec.json.decode(bytes(body).removeprefix(BOM), type=_Fields)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidParameter(unparsed(error), param=None, reason="invalid_json") from None
+    except RecursionError:
+        raise InvalidParameter(_TOO_DEEP, param=None, reason="invalid_json") from None
+    return msgspec.json.encode(fields | {"model": model})
+
+
+_TOO_DEEP = "The JSON body of your request is nested too deeply."
+
+
+def unparsed(error: ValueError) -> str:
+    return f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
 
 
 def convert(fields: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
