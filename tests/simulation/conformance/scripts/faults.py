@@ -153,6 +153,7 @@ SCRIPTS = (
         ),
         do("bucket", "scheduler", name="sessions", ttl=60),
         do("create", "scheduler", bucket="sessions", key="x", value="g"),
+        do("bucket", "health-monitor", name="groups"),
         do("bucket", "executor", name="groups"),
         do("items", "executor", bucket="groups"),
         do("refused", "executor", publish="$KV.groups.x"),
