@@ -79,7 +79,7 @@ def with_model(body: bytes | msgspec.Raw, model: str) -> bytes:
 _TOO_DEEP = "The JSON body of your request is nested too deeply."
 
 
-def unparsed(error: ValueError) -> str:
+def unparsed(error: Exception) -> str:
     return f"We could not parse the JSON body of your request ({error}); send one JSON object in UTF-8."
 
 
