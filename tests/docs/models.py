@@ -51,6 +51,9 @@ _LATENT = (
     "An indexer's heads and its key of each token are whole on every rank, and all ranks choose the same tokens: those",
     "of the highest scores, of those that tie the earliest. Texts of no more tokens than it chooses are attended to as",
     "without it. Scores are PyTorch's sums: where two nearly tie, other texts in the batch may decide between them.",
+    "They tie exactly, at 0, where a key's products with all heads are negative, which is common with very few heads.",
+    "transformers leaves that choice to `topk`, whose order changes with the length of a row: there its texts with its",
+    "cache differ from those without, and from ours. With ties given to the earliest all three agree.",
 )
 
 _KINDS = (
@@ -130,6 +133,11 @@ _EXACT = (
 """(what computes which kinds, beside other texts and however steps are cut, after a ring was killed)."""
 _SHOWN = (
     ("formats and cuts", "`tests/unit/executor/model/test_architectures.py`, at 1, 2 and 3 ranks"),
+    (
+        "the tokens that an indexer chooses, in texts of several times as many",
+        "`tests/unit/executor/model/test_indexed_attention.py`: indexer and attention in float64, by prompts in one "
+        "piece, chunks, decodes, on two ranks, of compressed blocks",
+    ),
     (
         "compression; what spilling and hand-over move, read bit for bit as before",
         "`tests/unit/executor/model/test_kinds_of_state.py`, each kind in bf16, int8 and fp8",
