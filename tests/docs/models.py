@@ -239,7 +239,8 @@ _LENGTHS = (
     "So a LongRoPE model that shall answer short texts alone does so best with `--context-length` at its original",
     "length (4096), which also takes less memory: blocks for one text of full length are always set aside. Groups with",
     "different frequencies have different fingerprints and give no blocks to each other. transformers takes the short",
-    "factors for each batch of short texts, so its texts differ from those of a long context.",
+    "factors for each batch of short texts, so its texts differ from those of a long context; of a PhiMoE it takes",
+    "them for long texts too, where vLLM and we take the long ones.",
     "",
 )
 

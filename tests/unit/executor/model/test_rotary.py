@@ -93,6 +93,25 @@ def test_beyond_the_first_length_logits_are_those_of_transformers(
     assert {position for sequence, position in rows if sequence == 0} == {36, 57, 58, 59}
 
 
+def test_phimoe_turns_long_texts_by_the_long_factors(tmp_path: Path) -> None:
+    """As vLLM does; transformers takes the short ones for them, and so it is given the long ones in their place."""
+    model = build("phimoe", settings_of("phimoe/longrope"))
+    model.save_pretrained(str(tmp_path))
+    script = Script([LENGTH])
+    rope = model.config.rope_parameters
+    short = logits_of(model, script.sequences)[0]
+    rope["short_factor"] = rope["long_factor"]
+    expected = logits_of(model, script.sequences)[0]
+    assert (expected - short).abs().max() > 0.1
+    runner = make_runner(tmp_path, SingleRank(), context=LENGTH)
+    for tokens in (37, 22, 1):
+        plan, sampled = script.step({0: tokens}, every_token=True)
+        rows = runner.forward(plan)
+        assert isinstance(rows, Tensor)
+        wanted = torch.stack([expected[position] for _, position in sampled])
+        assert (rows - wanted).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize(
     ("model_type", "context", "kind", "made_for"),
     [
