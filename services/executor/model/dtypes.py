@@ -7,6 +7,7 @@ import torch
 from services.executor.core.settings import ExecutorSettings
 from services.executor.model.lowering import FAMILIES
 from services.executor.native.library import why_not
+from shared.errors import ModelLoadError
 
 
 def choose_dtype(settings: ExecutorSettings, device: torch.device, config: object) -> torch.dtype:
@@ -31,3 +32,11 @@ def has_fast_bf16(device: torch.device) -> bool:
     except OSError:
         return False
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def not_finite() -> ModelLoadError:
+    """A model that computes what is no number."""
+    return ModelLoadError(
+        "The model's weights compute NaN or infinite values; the weights file is damaged, or the data type too narrow: "
+        "fetch the model again, or try --dtype fp32."
+    )

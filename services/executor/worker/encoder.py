@@ -24,7 +24,7 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.spans import span
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
-from services.executor.model.dtypes import choose_dtype
+from services.executor.model.dtypes import choose_dtype, not_finite
 from services.executor.model.encoders.attention import Texts
 from services.executor.model.encoders.families import Family, family_of, most_tokens_of
 from services.executor.model.encoders.loading import Encoder, load_dense, load_encoder
@@ -37,7 +37,7 @@ from services.executor.model.pooling import (
     read_vectors,
 )
 from services.executor.worker.weights import Report, context_of
-from shared.errors import ConfigurationError, ModelLoadError
+from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:  # it imports Triton, which not every host has
     from services.executor.gpu.sampling import Pending
@@ -122,10 +122,7 @@ class EncoderRunner:
         pools = to_bytes([0, 2])
         self.forward(StepPlan(0, 0, to_bytes([0, 0]), two, two, length, length, b"", b"", pools=pools))
         if not np.isfinite(self.pooled).all():
-            raise ModelLoadError(
-                "The model's weights compute NaN or infinite values; the weights file is damaged, or the data type "
-                "too narrow: fetch the model again, or try --dtype fp32."
-            )
+            raise not_finite()
 
     def _states(self, plan: StepPlan, lengths: list[int]) -> Tensor:
         """[T, hidden]: of each token behind the last layer."""

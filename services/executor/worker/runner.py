@@ -27,6 +27,7 @@ from services.executor.kv_cache.store import KvStore
 from services.executor.model.adapters.holder import AdapterHolder, ReservingHolder, RoundingHolder
 from services.executor.model.adapters.modules import AdapterLoader, ModuleAdapters
 from services.executor.model.adapters.targets import AdapterTarget
+from services.executor.model.dtypes import not_finite
 from services.executor.model.lowering import Decoder, sums_of
 from services.executor.model.parallel.layers import VocabParallelHead
 from services.executor.model.step_context import AttentionBackend, StepContext
@@ -452,23 +453,20 @@ class ModelRunner:
         first = plan_alone(min(2, size), list(range(min(2, size))), size)
         logits = self.forward(first)
         if isinstance(logits, Tensor) and not bool(logits.isfinite().all()):
-            raise ModelLoadError(self._cause_of_infinite_logits(first))
+            raise self._cause_of_infinite_logits(first)
         self._rehearse(rehearsal)
         if self._steps is not None:
             self._steps.prepare()
 
-    def _cause_of_infinite_logits(self, plan: StepPlan) -> str:
+    def _cause_of_infinite_logits(self, plan: StepPlan) -> ModelLoadError:
         native = self._native
         if native is not None and (other := native.level_with_finite_logits(plan)):
-            return (
+            return ModelLoadError(
                 f"The CPU kernels of the level {native.level!r} compute NaN or infinite values of the model's weights, "
                 f"and those of {other!r} finite ones: the kernels are wrong on this CPU, not the weights; set "
                 f"{LEVEL}={other}, and report it."
             )
-        return (
-            "The model's weights compute NaN or infinite values; the weights file is "
-            "damaged, or the data type too narrow: fetch the model again, or try --dtype fp32."
-        )
+        return not_finite()
 
     def _rehearse(self, steps: Sequence[StepPlan]) -> None:
         if not steps:
