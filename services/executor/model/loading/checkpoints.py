@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.executor.model.catalogue import check_sizes
-from services.executor.model.loading.gguf_metadata import check_described, positive, sampling_of, unsaid
+from services.executor.model.loading.gguf_metadata import (
+    check_described,
+    end_tokens,
+    positive,
+    sampling_of,
+    unsaid,
+)
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
@@ -176,6 +182,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     stage("header")
     file, header = files[0].path, files[0].header.metadata
     check_described(file, files[0].header)
+    ends = end_tokens(file, header)
     architecture = header.get("general.architecture")
     if unpack and _rope_scaling(files) and architecture not in _UNPACKED_SCALED:
         raise ModelLoadError(
@@ -189,9 +196,12 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     for name, word in _TOKENS.items():
         if f"tokenizer.ggml.{word}_token_id" not in header:
             setattr(config, f"{name}_token_id", None)  # else it is what transformers takes by default
+    config.eos_token_id = ends[0]
     stage("tokenizer")
     reader = PreTrainedTokenizerFast if architecture in _OWN else AutoTokenizer
     tokenizer = reader.from_pretrained(**named)
+    if tokenizer.eos_token_id != ends[0]:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     stage("write")
     if model is not None:
         model.save_pretrained(str(made))
@@ -200,7 +210,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     else:
         config.save_pretrained(str(made))
         link_gguf(made, file)
-    _write_generation(made, config, header)
+    _write_generation(made, config, ends)
     recommend(made, sampling_of(header))
     tokenizer.save_pretrained(str(made))
     _mend_tokenizer(made, header, int(config.max_position_embeddings))
@@ -399,15 +409,12 @@ def _without(tensor: str) -> ModelLoadError:
     )
 
 
-def _write_generation(made: Path, config: Any, header: "Mapping[str, Value]") -> None:
-    """Which tokens end an answer: that of the text, and that of a turn."""
+def _write_generation(made: Path, config: Any, ends: list[int]) -> None:
+    """`ends`: tokens that end an answer."""
     from transformers import GenerationConfig
 
     generation = GenerationConfig.from_model_config(config)
-    known = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-    stop_ids = list(dict.fromkeys(token for token in known if token is not None))
-    if stop_ids:
-        generation.eos_token_id = stop_ids[0] if len(stop_ids) == 1 else stop_ids
+    generation.eos_token_id = ends[0] if len(ends) == 1 else ends
     generation.save_pretrained(str(made))
 
 

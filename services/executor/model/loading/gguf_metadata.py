@@ -41,6 +41,12 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 """Behind `general.sampling.`: what a file recommends, and generation_config.json's word for it."""
+_ENDS = (
+    *("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|return|>"),
+    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>"),
+)
+"""Control tokens that end a text, then those that end a turn, by the names that they have everywhere. Source: llama.cpp,
+llama-vocab.cpp."""
 _RANGES = {
     "temp": (0.0, 100.0),
     "top_k": (-1, 1 << 31),
@@ -57,7 +63,7 @@ def check_described(file: Path, header: "GgufHeader") -> None:
     architecture, tokenizer = header.metadata.get("general.architecture"), header.metadata.get(_TOKENIZER)
     keys = ["general.architecture"]
     keys += [f"{architecture}.{name}" for name in (*_SIZES, *_BESIDE.get(str(architecture), ()))]
-    names = ["tokens", "token_type", "eos_token_id", *_OF_TOKENIZERS.get(str(tokenizer), ())]
+    names = ["tokens", "token_type", *_OF_TOKENIZERS.get(str(tokenizer), ())]
     if tokenizer == "gpt2" and architecture in _SPLIT_BY_NAME:
         names.append("pre")
     if header.metadata.get("tokenizer.ggml.add_bos_token"):
@@ -71,6 +77,25 @@ def check_described(file: Path, header: "GgufHeader") -> None:
 
 
 _TOKENIZER = "tokenizer.ggml.model"
+
+
+def end_tokens(file: Path, header: "Mapping[str, Value]") -> list[int]:
+    """Tokens that end an answer, the text's own first: as `file` says, or where it says none by their names, as
+    llama.cpp knows them. Raises `ModelLoadError` where there is none."""
+    end, turn = (header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = [end] if isinstance(end, int) else _ends_by_name(file)
+    if not ends:
+        raise unsaid(file, "tokenizer.ggml.eos_token_id")
+    return list(dict.fromkeys([*ends, turn] if isinstance(turn, int) else ends))
+
+
+def _ends_by_name(file: Path) -> list[int]:
+    from gguf import GGUFReader, TokenType
+
+    fields = GGUFReader(file).fields
+    tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    ids = {token: number for number, token in enumerate(tokens)}
+    return [ids[name] for name in _ENDS if name in ids and kinds[ids[name]] == TokenType.CONTROL]
 
 
 def unsaid(file: Path, key: str) -> ModelLoadError:

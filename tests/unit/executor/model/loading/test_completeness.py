@@ -264,6 +264,21 @@ def test_sampling_goes_from_format_to_format(whole: Whole, tmp_path: Path) -> No
         assert card.defaults == DEFAULTS
 
 
+@pytest.mark.parametrize("form", ["packed", "unpacked"])
+def test_a_file_that_does_not_say_what_ends_a_text_is_asked_for_tokens_of_that_name(
+    whole: Whole, tmp_path: Path, form: str
+) -> None:
+    keys = [
+        key._replace(value=key.value.replace(b"<end>", b"<eos>"))
+        for key in whole.keys
+        if key.name not in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    ]
+    with as_served(form):
+        texts = served(write_parts(tmp_path / "model.gguf", keys, whole.tensors)).texts
+    assert json.loads(texts["generation_config.json"])["eos_token_id"] == 0
+    assert json.loads(texts["tokenizer_config.json"])["eos_token"] == "<eos>"
+
+
 @pytest.mark.parametrize("width", ["feed_forward_length", "expert_feed_forward_length"])
 def test_a_model_of_experts_alone_says_their_width(whole: Whole, tmp_path: Path, width: str) -> None:
     file = write_parts(tmp_path / "model.gguf", whole.keys, whole.tensors)
