@@ -4,8 +4,8 @@ The same for answers, for counting and for tokens.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ from shared import limits
 from shared.messages import Grammar, ModelCard
 from shared.messages.records import Parsing
 
+T = TypeVar("T")
 AUTO = "auto"
 SWITCHES = ("enable_thinking", "thinking")
 """Variables with which templates turn reasoning on and off."""
@@ -57,6 +58,10 @@ class Chat(Protocol):
         self, request: ChatCompletionRequest, context: Context, response: OuterResponse | None = None
     ) -> Run:
         """`response`: the one that it is inside. Raises as `Intake.prepare`."""
+        ...
+
+    def of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
+        """`body`, decoded; where it names no model, with the one that is served. Raises `InvalidParameter`."""
         ...
 
     async def loaded(self, request: NamesModel, context: Context) -> ModelCard:

@@ -377,7 +377,7 @@ class Intake:
                 request = await self.responses.chat_of(body, context.tenant, budget)
         else:
             decoded = functools.partial(self._decoded_chat, answer_headers=context.answer_headers)
-            request = self._of_some_model(decoded, body)
+            request = self.of_some_model(decoded, body)
         request = without_answer(request)
         rules.check_chat(request)
         context = self._named(request, context)
@@ -478,10 +478,10 @@ class Intake:
 
     async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
         """The model of the chat in `body`, and what it would read. Raises as `prepare`."""
-        request = self._of_some_model(functools.partial(decode, decoder=self._chat), body)
+        request = self.of_some_model(functools.partial(decode, decoder=self._chat), body)
         return request.model, await self.chat_prompt(request, tenant)
 
-    def _of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
+    def of_some_model(self, decoded: Callable[[bytes], T], body: bytes) -> T:
         """`body`, decoded; where it names no model, with the one that is served. Raises `InvalidParameter`."""
         try:
             return decoded(body)
@@ -492,7 +492,7 @@ class Intake:
 
     async def completion_rendered(self, body: bytes, tenant: str) -> tuple[str, list[list[int]]]:
         """As `chat_rendered`, of each prompt of a completion."""
-        request = self._of_some_model(functools.partial(decode, decoder=self._completion), body)
+        request = self.of_some_model(functools.partial(decode, decoder=self._completion), body)
         rules.check_completion(request)
         card, tokenizer = await self.speaker(request.model, tenant)
         special = request.add_special_tokens is not False

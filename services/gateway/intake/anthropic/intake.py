@@ -1,5 +1,6 @@
 """From the body of /v1/messages to a `Run`: translated, then the way of a chat completion."""
 
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -51,7 +52,8 @@ class MessagesIntake:
 
     async def count(self, body: bytes, context: Context) -> int:
         """Tokens of the input that `body` describes. Raises as `prepare`, but for the length of the context."""
-        request = self._decoded(body, self._count, context.answer_headers)
+        decoded = partial(self._decoded, decoder=self._count, headers=context.answer_headers)
+        request = self._chat.of_some_model(decoded, body)
         with own_words():
             return await self._chat.chat_tokens(await self._translated(request, context), context.tenant)
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -82,7 +83,7 @@ class ResponseIntake:
 
     async def compact(self, body: bytes, context: Context, budget: HistoryBudget) -> ChatCompletionRequest:
         """The chat whose answer is the summary of the conversation that `body` describes. Raises as `prepare`."""
-        request = decode(body, self._compact)
+        request = self._chat.of_some_model(partial(decode, decoder=self._compact), body)
         check_input_fields(request)
         card = await self._chat.loaded(request, context)
         identity = new_identity(self._writer, time.time())
@@ -136,7 +137,7 @@ class ResponseIntake:
     async def _input(
         self, body: bytes, tenant: str, budget: HistoryBudget
     ) -> tuple[InputTokensRequest, ChatCompletionRequest]:
-        request = decode(body, self._count)
+        request = self._chat.of_some_model(partial(decode, decoder=self._count), body)
         check_input_fields(request)
         identity = new_identity(self._writer, time.time())
         past, own, cost = await self._items(request, identity, tenant, body, budget)

@@ -47,6 +47,24 @@ async def test_the_only_model_need_not_be_named_and_null_is_not_given(
     assert "'model'; 2 models are served" in several.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"{MESSAGES}/count_tokens", {"messages": USER}),
+        (f"{RESPONSES}/input_tokens", {"input": "Hi"}),
+        (f"{RESPONSES}/compact", {"input": "Hi"}),
+    ],
+)
+async def test_nor_need_it_be_where_tokens_are_counted(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    named, unnamed = [(await http.post(path, json=body | name)) for name in ({"model": MODEL}, {})]
+    assert (unnamed.status_code, unnamed.json().get("input_tokens")) == (
+        200,
+        named.json().get("input_tokens"),
+    )
+
+
 async def test_what_was_not_asked_for_is_null(client: openai.AsyncOpenAI) -> None:
     chat = await client.chat.completions.create(model=MODEL, messages=USER)
     assert chat.model_extra is not None
