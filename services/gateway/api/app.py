@@ -154,6 +154,8 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return
+        if scope["path"].endswith("/") and (path := scope["path"].rstrip("/")) and path not in PATHS:
+            scope["path"] = path  # pages keep theirs: their links are relative
         scope["app"] = self  # lets the router raise where it would else answer in plain text
         public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)
         if public and scope["type"] == "http":
@@ -283,7 +285,7 @@ class _Exchange:
 
 def _route_error(scope: Scope, error: HTTPException) -> RouteError:
     """What the router raised, in our words."""
-    allow = (error.headers or {}).get("Allow", "")
+    allow = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
     return RouteError(
         f"Not allowed to {scope['method']} {scope['path'][:256]}; allowed: {allow or 'other methods'}.",
         status=error.status_code,

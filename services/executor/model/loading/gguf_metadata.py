@@ -45,7 +45,7 @@ _ENDS = (
     *("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|return|>"),
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>"),
 )
-"""Control tokens that end a text, then those that end a turn, by the names that they have everywhere. Source: llama.cpp,
+"""Control tokens that end a text, then those that end a turn, by the names that models give them. Source: llama.cpp,
 llama-vocab.cpp."""
 _RANGES = {
     "temp": (0.0, 100.0),
