@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Router, WebSocketRoute
 from services.gateway.api.anthropic.batches import message_batch_routes
 from services.gateway.api.anthropic.messages import message_routes
 from services.gateway.api.backend import Backend, route
-from services.gateway.api.console.pages import PATHS, cluster, keys, page_routes
+from services.gateway.api.console.pages import PAGES, PATHS, cluster, keys, page_routes
 from services.gateway.api.dialects import COHERE_CHAT, COHERE_EMBED, MESSAGES, anthropic_headers, of_request
 from services.gateway.api.models.adapters import adapter_routes
 from services.gateway.api.models.registry import registry_routes
@@ -154,7 +154,7 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return
-        if scope["path"].endswith("/") and (path := scope["path"].rstrip("/")) and path not in PATHS:
+        if scope["path"].endswith("/") and (path := scope["path"].rstrip("/")) and path not in PAGES:
             scope["path"] = path  # pages keep theirs: their links are relative
         scope["app"] = self  # lets the router raise where it would else answer in plain text
         public = scope["path"] in PUBLIC_PATHS and not (self._metrics_need_key and scope["path"] == METRICS)

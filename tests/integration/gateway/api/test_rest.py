@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import openai
 import pytest
 
+from services.gateway.api.openapi.operation import ApiRoute
 from services.gateway.intake.sampling import cache_key, session_of
 from services.gateway.lifecycle.answer import seed_of_choice
 from shared.messages import GenerationRequest
@@ -198,6 +200,34 @@ async def test_vllms_small_endpoints_answer(http: httpx.AsyncClient) -> None:
         refused = await http.delete(path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (405, "method_not_allowed")
         assert refused.headers["allow"]
+
+
+async def test_a_slash_behind_a_path_means_nothing(http: httpx.AsyncClient) -> None:
+    assert (await http.post(f"{CHAT}/", json=body())).json()["object"] == "chat.completion"
+    for path in ("/health", "/metrics", "/v1/models", f"/v1/models/{MODEL}", "/api/tags"):
+        plain, slashed = await http.get(path), await http.get(f"{path}/")
+        assert (plain.status_code, slashed.status_code) == (200, 200), path
+        assert slashed.headers["content-type"] == plain.headers["content-type"]
+    assert (await http.get("/v1/nothing/")).json()["error"]["code"] == "unknown_url"
+
+
+async def test_every_path_says_which_methods_it_takes_in_the_shape_of_its_api(
+    gateway: RunningGateway, http: httpx.AsyncClient
+) -> None:
+    routes = [route for route in gateway.service._app.routes if isinstance(route, ApiRoute)]
+    paths = {re.sub(r"\{.*?\}", "x", route.path) for route in routes}
+    assert len(paths) > 80
+    for path in paths:
+        for method in ("OPTIONS", "TRACE"):
+            answer = await http.request(method, path)
+            assert (answer.status_code, answer.headers["allow"] != "") == (405, True), path
+            told = answer.json()["error"]
+            if path.startswith("/api/"):
+                assert "allowed: " in told
+            elif path.startswith("/v1/messages"):
+                assert told["type"] == "invalid_request_error"
+            else:
+                assert told["code"] == "method_not_allowed"
 
 
 async def test_what_is_listed_is_what_is_served(
