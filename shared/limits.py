@@ -100,6 +100,12 @@ LOGPROB_TOKEN_IDS = Limit(
 MODEL_LABELS = Limit("model_labels", 4096, "entries", "classes of a model that classifies")
 MODEL_PROMPTS = Limit("model_prompts", 64 << 10, "characters", "a model's own prompts, with their names")
 EMBEDDING_INPUTS = Limit("embedding_inputs", 2048, "entries", "inputs of a request for embeddings or classes")
+VECTORS_IN_HEADER = Limit(
+    "vectors_in_header",
+    512,
+    "entries",
+    "inputs of a request for vectors as `bytes`, whose places a header tells; `bytes_only` does without",
+)
 SCORED_TEXTS = Limit(
     "scored_texts", 2048, "entries", "documents of a rerank request, pairs of a score request"
 )

@@ -63,6 +63,7 @@ RecordedEndpoint = Literal[
     "rerank",
     "score",
     "classify",
+    "pooling",
 ]
 """Which API's answer a generation is."""
 
@@ -164,12 +165,15 @@ class GenerationRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     capped: bool = False
     """Whether its client has asked for more tokens than the context had room for."""
     scoring: Scoring | None = None
-    """Of the endpoints `rerank`, `score` and `classify` alone."""
+    """Of the endpoints `rerank`, `score` and `classify`, and of `pooling` where the model classifies."""
     texts: list[str] = []
     """Of each of `requests`: the text that is shown with its score; empty: none is."""
 
     return_progress: bool = False
     """Whether chunks tell how much of the prompts is computed, while there is nothing else to tell."""
+    octets: Literal["", "bytes", "bytes_only"] = ""
+    """Whether the answer to an HTTP request is its vectors' bytes; with `bytes`, a header tells where each lies. What
+    reads it otherwise gets `base64`, which goes with it."""
 
     @property
     def model_shown(self) -> str:

@@ -192,10 +192,16 @@ class UntilGone:
         self._gone()
 
 
-async def send_json(send: Send, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
+async def send_json(
+    send: Send,
+    status: int,
+    body: object,
+    headers: Mapping[str, str] | None = None,
+    content_type: str = "application/json",
+) -> None:
     """A whole answer: `body` as JSON, bytes as they are."""
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    head = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    head = [(b"content-type", content_type.encode()), (b"content-length", str(len(data)).encode())]
     head += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": head})
     await send({"type": "http.response.body", "body": data})

@@ -31,7 +31,7 @@ from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared import limits
 from shared.errors import ContextLengthExceeded, PayloadTooLarge
 from shared.messages import GenerationRequest, ModelCard
-from shared.messages.records import GenerationRecord
+from shared.messages.records import GenerationRecord, RecordedEndpoint
 
 _TOKEN_BYTES = 5
 """Of a token on the wire, at most."""
@@ -48,7 +48,12 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Of `messages`: whether the template begins an answer; left out: it does not."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Of `messages`: variables for the chat template."""
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = None
+    """The last two are vLLM's: vectors one behind the other, in place of JSON."""
+    embed_dtype: Literal["float32"] | None = None
+    """vLLM's, of vectors that are no JSON numbers."""
+    endianness: Literal["little", "native"] | None = None
+    """As `embed_dtype`."""
     dimensions: PositiveCount | None = None
     user: User | None = None
     truncate_prompt_tokens: LastTokens | None = None
@@ -73,6 +78,8 @@ def inputs_of(request: EmbeddingRequest) -> list[str | list[int]]:
     if all(isinstance(item, int) for item in given):
         return [[item for item in given if isinstance(item, int)]]
     check_size("input", given, limits.EMBEDDING_INPUTS)
+    if request.encoding_format == "bytes":
+        check_size("input", given, limits.VECTORS_IN_HEADER)
     for kind in (str, list):
         if all(isinstance(item, kind) for item in given):
             return [item for item in given if not isinstance(item, int)]
@@ -236,7 +243,12 @@ def _wrong(param: str, what: str, reason: str) -> InvalidParameter:
 
 
 def record_of(
-    prompts: Sequence[list[int]], request: EmbeddingRequest, card: ModelCard, context: Context, parts: Parts
+    prompts: Sequence[list[int]],
+    request: EmbeddingRequest,
+    card: ModelCard,
+    context: Context,
+    parts: Parts,
+    endpoint: RecordedEndpoint = "embeddings",
 ) -> GenerationRecord:
     """The record of a checked request. Raises `PayloadTooLarge`."""
     started_at, settings = time.time(), parts.settings
@@ -262,7 +274,7 @@ def record_of(
     ]
     return GenerationRecord(
         identity=identity,
-        endpoint="embeddings",
+        endpoint=endpoint,
         created=started_at,
         requests=wires,
         prompts=len(wires),
@@ -270,7 +282,13 @@ def record_of(
         idempotency=context.idempotency,
         tenant=context.tenant,
         dimensions=request.dimensions or 0,
-        base64=request.encoding_format == "base64",
         user=request.user or "",
         adapter=context.adapter_name,
+        **encoding_of(request),
     )
+
+
+def encoding_of(request: EmbeddingRequest) -> dict[str, Any]:
+    """The fields of the record that say in which form vectors are shown."""
+    form = request.encoding_format or "float"
+    return {"base64": form != "float", "octets": form if form.startswith("bytes") else ""}

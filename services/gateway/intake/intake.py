@@ -20,6 +20,7 @@ from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendere
 from services.gateway.intake.decoding import decode, lacks_model, with_model
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
+from services.gateway.intake.pooling import PoolingRequest, classes_wanted
 from services.gateway.intake.prefill import Prefill, Prefills, ahead, next_prompt, without_answer
 from services.gateway.intake.record import Context, OuterResponse, Parts, may_cost, record_of, run_of
 from services.gateway.intake.responses.history import History
@@ -51,7 +52,7 @@ from services.gateway.tool_calls.families import markers_of
 from shared import tracing
 from shared.errors import Unavailable
 from shared.messages import Grammar, ModelCard
-from shared.messages.records import GenerationRecord, Idempotency
+from shared.messages.records import GenerationRecord, Idempotency, RecordedEndpoint
 from shared.nats.kv import Entry
 
 log = structlog.get_logger(__name__)
@@ -71,6 +72,7 @@ Endpoint = Literal[
     "rerank",
     "score",
     "classify",
+    "pooling",
     "invocations",
 ]
 _INVOKED: Mapping[str, Endpoint] = {
@@ -84,7 +86,7 @@ _INVOKED: Mapping[str, Endpoint] = {
 """What a body of /invocations is for, by the first of these fields that it has."""
 
 
-POOLED = frozenset(("embeddings", "rerank", "score", "classify"))
+POOLED = frozenset(("embeddings", "rerank", "score", "classify", "pooling"))
 """Endpoints whose answers have no text."""
 
 
@@ -124,6 +126,7 @@ class Intake:
             "rerank": msgspec.json.Decoder(RerankRequest),
             "score": msgspec.json.Decoder(ScoreRequest),
             "classify": msgspec.json.Decoder(ClassifyRequest),
+            "pooling": msgspec.json.Decoder(PoolingRequest),
         }
         self.prefills = Prefills()
         self.responses = ResponseIntake(self, history, parts.settings, parts.answers.writer)
@@ -314,6 +317,8 @@ class Intake:
     async def _prepare_checked(self, request: Decoded, context: Context) -> Run:
         if isinstance(request, ChatCompletionRequest):
             return await self.chat_run(request, context)
+        if isinstance(request, PoolingRequest):
+            return await self._pool(request, context)
         if isinstance(request, embeddings.EmbeddingRequest):
             return await self._embed(request, context)
         if isinstance(request, ScoringRequest):
@@ -520,7 +525,19 @@ class Intake:
     def _tell_ignored(self, names: Iterable[str], headers: dict[str, str]) -> None:
         tell_ignored(names, headers, strict=self._strict)
 
-    async def _embed(self, request: embeddings.EmbeddingRequest, context: Context) -> Run:
+    async def _pool(self, request: PoolingRequest, context: Context) -> Run:
+        embeddings.inputs_of(request)
+        classes = classes_wanted(request, await self.loaded(request, context))
+        if classes is None:
+            return await self._embed(request, context, "pooling")
+        return await self._score(classes, context, endpoint="pooling", **embeddings.encoding_of(request))
+
+    async def _embed(
+        self,
+        request: embeddings.EmbeddingRequest,
+        context: Context,
+        endpoint: RecordedEndpoint = "embeddings",
+    ) -> Run:
         given = embeddings.inputs_of(request)
         card = await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
@@ -531,16 +548,19 @@ class Intake:
             chat = await with_files_read(embeddings.chat_of(request), context.tenant, self._files)
             given = [await tokenizer.encode_rendered((await rendered(chat, card, tokenizer)).prompt)]
         prompts = await embeddings.prompts_of(request, given, tokenizer, card, limit)
-        record = embeddings.record_of(prompts, request, card, context, self._parts)
+        record = embeddings.record_of(prompts, request, card, context, self._parts, endpoint)
         return run_of(record, sum(map(len, prompts)), card, tokenizer, context, self._parts)
 
-    async def _score(self, request: ScoringRequest, context: Context) -> Run:
+    async def _score(self, request: ScoringRequest, context: Context, **shown: Any) -> Run:
+        """`shown`: fields of the record that say how it is shown, where that is not as scores are."""
         _check_pooled(request)
         card = await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
         tokenizer = await self._tokenizers.get(card)
         with tracing.stage("tokenize"):
             record = await scoring_record(request, card, tokenizer, context, self._parts)
+        if shown:
+            record = msgspec.structs.replace(record, **shown)
         cost = sum(len(one.prompt) for one in record.requests)
         return run_of(record, cost, card, tokenizer, context, self._parts)
 

@@ -44,6 +44,7 @@ PREFIXES = {
     "rerank": "rerank-",
     "score": "score-",
     "classify": "classify-",
+    "pooling": "pool-",
 }
 _ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})?([0-9a-f]{{8}})([0-9a-f]{{8}})[0-9a-f]{{16}}")
 

@@ -4,10 +4,13 @@ On its way through a `Run` it stands where other endpoints have text: base64 of 
 """
 
 import base64
+import json
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -62,6 +65,31 @@ def _bytes(numbers: "array[float]") -> bytes:
 def floats_of(text: str) -> list[float]:
     """The numbers of a vector as a `Piece` has it."""
     return _numbers(base64.b64decode(text)).tolist()
+
+
+def text_of(numbers: Iterable[float]) -> str:
+    """`numbers` as a `Piece` has a vector."""
+    return base64.b64encode(_bytes(array("f", numbers))).decode()
+
+
+def octets_of(whole: bytes, named: Mapping[str, Any]) -> tuple[bytes, str]:
+    """The vectors of `whole`, a response that has them in base64, one behind the other; and as JSON what else it says,
+    and `named`, with the place of each vector in place of it, as vLLM tells them."""
+    answer = msgspec.json.decode(whole)
+    vectors = [base64.b64decode(item.get("embedding") or item["data"]) for item in answer["data"]]
+    ends = list(accumulate(map(len, vectors)))
+    places = [
+        {
+            "index": item["index"],
+            "embed_dtype": "float32",
+            "endianness": "little",
+            "start": end - len(vector),
+            "end": end,
+            "shape": [len(vector) // 4],
+        }
+        for item, vector, end in zip(answer["data"], vectors, ends, strict=True)
+    ]
+    return b"".join(vectors), json.dumps({**named, **answer, "data": places})
 
 
 class _Embedding(msgspec.Struct, frozen=True, tag_field="object", tag="embedding"):

@@ -21,7 +21,7 @@ from services.gateway.streams.ollama import OllamaChatFormat, OllamaGenerateForm
 from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.response_run import ResponseRun
 from services.gateway.streams.run import Run
-from services.gateway.streams.scoring import ClassesFormat, RankingFormat, ScoresFormat
+from services.gateway.streams.scoring import ClassesFormat, PoolingFormat, RankingFormat, ScoresFormat
 from services.gateway.tokenizer.store import TokenizerStore
 from services.gateway.tokenizer.tokenizer import Tokenizer
 
@@ -36,6 +36,7 @@ _VIEWS: dict[str, View] = {
     "rerank": RankingFormat,
     "score": ScoresFormat,
     "classify": ClassesFormat,
+    "pooling": PoolingFormat,
 }
 """By the endpoint that began it."""
 _NUMBERED: dict[str, type[ResponseRun] | type[MessageRun]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.lifecycle.answer import Answer
-from services.gateway.streams.embeddings import floats_of, vector_outputs
+from services.gateway.streams.embeddings import floats_of, text_of, vector_outputs
 from services.gateway.streams.formats import Format, Usage
 from services.gateway.streams.output import Piece
 from services.gateway.tokenizer.tokenizer import Tokenizer
@@ -127,6 +127,23 @@ class ScoresFormat(ScoringFormat):
     def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
         data = [{"index": index, "object": "score", "score": score} for index, score in self.scores(choices)]
         return self.listed(data, usage)
+
+
+class PoolingFormat(ScoringFormat):
+    """vLLM's: of each input its vector, or the probabilities of all classes."""
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        data = [
+            {"index": index, "object": "pooling", "data": self._shown(choice.text)}
+            for index, choice in enumerate(choices)
+            if choice.finish
+        ]
+        return self.listed(data, usage)
+
+    def _shown(self, text: str) -> str | list[float]:
+        if (scoring := self._record.scoring) is not None:
+            text = text_of(probabilities(floats_of(text), scoring.activation))
+        return text if self._record.base64 else floats_of(text)
 
 
 class ClassesFormat(ScoringFormat):

@@ -28,6 +28,7 @@ _OPERATIONS = {
     "rerank": "rerank",
     "score": "score",
     "classify": "classify",
+    "pooling": "pooling",
 }
 """By endpoint, of OpenTelemetry's conventions where these have a name for it; the others are chats."""
 PROVIDER = "ryzanstein"

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions, /v1/completions and /v1/embeddings; models, and generations by their id."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
@@ -36,9 +37,10 @@ from services.gateway.intake.headers import (
 from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
+from services.gateway.streams.embeddings import octets_of
 from services.gateway.streams.progress import tell_progress
 from services.gateway.streams.reading import GenerationState
-from services.gateway.streams.run import Run
+from services.gateway.streams.run import LARGE, Run
 from shared.service.endpoints import Receive, Scope, Send
 
 DONE = Chunk(b"[DONE]")
@@ -61,7 +63,7 @@ class CompletionsRoute:
             if run.stream:
                 await stream(run, scope, send)
             else:
-                await send_json(send, 200, await run.collect())
+                await _send_whole(run, send)
 
     async def _prepared(self, scope: Scope, receive: Receive) -> Run:
         """What it is made of is held no longer than that takes."""
@@ -70,6 +72,18 @@ class CompletionsRoute:
         body = await read_body(scope, receive, settings.body_limit, settings.body_timeout)
         forget_headers(scope)
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
+
+
+async def _send_whole(run: Run, send: Send) -> None:
+    whole, record = await run.collect(), run.answer.record
+    if not record.octets:
+        await send_json(send, 200, whole)
+        return
+    named = {"id": run.answer.public_id, "created": int(record.created)}
+    beside = len(whole) > LARGE
+    octets, told = await asyncio.to_thread(octets_of, whole, named) if beside else octets_of(whole, named)
+    head = {"metadata": told} if record.octets == "bytes" else {}
+    await send_json(send, 200, octets, head, content_type="application/octet-stream")
 
 
 class _Reading(UntilGone):
@@ -88,7 +102,7 @@ def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
     endpoint = run.answer.record.endpoint
-    if endpoint == "embeddings" or ENDPOINTS[endpoint].stream is LineStream:
+    if endpoint == "embeddings" or run.answer.record.octets or ENDPOINTS[endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     return _Reading(run, scope, receive)

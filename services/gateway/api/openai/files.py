@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openai.multipart import MultipartForm
-from services.gateway.api.openapi.operation import Operation
+from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.batches.files import ANCHOR, BATCH_EXPIRY, expiry
 from services.gateway.core.errors import InvalidParameter
 from services.gateway.core.pagination import ListPage, Order, PageQuery, page, shown
@@ -109,7 +109,7 @@ CONTENT = Operation(
     "downloadFile",
     "A file's bytes.",
     TAG,
-    response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
+    response_content=OCTETS,
 )
 
 

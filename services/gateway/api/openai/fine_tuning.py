@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute
 
 from services.gateway.api.backend import Ask, Backend, route
 from services.gateway.api.openapi import operation
-from services.gateway.api.openapi.operation import Operation
+from services.gateway.api.openapi.operation import OCTETS, Operation
 from services.gateway.core.asgi import Chunk, EventStream, disconnected, header
 from services.gateway.core.errors import InvalidParameter, RouteError, describe
 from services.gateway.core.pagination import ListPage, PageQuery, shown
@@ -214,7 +214,7 @@ ADAPTER = Operation(
     "A file of what a job has made, as peft has them: adapter_config.json or adapter_model.safetensors.",
     TAG,
     query=AdapterQuery,
-    response_content={"application/octet-stream": {"type": "string", "format": "binary"}},
+    response_content=OCTETS,
 )
 REFUSED = tuple(
     Operation(

@@ -66,6 +66,7 @@ EMBEDDINGS = Operation(
     request=EmbeddingRequest,
     example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
     response=shapes.EmbeddingList,
+    response_content=operation.OCTETS,
     parameters=operation.GENERATING_HEADERS,
     errors=GENERATING,
 )

@@ -9,6 +9,7 @@ from services.gateway.api.openai.completions import CompletionsRoute
 from services.gateway.api.openapi import operation
 from services.gateway.api.openapi.operation import GENERATING, ApiRoute, Operation
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.pooling import PoolingRequest
 from services.gateway.intake.scoring.schemas import ClassifyRequest, RerankRequest, ScoreRequest
 
 
@@ -87,6 +88,22 @@ class Classes(msgspec.Struct):
     usage: ListUsage
 
 
+class PooledInput(msgspec.Struct):
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | str
+    """A vector, or the probabilities of all classes."""
+
+
+class PooledInputs(msgspec.Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledInput]
+    usage: ListUsage
+
+
 RERANK = tuple(
     Operation(
         f"POST {path}",
@@ -140,6 +157,18 @@ CLASSIFY = tuple(
     )
     for path, name in (("/v1/classify", "createClassification"), ("/classify", "classify"))
 )
+POOLING = Operation(
+    "POST /pooling",
+    "pool",
+    "What a model makes of texts, vectors or the probabilities of classes, as in vLLM.",
+    "Scores",
+    request=PoolingRequest,
+    example={"model": "SmolLM2-135M-Instruct", "input": ["One text.", "Another."]},
+    response=PooledInputs,
+    response_content=operation.OCTETS,
+    parameters=operation.GENERATING_HEADERS,
+    errors=GENERATING,
+)
 
 
 def scoring_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute]:
@@ -150,4 +179,5 @@ def scoring_routes(backend: Backend, settings: GatewaySettings) -> list[ApiRoute
         *(ApiRoute(rerank, item) for item in RERANK),
         *(ApiRoute(score, item) for item in SCORE),
         *(ApiRoute(classify, item) for item in CLASSIFY),
+        ApiRoute(CompletionsRoute("pooling", backend, settings), POOLING),
     ]

@@ -127,6 +127,7 @@ TEXTS_OR_IDS = (
     ("CompletionRequest", "prompt", limits.CHOICES),
     ("EmbeddingRequest", "input", limits.EMBEDDING_INPUTS),
     ("ClassifyRequest", "input", limits.EMBEDDING_INPUTS),
+    ("PoolingRequest", "input", limits.EMBEDDING_INPUTS),
 )
 """A string, strings, token ids or lists of token ids: no type in Python says that these are not mixed."""
 

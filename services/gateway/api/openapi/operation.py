@@ -24,6 +24,7 @@ from shared.service.endpoints import Scope
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 LINES = "application/x-ndjson"
+OCTETS: Mapping[str, Any] = {"application/octet-stream": {"type": "string", "format": "binary"}}
 GENERATING = (404, 422, 504)
 """Statuses, besides those that follow from its body, with which a request for tokens may end."""
 

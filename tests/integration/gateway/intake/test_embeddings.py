@@ -1,6 +1,7 @@
 """Embeddings over HTTP, as the official client sees them, with a ring that sends what the test says."""
 
 import base64
+import json
 import struct
 import threading
 from typing import Any
@@ -58,6 +59,42 @@ async def test_inputs_become_vectors(
     assert [item.index for item in answer.data] == [0, 1, 2]
     assert (answer.object, answer.data[0].object, answer.model) == ("list", "embedding", MODEL)
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (6, 6)
+
+
+@pytest.mark.parametrize("path", [PATH, "/pooling"])
+async def test_vectors_come_as_bytes_with_their_places_in_a_header_or_without(
+    http: httpx.AsyncClient, embedder: FakeRing, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    body = {"model": MODEL, "input": ["abc", "d"], "embed_dtype": "float32", "endianness": "native"}
+    answer = await http.post(path, json=body | {"encoding_format": "bytes"})
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert struct.unpack("<8f", answer.content) == pytest.approx([*vector([ord("a")]), *vector([ord("d")])])
+    told = json.loads(answer.headers["metadata"])
+    assert [answer.content[one["start"] : one["end"]] for one in told["data"]] == [
+        answer.content[:16],
+        answer.content[16:],
+    ]
+    assert (told["data"][1]["shape"], told["usage"]["prompt_tokens"], told["model"]) == ([4], 4, MODEL)
+    alone = await http.post(path, json=body | {"encoding_format": "bytes_only"})
+    assert (alone.content, "metadata" in alone.headers) == (answer.content, False)
+    kept = await http.get(f"/v1/generations/{alone.headers['x-ryzanstein-generation']}")
+    shown = kept.json()["response"]["data"][0]
+    assert base64.b64decode(shown["data" if path == "/pooling" else "embedding"]) == answer.content[:16]
+    many = await http.post(path, json={"model": MODEL, "input": ["a"] * 513, "encoding_format": "bytes"})
+    assert (many.status_code, "limit vectors_in_header" in many.text) == (400, True), many.text
+    other = await http.post(path, json=body | {"embed_dtype": "float16"})
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "embed_dtype")
+
+
+async def test_pooling_is_vllms_list_of_vectors(http: httpx.AsyncClient, embedder: FakeRing) -> None:
+    answer = (await http.post("/pooling", json={"model": MODEL, "input": "a", "task": "embed"})).json()
+    [item] = answer["data"]
+    assert answer["id"].startswith("pool-")
+    assert (item["object"], item["data"]) == ("pooling", pytest.approx(vector([ord("a")])))
+    refused = await http.post("/pooling", json={"model": MODEL, "input": "a", "use_activation": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "use_activation")
+    refused = await http.post("/pooling", json={"model": MODEL, "input": "a", "task": "classify"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_task")
 
 
 async def test_many_vectors_are_written_beside_the_event_loop(

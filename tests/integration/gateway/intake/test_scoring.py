@@ -566,3 +566,17 @@ async def test_an_empty_model_is_refused(
 ) -> None:
     answer = await http.post(path, json={"model": "", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+async def test_pooling_of_a_classifier_is_the_probabilities_of_its_classes(
+    http: httpx.AsyncClient, judged: FakeRing
+) -> None:
+    body = {"model": CLASSES, "input": ["a"]}
+    classes = (await posted(http, "/classify", body))["data"][0]["probs"]
+    assert (await posted(http, "/pooling", body))["data"] == [
+        {"index": 0, "object": "pooling", "data": pytest.approx(classes)}
+    ]
+    octets = await http.post("/pooling", json=body | {"encoding_format": "bytes_only"})
+    assert struct.unpack("<3f", octets.content) == pytest.approx(classes)
+    refused = await http.post("/pooling", json=body | {"dimensions": 2})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")
