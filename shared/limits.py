@@ -92,6 +92,7 @@ TOOLS = Limit("tools", 128, "entries", "tools")
 FUNCTION_NAME = Limit("function_name", 128, "characters", "the name of a function, its namespace counted")
 SCHEMA_NAME = Limit("schema_name", 64, "characters", "the name of an answer's schema")
 GRAMMAR_CHOICES = Limit("grammar_choices", 1024, "entries", "texts of which an answer is one")
+STRUCTURAL_TRIGGERS = Limit("structural_triggers", 64, "entries", "triggers of a structural tag")
 GRAMMAR_BYTES = Limit("grammar_bytes", 256 << 10, "bytes", "the schema or grammar of an answer, in UTF-8")
 NESTING = Limit("nesting", 100, "levels", "objects and arrays inside each other")
 LOGPROB_TOKEN_IDS = Limit(

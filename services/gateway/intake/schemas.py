@@ -126,10 +126,15 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`: `text`, `json_object` or `json_schema`."""
+    """OpenAI's `response_format`: `text`, `json_object` or `json_schema`; vLLM's `structural_tag`."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    format: dict[str, Any] | None = None
+    """Of `structural_tag`, as xgrammar has it."""
+    structures: list[dict[str, Any]] | None = None
+    """Of `structural_tag`, the older form: tags with `begin`, `schema` and `end`, beside `triggers`."""
+    triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,6 +147,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grammar: str | None = None
     """In Lark's notation, or GBNF."""
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    """As `response_format` has it, as an object or as its text."""
 
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")

@@ -1,7 +1,7 @@
 """What of a request says how its answer's text must look, as a `Grammar`; and whether that grammar compiles.
 
-    response_format      text | json_object | json_schema        OpenAI
-    structured_outputs   json | regex | choice | grammar         vLLM
+    response_format      text | json_object | json_schema        OpenAI; structural_tag: vLLM
+    structured_outputs   json | regex | choice | grammar | structural_tag    vLLM
     guided_json, guided_regex, guided_choice, guided_grammar     vLLM, older
 
 At most one of them. What cannot be held to the letter is refused: nothing of a schema is left out silently.
@@ -29,6 +29,7 @@ from services.gateway.intake.schemas import (
     ResponseFormat,
     StructuredOutputs,
 )
+from services.gateway.intake.structural_tags import grammar_of_tags
 from services.gateway.tool_calls.closed_objects import closed
 from shared import limits
 from shared.errors import QueueFull
@@ -92,14 +93,15 @@ def wanted_by(request: GenerationFields, *, closes: bool = True) -> Wanted | Non
         )
     [name] = given
     value = getattr(request, name)
+    closes = closes_objects(request, usual=closes)
     if isinstance(value, ResponseFormat):
-        wanted = _of_format(value, name)
+        wanted = _of_format(value, name, closes)
     elif isinstance(value, StructuredOutputs):
-        wanted = _of_outputs(value, name)
+        wanted = _of_outputs(value, name, closes)
     else:
         wanted = _of_kind(name.removeprefix("guided_"), value, name)
     _check_size(wanted)
-    return _closed(wanted) if closes_objects(request, usual=closes) else wanted
+    return _closed(wanted) if closes else wanted
 
 
 def closes_objects(request: GenerationFields, *, usual: bool) -> bool:
@@ -129,7 +131,10 @@ def _asks(request: GenerationFields, name: str) -> bool:
     return value is not None
 
 
-def _of_format(value: ResponseFormat, param: str) -> Wanted:
+def _of_format(value: ResponseFormat, param: str, closes: bool) -> Wanted:
+    if value.type == "structural_tag":
+        grammar = grammar_of_tags(msgspec.structs.asdict(value), param, closes=closes)
+        return Wanted(grammar, param, f"Invalid '{param}'")
     if value.type == "json_object":
         return Wanted(ANY_OBJECT, param, f"Invalid '{param}'")
     if value.json_schema is None:
@@ -145,7 +150,7 @@ def wanted_schema(value: JsonSchemaFormat, param: str, path: str) -> Wanted:
     return Wanted(grammar_of_schema(value.schema), param, subject)
 
 
-def _of_outputs(value: StructuredOutputs, param: str) -> Wanted:
+def _of_outputs(value: StructuredOutputs, param: str, closes: bool) -> Wanted:
     fields = {name: item for name in value.__struct_fields__ if (item := getattr(value, name)) is not None}
     if fields.get("json_object") is False:
         del fields["json_object"]
@@ -157,7 +162,22 @@ def _of_outputs(value: StructuredOutputs, param: str) -> Wanted:
             reason="invalid_value",
         )
     [(kind, item)] = fields.items()
+    if kind == "structural_tag":
+        param = f"{param}.{kind}"
+        item = item if isinstance(item, dict) else _object_in(item, param)
+        return Wanted(grammar_of_tags(item, param, closes=closes), param, f"Invalid '{param}'")
     return _of_kind(kind, item, f"{param}.{kind}")
+
+
+def _object_in(text: str, param: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        raise InvalidParameter(
+            f"Invalid '{param}': it is no JSON object; send one, or its text.",
+            param=param,
+            reason="invalid_json",
+        ) from None
 
 
 def _of_kind(kind: str, value: Any, param: str) -> Wanted:

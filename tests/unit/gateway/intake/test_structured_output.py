@@ -91,6 +91,26 @@ def test_vllms_newer_and_older_fields(wrap: Any) -> None:
     assert grammar(**wrap(choice=["a", "b"])) == Grammar("regex", "a|b")
 
 
+def test_structural_tags_in_vllms_forms() -> None:
+    schema = {"type": "json_schema", "json_schema": OPEN}
+    tag = {"type": "tag", "begin": "<f=a>", "content": schema, "end": "</f>"}
+    newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag]}}
+    older = {
+        "triggers": ["<f="],
+        "structures": [{"begin": "<f=a>", "schema": OPEN, "end": "</f>"}],
+    }
+    found = grammar(response_format={"type": "structural_tag"} | newer)
+    assert found is not None
+    assert '"additionalProperties":false' in found.text
+    for given in (newer, older, {"type": "structural_tag"} | older):
+        assert grammar(structured_outputs={"structural_tag": given}) == found
+        assert grammar(structured_outputs={"structural_tag": json.dumps(given)}) == found
+    assert grammar(response_format={"type": "structural_tag"} | older) == found
+    opened = grammar(response_format={"type": "structural_tag"} | newer, close_objects=False)
+    assert opened is not None
+    assert "additionalProperties" not in opened.text
+
+
 def test_any_object_under_vllms_name() -> None:
     assert grammar(structured_outputs={"json_object": True}) == ANY_OBJECT
     assert grammar(structured_outputs={"json_object": False, "regex": "a"}) == Grammar("regex", "a")
@@ -112,7 +132,7 @@ def test_completions_take_them_too() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'json_schema', 'text'"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "'structural_tag', 'text'"),
     ({"response_format": {}}, "response_format.type", "missing_required_parameter", "Missing"),
     ({"response_format": "json"}, "response_format", "invalid_type", "an object"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter", ""),
@@ -125,7 +145,8 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"response_format": named(extra=1)}, "response_format.json_schema.extra", "unknown_parameter", "extra"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value", "exactly one"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value", "but got 2"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown_parameter", ""),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "invalid_json", "no JSON"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.format", "missing_required_parameter", ""),
     ({"guided_regex": ""}, "guided_regex", "empty_string", "empty"),
     ({"guided_grammar": " \n"}, "guided_grammar", "empty_string", "empty"),
     ({"guided_choice": []}, "guided_choice", "empty_array", "empty array"),
