@@ -3,9 +3,9 @@
 They are heavy, and what they need does not fit the versions in constraints.txt: they live in environments of their own.
 
     RYZANSTEIN_CLIENTS_PYTHON  interpreters that have langchain-openai, langchain-ollama, langchain-cohere with
-                               langchain-community, litellm, instructor, lm-eval, pydantic-ai, claude-agent-sdk or
-                               cohere (the extra `clients`), with colons between them
-    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk` was run
+                               langchain-community, litellm, instructor, llm, lm-eval, pydantic-ai, anthropic,
+                               claude-agent-sdk or cohere (the extra `clients`), with colons between them
+    RYZANSTEIN_CLIENTS_NODE    a directory in which `npm install openai ollama @anthropic-ai/sdk @openai/codex` was run
 
 A test whose client is nowhere is skipped, and says so.
 """
