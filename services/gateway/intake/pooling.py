@@ -1,13 +1,15 @@
 """POST /pooling, vLLM's: what a model makes of an input, whether that is a vector or the probabilities of classes."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from services.gateway.core.errors import unsupported
 from services.gateway.intake.embeddings import EmbeddingRequest
+from services.gateway.intake.rules import check_neutral
+from services.gateway.intake.schemas import neutral
 from services.gateway.intake.scoring.schemas import ClassifyRequest
 from shared.messages import ModelCard
 
-_OF_VECTORS = (
+OF_VECTORS = (
     "messages",
     "add_generation_prompt",
     "chat_template_kwargs",
@@ -20,24 +22,21 @@ _OF_VECTORS = (
 class PoolingRequest(EmbeddingRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
     task: Literal["embed", "classify"] | None = None
     """Left out: what the model does."""
-    use_activation: bool | None = None
-    """Of classes: false shows their logits as they are."""
+    use_activation: Annotated[Any, neutral(True, why="/v1/classify shows logits")] = None
 
 
 def classes_wanted(request: PoolingRequest, card: ModelCard) -> ClassifyRequest | None:
-    """As whose `request` is served; None: vectors are wanted. Raises `InvalidParameter`."""
-    task = request.task or ("embed" if card.does("embed") else "classify")
-    if task == "embed":
-        if request.use_activation is False:
-            raise unsupported("use_activation", "vectors are as long as the model's files say; leave it out")
+    """As what `request` is served; None: vectors are wanted. Raises `InvalidParameter`."""
+    check_neutral(request)
+    alone = card.does("classify") and not card.does("embed")
+    if (request.task or ("classify" if alone else "embed")) == "embed":
         return None
-    for name in _OF_VECTORS:
+    for name in OF_VECTORS:
         if getattr(request, name) is not None:
             raise unsupported(name, f"{card.model} gives the probabilities of classes; leave it out")
     return ClassifyRequest(
         model=request.model,
         input=request.input or "",
         truncate_prompt_tokens=request.truncate_prompt_tokens,
-        use_activation=request.use_activation,
         user=request.user,
     )

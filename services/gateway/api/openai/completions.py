@@ -62,8 +62,10 @@ class CompletionsRoute:
             await run.begin()
             if run.stream:
                 await stream(run, scope, send)
+            elif run.answer.record.octets:
+                await _send_octets(run, send)
             else:
-                await _send_whole(run, send)
+                await send_json(send, 200, await run.collect())
 
     async def _prepared(self, scope: Scope, receive: Receive) -> Run:
         """What it is made of is held no longer than that takes."""
@@ -74,11 +76,9 @@ class CompletionsRoute:
         return await self._backend.parts.intake.prepare(self._endpoint, body, context)
 
 
-async def _send_whole(run: Run, send: Send) -> None:
+async def _send_octets(run: Run, send: Send) -> None:
+    """Vectors, and in a header where each lies."""
     whole, record = await run.collect(), run.answer.record
-    if not record.octets:
-        await send_json(send, 200, whole)
-        return
     named = {"id": run.answer.public_id, "created": int(record.created)}
     beside = len(whole) > LARGE
     octets, told = await asyncio.to_thread(octets_of, whole, named) if beside else octets_of(whole, named)
@@ -101,8 +101,8 @@ class _Reading(UntilGone):
 def reading(run: Run, scope: Scope, receive: Receive) -> AbstractContextManager[None]:
     """Around the reading of the run that answers a request: it ends when the client goes."""
     scope["state"]["model"] = run.model
-    endpoint = run.answer.record.endpoint
-    if endpoint == "embeddings" or run.answer.record.octets or ENDPOINTS[endpoint].stream is LineStream:
+    record = run.answer.record
+    if record.endpoint == "embeddings" or record.octets or ENDPOINTS[record.endpoint].stream is LineStream:
         scope["state"]["answer_headers"][GENERATION_HEADER] = run.answer.public_id
     tell_progress(scope["state"]["answer_headers"], run.answer, time.time())
     return _Reading(run, scope, receive)

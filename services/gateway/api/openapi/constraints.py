@@ -6,6 +6,7 @@ found by `make fuzz`.
 
 from typing import Any
 
+from services.gateway.intake.pooling import OF_VECTORS
 from shared import limits
 
 Schema = dict[str, Any]
@@ -58,6 +59,7 @@ _NOTHING_NEEDS_A_PROMPT: Schema = {
 _INPUT: Schema = {
     "anyOf": _either({"input": GIVEN, "previous_response_id": {"type": "string", "minLength": 1}})
 }
+_EMBEDDED: Schema = {"oneOf": _one_of({"input": GIVEN, "messages": {"type": "array"}})}
 _TEXTS, _QUERIES = ("text_1", "text_2"), ("queries", "documents")
 _PARTS: Schema = {"text": {"type": "string"}, "refusal": {"type": "string"}}
 
@@ -95,7 +97,9 @@ RULES: dict[str, Schema] = {
         ]
     },
     "StreamOptions": {"allOf": [given_needs("continuous_usage_stats", TRUE, {"include_usage": TRUE})]},
-    "EmbeddingRequest": {"oneOf": _one_of({"input": GIVEN, "messages": {"type": "array"}})},
+    "EmbeddingRequest": _EMBEDDED,
+    "PoolingRequest": _EMBEDDED
+    | {"allOf": [given_needs("task", {"const": "classify"}, dict.fromkeys(OF_VECTORS, NULL))]},
     "TokenizeRequest": {
         "oneOf": _one_of({"prompt": {"type": "string"}, "messages": {"type": "array"}}),
         "allOf": [_ONE_MESSAGE],
@@ -134,7 +138,8 @@ TEXTS_OR_IDS = (
 
 NAMELESS = (
     *("ChatCompletionRequest", "ClassifyRequest", "CompletionRequest", "EmbeddingRequest"),
-    *("MessagesRequest", "RerankRequest", "ResponseRequest", "ScoreRequest"),
+    *("MessagesRequest", "RerankRequest", "ResponseRequest", "ScoreRequest", "PoolingRequest"),
+    *("CompactRequest", "CountTokensRequest", "InputTokensRequest"),
 )
 """Bodies that need not name their model where one is served."""
 
