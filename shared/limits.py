@@ -110,6 +110,13 @@ VECTORS_IN_HEADER = Limit(
 SCORED_TEXTS = Limit(
     "scored_texts", 2048, "entries", "documents of a rerank request, pairs of a score request"
 )
+TRUNCATED_TEXT = Limit(
+    "truncated_text",
+    64,
+    "characters",
+    "a text before `truncate_prompt_tokens` or `max_tokens_per_doc`, for each token of the longest prompt (256 Ki at "
+    "least)",
+)
 SCORED_CHARACTERS = Limit(
     "scored_characters",
     8 << 20,
@@ -418,6 +425,14 @@ ARRIVING = Limit(
 GENERATIONS = Limit(
     "generations", 4096, "entries", "generations in flight", "gateway", "RYZANSTEIN_MAX_GENERATIONS"
 )
+TENANT_GENERATIONS = Limit(
+    "tenant_generations",
+    2048,
+    "entries",
+    "generations in flight of one tenant",
+    "gateway",
+    "RYZANSTEIN_MAX_TENANT_GENERATIONS",
+)
 COLD_REQUESTS = Limit(
     "cold_requests",
     1024,
@@ -467,11 +482,11 @@ TEMPLATES_WAITING = Limit(
     "templates_waiting",
     64 << 20,
     "bytes",
-    "conversations for one model that wait for its chat template",
+    "conversations for one model that wait for its chat template, a quarter for each tenant",
     "gateway",
 )
 TEXT_WAITING = Limit(
-    "text_waiting", 32 << 20, "bytes", "texts that wait to be tokenized, in UTF-8", "gateway"
+    "text_waiting", 64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway"
 )
 TOKENIZED_SEGMENTS = Limit(
     "tokenized_segments",

@@ -171,6 +171,10 @@ class RoundRobin(Generic[Job]):
     def add(self, tenant: str, job: Job) -> None:
         self._waiting.setdefault(tenant, deque()).append(job)
 
+    def peek(self) -> Job | None:
+        """What `next` would return."""
+        return next(iter(self._waiting.values()))[0] if self._waiting else None
+
     def next(self) -> Job | None:
         """The job whose turn it is; None: none waits."""
         if not self._waiting:

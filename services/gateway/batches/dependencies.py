@@ -19,7 +19,8 @@ from services.gateway.core.catalog import Catalog
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.core.metrics import PREFIX
 from services.gateway.core.settings import GatewaySettings
-from services.gateway.intake.intake import Endpoint, Intake
+from services.gateway.intake.endpoints import Endpoint
+from services.gateway.intake.intake import Intake
 from services.gateway.intake.record import Context
 from shared.service.endpoints import begin_at_zero
 

@@ -17,7 +17,7 @@ import msgspec
 from services.gateway.core.errors import InvalidParameter, check_range, check_size, missing
 from services.gateway.intake.record import Context, Parts
 from services.gateway.intake.rules import check_chat, check_task, check_token_ids, check_truncation
-from services.gateway.intake.sampling import cache_salt, session_of
+from services.gateway.intake.sampling import cache_salt, check_text, session_of
 from services.gateway.intake.schemas import (
     ChatCompletionRequest,
     LastTokens,
@@ -135,17 +135,10 @@ async def prompts_of(
     prefix = _prompt(request, card)
     texts = [prefix + one for one in given if isinstance(one, str)]
     most = min(card.context_length, prompt_limit or card.context_length)
-    for index, text in enumerate(() if request.truncate_prompt_tokens else texts):
-        if len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
-            name = f"input[{index}]" if several else "input"
-            limit = f"This model's maximum context length is {most} tokens"
-            if most < card.context_length:
-                limit = (
-                    f"This server takes prompts of at most {most} tokens ({limits.PROMPT_TOKENS.cited(most)})"
-                )
-            raise ContextLengthExceeded(
-                f"{limit}, and '{name}' has {fewest} or more; shorten it.", param=name
-            )
+    for index, text in enumerate(texts):
+        name = f"input[{index}]" if several else "input"
+        cut = bool(request.truncate_prompt_tokens)
+        check_text(name, f"'{name}'", text, card, tokenizer, prompt_limit, cut=cut)
     encoded = iter(await tokenizer.encode_all(texts) if texts else ())
     cut = await _cutting(request, tokenizer, card, most)
     prompts = []

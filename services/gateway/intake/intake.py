@@ -3,8 +3,8 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -12,12 +12,21 @@ import structlog
 from services.gateway.auth.authenticator import Authenticator, Principal
 from services.gateway.core.catalog import Catalog, ModelNotLoaded
 from services.gateway.core.cold_starts import ColdStarts
-from services.gateway.core.errors import InvalidParameter, RouteError, missing
+from services.gateway.core.errors import InvalidParameter, RouteError
 from services.gateway.intake import embeddings, extra_fields, rules, sampling
 from services.gateway.intake.anthropic.intake import MessagesIntake
 from services.gateway.intake.anthropic.schemas import MessagesRequest
 from services.gateway.intake.chat import ChatPlan, NamesModel, demanded, rendered, schemas_of
 from services.gateway.intake.decoding import decode, lacks_model, with_model
+from services.gateway.intake.endpoints import (
+    POOLED,
+    Decoded,
+    Endpoint,
+    Pooled,
+    check_pooled,
+    invoked,
+    streamed,
+)
 from services.gateway.intake.headers import EXACT_HEADER, tell_ignored
 from services.gateway.intake.input_files import FileReader, with_files_read
 from services.gateway.intake.pooling import PoolingRequest, classes_wanted
@@ -39,7 +48,6 @@ from services.gateway.intake.scoring.schemas import (
     RerankRequest,
     ScoreRequest,
     ScoringRequest,
-    pairs_of,
 )
 from services.gateway.intake.structured_output import Grammars, Wanted, closes_objects, wanted_by
 from services.gateway.lifecycle.idempotency import ABANDONED, POLL, IdempotencyKeys, entry_name, fingerprint
@@ -60,34 +68,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 SHOWN_OF_USER = 64
 """Characters of `user` that logs show: it is a client's text."""
-Pooled = embeddings.EmbeddingRequest | ClassifyRequest | RerankRequest | ScoreRequest
-"""What asks for vectors, or for what is made of them."""
-Decoded = ChatCompletionRequest | CompletionRequest | Pooled
-Endpoint = Literal[
-    "chat.completions",
-    "completions",
-    "responses",
-    "messages",
-    "embeddings",
-    "rerank",
-    "score",
-    "classify",
-    "pooling",
-    "invocations",
-]
-_INVOKED: Mapping[str, Endpoint] = {
-    "messages": "chat.completions",
-    "prompt": "completions",
-    "query": "rerank",
-    "queries": "score",
-    "text_1": "score",
-    "input": "embeddings",
-}
-"""What a body of /invocations is for, by the first of these fields that it has."""
-
-
-POOLED = frozenset(("embeddings", "rerank", "score", "classify", "pooling"))
-"""Endpoints whose answers have no text."""
 
 
 class Intake:
@@ -148,7 +128,7 @@ class Intake:
         """
         self._authenticator.check(context.principal)
         if endpoint == "invocations":
-            endpoint = _invoked(body)
+            endpoint = invoked(body)
         if context.key:
             make = functools.partial(self._prepared, endpoint, body, always_streamed)
             return await self._repeatable(endpoint, fingerprint(body), context, make)
@@ -175,7 +155,7 @@ class Intake:
         if endpoint == "messages":
             return await self.messages.prepare(body, context, always_streamed=always_streamed)
         request = self._decoded(endpoint, body, context.answer_headers)
-        return await self._prepare_checked(_streamed(request) if always_streamed else request, context)
+        return await self._prepare_checked(streamed(request) if always_streamed else request, context)
 
     def _only_model(self) -> str:
         """The one that is served, or while none is the one that will be. Raises `InvalidParameter` where there are none
@@ -208,7 +188,7 @@ class Intake:
     async def tokenizer(self, model: str, tenant: str | None = None) -> tuple[ModelCard, Tokenizer]:
         """A model's card and tokenizer. Raises `UnknownModel`, `Unavailable`."""
         card = self._catalog.card(model, tenant)
-        return card, await self._tokenizers.get(card)
+        return card, await self._tokenizers.get(card, tenant or "")
 
     def check(
         self, endpoint: Endpoint, body: bytes | msgspec.Raw
@@ -220,7 +200,7 @@ class Intake:
             return self.messages.check(body)
         request = self._decoded(endpoint, body, {})
         if isinstance(request, Pooled):
-            _check_pooled(request)
+            check_pooled(request)
             return request
         self._tell_ignored(extra_fields.ignored_fields(request), {})
         if isinstance(request, ChatCompletionRequest):
@@ -252,7 +232,7 @@ class Intake:
         """A model's card and tokenizer; None: of the one that is served. Raises `UnknownModel`, `InvalidParameter`
         where there are several, `Unavailable`."""
         card = self._catalog.card(self._only_model() if model is None else model, tenant)
-        return card, await self._tokenizers.get(card)
+        return card, await self._tokenizers.get(card, tenant)
 
     async def count(self, principal: Principal, headers: dict[str, str]) -> None:
         """Counts a request that generates nothing. `headers` gets what the answer should say. Raises `RateLimited`."""
@@ -338,7 +318,7 @@ class Intake:
         answer = wanted_by(request, closes=closes)
         if not are_texts(request.messages):
             request = await with_files_read(request, context.tenant, self._files)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         plan, rendering = await rendered(request, card, tokenizer)
         if plan.ignored:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
@@ -396,7 +376,7 @@ class Intake:
         card, context = self._as_named(request.model, card, context)
         rules.check_task(card, "generate")
         request = await with_files_read(request, context.tenant, self._files)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         with tracing.stage("tokenize"):
             prompt = await next_prompt(request, card, tokenizer, self._parts.settings.prompt_limit)
         extras = await extra_fields.extras_of(request, card, tokenizer)
@@ -478,7 +458,7 @@ class Intake:
         rules.check_chat(request)
         request = await with_files_read(request, tenant, self._files)
         card = self._catalog.card(request.model, tenant)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, tenant)
         return await tokenizer.encode_rendered((await rendered(request, card, tokenizer)).prompt)
 
     async def chat_rendered(self, body: bytes, tenant: str) -> tuple[str, list[int]]:
@@ -542,7 +522,7 @@ class Intake:
         card = await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
         embeddings.check(request, card)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         limit = self._parts.settings.prompt_limit
         if request.messages is not None:
             chat = await with_files_read(embeddings.chat_of(request), context.tenant, self._files)
@@ -553,10 +533,10 @@ class Intake:
 
     async def _score(self, request: ScoringRequest, context: Context, **shown: Any) -> Run:
         """`shown`: fields of the record that say how it is shown, where that is not as scores are."""
-        _check_pooled(request)
+        check_pooled(request)
         card = await self.loaded(request, context)
         card, context = self._as_named(request.model, card, context)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         with tracing.stage("tokenize"):
             record = await scoring_record(request, card, tokenizer, context, self._parts)
         if shown:
@@ -573,7 +553,7 @@ class Intake:
         given = rules.prompts_of(request)
         closes = self._parts.settings.close_objects
         grammar = await self._grammars.of(request, context.tenant, closes=closes)
-        tokenizer = await self._tokenizers.get(card)
+        tokenizer = await self._tokenizers.get(card, context.tenant)
         special = request.add_special_tokens is not False
         with tracing.stage("tokenize"):
             limit = self._parts.settings.prompt_limit
@@ -593,40 +573,6 @@ class _Kind(msgspec.Struct):
     """By which a response's body is told from a chat's."""
 
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def _invoked(body: bytes | msgspec.Raw) -> Endpoint:
-    """Raises `InvalidParameter`."""
-    fields = decode(body, _fields)
-    for name, endpoint in _INVOKED.items():
-        if name in fields:
-            return endpoint
-    raise missing("messages", "the body of a chat, or another with one of: " + ", ".join(_INVOKED))
-
-
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-def _check_pooled(request: Pooled) -> None:
-    """As far as that needs no model. Raises `InvalidParameter`."""
-    if isinstance(request, (RerankRequest, ScoreRequest)):
-        pairs_of(request)
-        return
-    if isinstance(request, ClassifyRequest):
-        request = embeddings.EmbeddingRequest(model=request.model, input=request.input)
-    embeddings.inputs_of(request)
-
-
-def _streamed(request: Decoded) -> Decoded:
-    """`request` with `stream` set. Raises `RouteError`, and `InvalidParameter` when it says no to that."""
-    if isinstance(request, Pooled):
-        raise RouteError(
-            "Embeddings and scores are not streamed; POST them to /v1/embeddings, /v1/rerank, /v1/score or "
-            "/v1/classify.",
-            status=400,
-            reason="unsupported_parameter",
-        )
-    return rules.streamed(request)
 
 
 async def _prompt_ids(

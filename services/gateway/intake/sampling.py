@@ -20,11 +20,13 @@ from services.gateway.intake.schemas import (
 from services.gateway.lifecycle.answer import UINT64
 from services.gateway.tokenizer.tokenizer import Tokenizer
 from shared.errors import ContextLengthExceeded
-from shared.limits import PROMPT_TOKENS
+from shared.limits import PROMPT_TOKENS, TRUNCATED_TEXT
 from shared.messages import ModelCard, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
+LEAST_TRUNCATED = 256 << 10
+"""Characters of a text that may be truncated for any model."""
 
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -75,19 +77,32 @@ def told_stop_ids(request: GenerationFields, card: ModelCard) -> list[int]:
 def check_size(
     request: GenerationFields, card: ModelCard, prompt: str, tokenizer: Tokenizer, prompt_limit: int
 ) -> None:
-    """Refuses before it is tokenized what cannot fit by its size alone. `prompt_limit`: 0, none. Raises
-    `ContextLengthExceeded`."""
-    if request.truncate_prompt_tokens is not None:
-        return
+    """As `check_text`, of the prompt of `request`."""
+    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    cut = request.truncate_prompt_tokens is not None
+    check_text(param, f"your {param}", prompt, card, tokenizer, prompt_limit, cut=cut)
+
+
+def check_text(
+    param: str, shown: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool
+) -> None:
+    """Refuses before it is tokenized what cannot fit by its size alone; where its tokens will be `cut`, what is long
+    beside the few of them that are read. `prompt_limit`: 0, none. Raises `ContextLengthExceeded`."""
     most = min(card.context_length, prompt_limit or card.context_length)
-    if len(prompt) > most and (fewest := tokenizer.fewest_tokens(prompt)) > most:
-        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+    if cut:
+        room = max(most * TRUNCATED_TEXT.value, LEAST_TRUNCATED)
+        if len(text) > room:
+            raise ContextLengthExceeded(
+                f"Of {shown} at most {most} tokens are read, and it has {len(text):,} characters where {room:,} may be "
+                f"truncated; shorten it ({TRUNCATED_TEXT.cited()}).",
+                param=param,
+            )
+    elif len(text) > most and (fewest := tokenizer.fewest_tokens(text)) > most:
         limit = f"This model's maximum context length is {most} tokens"
         if most < card.context_length:
             limit = f"This server takes prompts of at most {most} tokens ({PROMPT_TOKENS.cited(most)})"
         raise ContextLengthExceeded(
-            f"{limit}, and your {param} resulted in {fewest} tokens or more; shorten the {param}.",
-            param=param,
+            f"{limit}, and {shown} resulted in {fewest} tokens or more; shorten it.", param=param
         )
 
 

@@ -6,12 +6,12 @@
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import ParamSpec, Self, TypeVar
 
+from services.gateway.core.tenant_pool import TenantPool
 from shared import limits
-from shared.errors import PayloadTooLarge, QueueFull
+from shared.errors import PayloadTooLarge
 from shared.limits import Limit
 
 P = ParamSpec("P")
@@ -54,35 +54,8 @@ class ByteBudget:
         self.use(size)
 
 
-class HistoryPool:
-    """Bytes of items that requests of a gateway hold at a time, each tenant's and all."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: of all, of which a tenant has a quarter."""
-        self._most = most
-        self._held: Counter[str] = Counter()
-
-    def take(self, tenant: str, size: int, held: int) -> None:
-        """Raises `QueueFull`. `held`: what the same request has taken before; one that is alone is never refused."""
-        mine, total = self._held[tenant], self._held.total()
-        own, all_ = mine > held and mine + size > self._most // 4, total > held and total + size > self._most
-        if own or all_:
-            whose = "your other requests hold" if own else "other requests hold"
-            raise QueueFull(
-                f"The gateway has no room for the stored items that this request asks for beside those that {whose}; "
-                f"try again in a moment ({limits.HISTORY_HELD.cited(self._most)}, a quarter of them for a tenant).",
-                retry_after=1,
-            )
-        self._held[tenant] += size
-
-    def give_back(self, tenant: str, size: int) -> None:
-        self._held[tenant] -= size
-        if not self._held[tenant]:
-            del self._held[tenant]
-
-
 class _Items(ByteBudget):
-    def __init__(self, most: int, pool: HistoryPool, tenant: str) -> None:
+    def __init__(self, most: int, pool: TenantPool, tenant: str) -> None:
         super().__init__(limits.HISTORY_BYTES, most)
         self._pool, self._tenant = pool, tenant
 
@@ -98,7 +71,7 @@ class HistoryBudget:
     """Of one request, as a context manager: what is in it is held by the request. Charges raise `PayloadTooLarge`, and
     `QueueFull` where others hold too much."""
 
-    def __init__(self, most: int, pool: HistoryPool, tenant: str) -> None:
+    def __init__(self, most: int, pool: TenantPool, tenant: str) -> None:
         """`most`: bytes of items."""
         self.items = _Items(most, pool, tenant)
         self.reads = ByteBudget(limits.HISTORY_READS)

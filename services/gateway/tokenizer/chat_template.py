@@ -299,11 +299,14 @@ class InProcess:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         options: TemplateOptions,
+        tenant: str = "",
     ) -> str:
         """Raises `InvalidParameter`."""
         return (self._template if tools is None else self._with_tools).render(messages, tools, options)
 
-    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+    async def turns(
+        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+    ) -> list[Turns]:
         """Raises `InvalidParameter`."""
         return turns_of(
             self._template if conversation.tools is None else self._with_tools, conversation, trained

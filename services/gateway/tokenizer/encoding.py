@@ -1,23 +1,22 @@
 """Tokenizing beside the event loop, a bounded amount at a time.
 
 up to INLINE bytes   at once, on the event loop
-up to LARGE bytes    in a thread, one after another
-more                 in another thread, one after another; then memory is given back
+up to LARGE bytes    in a thread, one after another, each tenant in turn
+more                 in another thread, as well; then memory is given back
 
 The tokenizers package takes some 200 bytes of memory and a microsecond for each byte of a text.
 """
 
 import asyncio
-import functools
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from shared.errors import QueueFull
+from services.gateway.core.tenant_pool import Bound, TenantPool
 from shared.limits import TEXT_WAITING
 from shared.process import give_back
+from shared.tasks import RoundRobin
 
 INLINE = 4096
 LARGE = 256 << 10
@@ -31,38 +30,20 @@ class Encoding:
     """For all models of a gateway."""
 
     def __init__(self, waiting_bytes: int = TEXT_WAITING.value) -> None:
-        self._most = waiting_bytes
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._waiting = TenantPool(Bound(TEXT_WAITING, waiting_bytes), "texts to tokenize")
         self._tidying: asyncio.TimerHandle | None = None
-        self._small, self._large = (
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"tokenize-{name}")
-            for name in ("small", "large")
-        )
+        self._small, self._large = (_Thread(f"tokenize-{name}", self._waiting) for name in ("small", "large"))
 
-    async def run(self, size: int, work: Callable[[], ResultT]) -> ResultT:
-        """`work` on a text of `size` bytes. Raises `QueueFull`."""
+    async def run(self, size: int, work: Callable[[], ResultT], tenant: str = "") -> ResultT:
+        """`work` on a text of `size` bytes, in the turn of `tenant`. Raises `QueueFull`."""
         if size <= INLINE:
             return work()
-        if self._bytes and self._bytes + size > self._most:
-            raise QueueFull(
-                f"{self._bytes:,} bytes of text wait to be tokenized; try again in a moment, or send less "
-                f"({TEXT_WAITING.cited(self._most)}).",
-                retry_after=1,
-            )
         if size <= LARGE:
-            return await self._in(self._small, size, work)
+            return await self._small.run(tenant, size, work)
         try:
-            return await self._in(self._large, size, _tidied(work))
+            return await self._large.run(tenant, size, _tidied(work))
         finally:
             self._tidy_later()
-
-    async def _in(self, pool: ThreadPoolExecutor, size: int, work: Callable[[], ResultT]) -> ResultT:
-        with self._lock:
-            self._bytes += size
-        future = pool.submit(work)
-        future.add_done_callback(functools.partial(self._done, size))
-        return await asyncio.wrap_future(future)
 
     def _tidy_later(self) -> None:
         """By then the request is over: its text and its tokens are gone as well."""
@@ -72,18 +53,68 @@ class Encoding:
     def _tidy(self) -> None:
         self._tidying = None
         with suppress(RuntimeError):  # the gateway stops
-            self._small.submit(give_back)
-
-    def _done(self, size: int, future: "Future[ResultT]") -> None:
-        """Also where it was given up before it began; one that has begun counts until its end."""
-        with self._lock:
-            self._bytes -= size
+            self._small.pool.submit(give_back)
 
     def stop(self) -> None:
         if self._tidying is not None:
             self._tidying.cancel()
-        for pool in (self._small, self._large):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._small, self._large):
+            thread.stop()
+
+
+class _Job(NamedTuple):
+    tenant: str
+    size: int
+    work: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+
+
+class _Thread:
+    """Does one job after another, each tenant's in turn."""
+
+    def __init__(self, name: str, waiting: TenantPool) -> None:
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting = waiting
+        self._turns: RoundRobin[_Job] = RoundRobin()
+        self._working: asyncio.Task[None] | None = None
+
+    async def run(self, tenant: str, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Raises `QueueFull`. One that is given up counts until its turn, one that has begun until its end: for so long
+        its text is held."""
+        self._waiting.take(tenant, size)
+        loop = asyncio.get_running_loop()
+        job = _Job(tenant, size, work, loop.create_future())
+        self._turns.add(tenant, job)
+        if self._working is None or self._working.done():
+            self._working = loop.create_task(self._work())
+        found: ResultT = await job.result
+        return found
+
+    async def _work(self) -> None:
+        while (job := self._turns.next()) is not None:
+            try:
+                if not job.result.done():
+                    await self._do(job)
+            finally:
+                self._waiting.give_back(job.tenant, job.size)
+
+    async def _do(self, job: _Job) -> None:
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self.pool, job.work)
+        except Exception as error:
+            if not job.result.done():
+                job.result.set_exception(error)
+        except BaseException:  # the gateway stops
+            job.result.cancel()
+            raise
+        else:
+            if not job.result.done():
+                job.result.set_result(found)
+
+    def stop(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        while (job := self._turns.next()) is not None:
+            job.result.cancel()
 
 
 def _tidied(work: Callable[[], ResultT]) -> Callable[[], ResultT]:

@@ -42,11 +42,12 @@ class TokenizerStore:
         """Creates the store: executors may create none. Raises `BrokerUnavailable`."""
         await self._objects.open()
 
-    async def get(self, card: ModelCard) -> Tokenizer:
-        """The tokenizer of `card`. Raises `Unavailable` while it cannot be had, `InternalError` when broken."""
+    async def get(self, card: ModelCard, tenant: str = "") -> Tokenizer:
+        """The tokenizer of `card`, for a request of `tenant`. Raises `Unavailable` while it cannot be had,
+        `InternalError` when broken."""
         if not card.tokenizer:
             return self._reasoning_stub if reasoning_named(card.reasoning_parser) else self._stub
-        return await asyncio.shield(self._task(card.tokenizer))
+        return (await asyncio.shield(self._task(card.tokenizer))).of(tenant)
 
     def prefetch(self, card: ModelCard) -> None:
         """Begins to load the tokenizer of `card`, so that the first request need not wait."""

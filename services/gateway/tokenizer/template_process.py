@@ -21,20 +21,21 @@ import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, BinaryIO
+from itertools import chain
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 
 from services.gateway.core.errors import InvalidParameter
+from services.gateway.core.tenant_pool import Bound, TenantPool
 from services.gateway.tokenizer.templates import Conversation, TemplateOptions, Templates, Traits, Turns
 from services.gateway.tokenizer.turns import turns_of
 from shared import limits
 from shared.child_environment import environment_without_settings
-from shared.errors import InternalError, QueueFull
+from shared.errors import InternalError
+from shared.tasks import RoundRobin
 
 if TYPE_CHECKING:
     from services.gateway.tokenizer.chat_template import ChatTemplate
@@ -96,14 +97,22 @@ _encode = msgspec.msgpack.Encoder().encode
 _replies = msgspec.msgpack.Decoder(_Reply)
 
 
+class _Asked(NamedTuple):
+    tenant: str
+    job: bytes
+    reply: "asyncio.Future[_Reply]"
+
+
 class TemplateProcess:
-    """The templates of one tokenizer. Conversations are rendered one after another."""
+    """The templates of one tokenizer. Conversations are rendered one after another, each tenant's in turn."""
 
     def __init__(self, templates: Templates) -> None:
         self._templates = _packed(_Job(templates))
         self._process: Process | None = None
-        self._waiting: deque[tuple[bytes, asyncio.Future[_Reply]]] = deque()
-        self._bytes = 0
+        self._turns: RoundRobin[_Asked] = RoundRobin()
+        self._waiting = TenantPool(
+            Bound(limits.TEMPLATES_WAITING, limits.TEMPLATES_WAITING.value), "conversations to render"
+        )
         self._worker: asyncio.Task[None] | None = None
         self.traits = Traits()
         self.refused = ""
@@ -111,7 +120,7 @@ class TemplateProcess:
 
     async def probe(self) -> None:
         """Finds out what the templates can do. Raises `InternalError` where they are none."""
-        reply = await self._ask(b"")
+        reply = await self._ask(b"", "")
         if reply.problem:
             raise InternalError(f"The tokenizer files of the model cannot be used: {reply.problem}.")
         self.refused, self.traits = reply.limit, reply.traits or Traits()
@@ -123,74 +132,73 @@ class TemplateProcess:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         options: TemplateOptions,
+        tenant: str = "",
     ) -> str:
-        """The prompt. Raises `InvalidParameter`, which names the limit that was passed, if one was; `QueueFull`."""
-        return (await self._rendered(Conversation(messages, tools, options))).text
+        """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, which names the limit that was passed, if one
+        was; `QueueFull`."""
+        return (await self._rendered(Conversation(messages, tools, options), tenant)).text
 
-    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+    async def turns(
+        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+    ) -> list[Turns]:
         """See `turns_of`; all its renderings together are one under the limits. Raises as `render`."""
-        return (await self._rendered(conversation, list(trained))).turns
+        return (await self._rendered(conversation, tenant, list(trained))).turns
 
-    async def _rendered(self, conversation: Conversation, trained: list[int] | None = None) -> _Reply:
+    async def _rendered(
+        self, conversation: Conversation, tenant: str, trained: list[int] | None = None
+    ) -> _Reply:
         if self.refused:
             raise _passed(self.refused, "small conversations, and is not used; POST /v1/completions instead")
         messages, tools, options = conversation
         job = _Job(
             None, [*map(dict, messages)], None if tools is None else [*map(dict, tools)], options, trained
         )
-        reply = await self._ask(_packed(job))
+        reply = await self._ask(_packed(job), tenant)
         if reply.limit:
             raise _passed(reply.limit, "these messages; send fewer or shorter ones, or another model")
         if reply.problem:
             raise InvalidParameter(reply.problem, param=reply.param, reason=reply.reason)
         return reply
 
-    def _ask(self, job: bytes) -> "asyncio.Future[_Reply]":
-        if self._waiting and self._bytes + len(job) > limits.TEMPLATES_WAITING.value:
-            raise QueueFull(
-                f"{self._bytes:,} bytes of conversations wait for this model's chat template; try again in a moment "
-                f"({limits.TEMPLATES_WAITING.cited()}).",
-                retry_after=1,
-            )
+    def _ask(self, job: bytes, tenant: str) -> "asyncio.Future[_Reply]":
+        self._waiting.take(tenant, len(job))
         future: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
-        self._waiting.append((job, future))
-        self._bytes += len(job)
+        self._turns.add(tenant, _Asked(tenant, job, future))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         return future
 
     async def _work(self) -> None:
-        while self._waiting:
-            taken = self._next()
-            asked = [one for one in taken if not one[1].done()]  # of the others the clients have gone
+        while taken := self._next():
+            asked = [one for one in taken if not one.reply.done()]  # of the others the clients have gone
             try:
-                replies = await self._exchange([job for job, _ in asked]) if asked else []
+                replies = await self._exchange([one.job for one in asked]) if asked else []
                 if not replies:  # one of them has ended the process
-                    replies = [await self._alone(job, future) for job, future in asked]
-                for (_, future), reply in zip(asked, replies, strict=True):
-                    if not future.done():
-                        future.set_result(reply)
+                    replies = [await self._alone(one) for one in asked]
+                for one, reply in zip(asked, replies, strict=True):
+                    if not one.reply.done():
+                        one.reply.set_result(reply)
             except Exception as error:  # no process can be started
-                for _, future in asked:
-                    if not future.done():
-                        future.set_exception(InternalError(f"No chat template can be rendered: {error}."))
+                for one in asked:
+                    if not one.reply.done():
+                        one.reply.set_exception(InternalError(f"No chat template can be rendered: {error}."))
             finally:
-                for job, _ in taken:
-                    self._waiting.popleft()
-                    self._bytes -= len(job)
+                for one in taken:
+                    self._waiting.give_back(one.tenant, len(one.job))
 
-    def _next(self) -> list[tuple[bytes, asyncio.Future[_Reply]]]:
-        """The first that waits, and those behind it that go with it."""
-        taken, size = list[tuple[bytes, asyncio.Future[_Reply]]](), 0
-        for one in islice(self._waiting, _TOGETHER):
-            size += len(one[0])
+    def _next(self) -> list[_Asked]:
+        """The one whose turn it is, and those behind it that go with it."""
+        taken, size = list[_Asked](), 0
+        while len(taken) < _TOGETHER and (one := self._turns.peek()) is not None:
+            size += len(one.job)
             if taken and size > _TOGETHER_BYTES:
                 break
+            self._turns.next()
             taken.append(one)
         return taken
 
-    async def _alone(self, job: bytes, future: asyncio.Future[_Reply]) -> _Reply:
-        return _Reply() if future.done() else (await self._exchange([job]))[0]
+    async def _alone(self, one: _Asked) -> _Reply:
+        return _Reply() if one.reply.done() else (await self._exchange([one.job]))[0]
 
     async def _exchange(self, jobs: list[bytes]) -> list[_Reply]:
         """A reply to each; none where the process has ended with several."""

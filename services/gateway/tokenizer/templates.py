@@ -96,11 +96,14 @@ class Renderer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         options: TemplateOptions,
+        tenant: str = "",
     ) -> str:
-        """The prompt. Raises `InvalidParameter`, `QueueFull`."""
+        """The prompt, in the turn of `tenant`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 
-    async def turns(self, conversation: Conversation, trained: Sequence[int]) -> list[Turns]:
+    async def turns(
+        self, conversation: Conversation, trained: Sequence[int], tenant: str = ""
+    ) -> list[Turns]:
         """See `turns_of`. Raises `InvalidParameter`, `QueueFull`."""
         ...
 

@@ -2,9 +2,9 @@
 
 import functools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import tokenizers
@@ -47,6 +47,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads for each 
 _EACH = 64
 """Bytes of text that take as long as one text more."""
 _PLAIN = TemplateOptions()
+
+ResultT = TypeVar("ResultT")
 
 
 class Rendered(NamedTuple):
@@ -95,6 +97,7 @@ class ModelTokenizer:
         except Exception as error:  # what the library raises for a file that is not one
             raise InternalError(f"The model's tokenizer.json cannot be used: {error}.") from error
         self._encoding = encoding or Encoding()
+        self._tenant = ""
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -113,6 +116,14 @@ class ModelTokenizer:
         self._bound = TokenBound(file, self._tokenizer)
         del file
         give_back()  # reading the file takes twice of what is kept
+
+    def of(self, tenant: str) -> "ModelTokenizer":
+        """This one, for a request of `tenant`: whose turn it is where others' texts wait too."""
+        if tenant == self._tenant:
+            return self
+        own = object.__new__(ModelTokenizer)
+        own.__dict__ = {**self.__dict__, "_tenant": tenant}
+        return own
 
     @property
     def chats(self) -> bool:
@@ -139,7 +150,7 @@ class ModelTokenizer:
                 reason="no_chat_template",
             )
         marked, options = await self._marked(Conversation(messages, tools, options or _PLAIN))
-        text = await self._renderer.render(marked.messages, marked.tools, options)
+        text = await self._renderer.render(marked.messages, marked.tools, options, self._tenant)
         return Rendered(pieces(text, marked.mark))
 
     async def _marked(self, conversation: Conversation) -> tuple[Marked, TemplateOptions]:
@@ -148,7 +159,7 @@ class ModelTokenizer:
         for message in messages:
             size += _EACH + len(message.get("content") or "")
         mark = functools.partial(self._special_text.marked, messages, tools, options.variables)
-        marked = mark() if size <= INLINE else await self._encoding.run(size, mark)
+        marked = mark() if size <= INLINE else await self._beside(size, mark)
         return marked, msgspec.structs.replace(
             options, variables=marked.variables
         ) if marked.mark else options
@@ -164,7 +175,8 @@ class ModelTokenizer:
                 reason="no_chat_template",
             )
         marked, options = await self._marked(conversation)
-        found = await self._renderer.turns(Conversation(marked.messages, marked.tools, options), trained)
+        conversation = Conversation(marked.messages, marked.tools, options)
+        found = await self._renderer.turns(conversation, trained, self._tenant)
         return [
             TrainedText(pieces_of(turns, marked.mark, self._special), False, turns.unlike_prompt)
             for turns in found
@@ -174,7 +186,7 @@ class ModelTokenizer:
         """Each text with what is trained of it; beside the event loop, however small they are. `end`: the token that is
         put behind a text which ends with no special token; None: none is. Raises `QueueFull`."""
         size = sum(len(piece.text) + _EACH for text in texts for piece in text.pieces)
-        return await self._encoding.run(max(size, INLINE + 1), lambda: self._encode_trained(texts, end))
+        return await self._beside(max(size, INLINE + 1), lambda: self._encode_trained(texts, end))
 
     def _encode_trained(self, texts: Sequence[TrainedText], end: int | None) -> list[TrainedTokens]:
         found = []
@@ -209,13 +221,13 @@ class ModelTokenizer:
     async def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """As `encode`, each of them."""
         size = sum(map(len, texts)) + _EACH * (len(texts) - 1)
-        return await self._encoding.run(size, lambda: self._encode(texts, special))
+        return await self._beside(size, lambda: self._encode(texts, special))
 
     async def encode_parts(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
         """Each of `texts` is given in parts, every other one, from the second on, a client's: there the text of a
         special token is none. Nothing is put around them. Raises `QueueFull`."""
         size = sum(map(len, chain.from_iterable(texts))) + _EACH * len(texts)
-        return await self._encoding.run(size, lambda: self._encode_parts(texts))
+        return await self._beside(size, lambda: self._encode_parts(texts))
 
     def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
         cut = [self._special_text.joined(parts) for parts in texts]
@@ -225,7 +237,7 @@ class ModelTokenizer:
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         """Two texts as one prompt each, as the model's tokenizer joins them. Raises `QueueFull`."""
         size = sum(len(first) + len(second) for first, second in pairs) + _EACH * len(pairs)
-        return await self._encoding.run(size, lambda: self._encode_pairs(pairs))
+        return await self._beside(size, lambda: self._encode_pairs(pairs))
 
     def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Pair]:
         found = self._tokenizer.encode_batch_fast(list(pairs), add_special_tokens=True)
@@ -242,6 +254,9 @@ class ModelTokenizer:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
         return [encoding.ids for encoding in found]
 
+    async def _beside(self, size: int, work: Callable[[], ResultT]) -> ResultT:
+        return await self._encoding.run(size, work, self._tenant)
+
     def fewest_tokens(self, text: str) -> int:
         """How many tokens `text` has at least, by its size; 0: that is not known."""
         return self._bound.fewest_tokens(text)
@@ -256,7 +271,7 @@ class ModelTokenizer:
         def work() -> str:  # in a batch, as `_encode`
             return self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
 
-        return await self._encoding.run(len(tokens), work)
+        return await self._beside(len(tokens), work)
 
     def token_strings(self, tokens: Sequence[int]) -> list[str]:
         """What the vocabulary calls each of `tokens`; empty for one that it does not have."""
@@ -320,6 +335,10 @@ class StubTokenizer:
         """`reasons`: it stands for such a model's."""
         variables = frozenset(("reasoning_effort", "verbosity")) if reasons else frozenset[str]()
         self.traits = Traits(variables=variables)
+
+    def of(self, tenant: str) -> "StubTokenizer":
+        """It has no queue."""
+        return self
 
     async def render_chat(
         self,

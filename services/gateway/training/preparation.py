@@ -149,7 +149,7 @@ class FilePreparation:
     async def _tokenizer(self, lease: Lease[TrainingJob], card: ModelCard) -> Tokenizer:
         """Raises `RyzansteinError` while it cannot be had: the job says why."""
         try:
-            return await self._tokenizers.get(card)
+            return await self._tokenizers.get(card, lease.job.tenant)
         except (Unavailable, InternalError) as error:
             if time.time() >= lease.job.created_at + BASE_WITHIN:
                 raise _Failed(TrainingError(error.code, error.message, "model")) from None

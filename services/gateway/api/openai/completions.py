@@ -28,13 +28,13 @@ from services.gateway.core.asgi import (
 )
 from services.gateway.core.errors import ClientGone, InvalidParameter
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.intake.endpoints import Endpoint
 from services.gateway.intake.headers import (
     check_background,
     check_flag,
     check_idempotency_key,
     check_session_id,
 )
-from services.gateway.intake.intake import Endpoint
 from services.gateway.intake.record import Context
 from services.gateway.streams import cursor
 from services.gateway.streams.embeddings import octets_of

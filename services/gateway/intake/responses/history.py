@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from services.gateway.core.errors import InvalidParameter, RouteError
+from services.gateway.core.tenant_pool import Bound, TenantPool
 from services.gateway.intake.responses import compaction
 from services.gateway.intake.responses.items import Reference, identity_in
 from services.gateway.lifecycle.answer import PREFIXES
-from services.gateway.persistence.budget import ByteBudget, HistoryBudget, HistoryPool, beside_loop
+from services.gateway.persistence.budget import ByteBudget, HistoryBudget, beside_loop
 from services.gateway.persistence.conversations import FORGOTTEN, Conversations
 from services.gateway.persistence.items import StoredItem, decoded, size_of
 from services.gateway.persistence.responses import Found, ResponseLookup
@@ -40,7 +41,7 @@ class History:
         self._lookup = lookup
         self._conversations = conversations
         self._most = most
-        self._pool = HistoryPool(held)
+        self._pool = TenantPool(Bound(limits.HISTORY_HELD, held), "stored items")
 
     def budget(self, tenant: str) -> HistoryBudget:
         """For one request, which holds its items until it leaves the context."""

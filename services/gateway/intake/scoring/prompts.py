@@ -23,6 +23,7 @@ from services.gateway.intake.embeddings import (
     prompts_of,
 )
 from services.gateway.intake.rules import check_task
+from services.gateway.intake.sampling import check_text
 from services.gateway.intake.scoring.schemas import (
     ClassifyRequest,
     Pairs,
@@ -70,6 +71,7 @@ async def score_prompts(
 ) -> Prompts:
     """Raises `InvalidParameter`, `ContextLengthExceeded`, both with what is wrong; `QueueFull`."""
     maker = _Maker(request, pairs, tokenizer, card, prompt_limit)
+    maker.check_sizes()
     if card.does("classify"):
         if len(card.labels) > 1:
             raise _unfit(card, f"has {len(card.labels)} classes, and a reranker has one; use /v1/classify")
@@ -118,6 +120,19 @@ class _Maker:
         self._cut_to = request.truncate_prompt_tokens or 0
         self._instruction = request.instruction or ""
         self._of_document = request.max_tokens_per_doc if isinstance(request, RerankRequest) else None
+
+    def check_sizes(self) -> None:
+        """Refuses before they are tokenized texts that are too long by their size alone. Raises
+        `ContextLengthExceeded`."""
+        for name, texts, cut in (
+            (self._pairs.query_field, self._pairs.queries, False),
+            (self._pairs.document_field, self._pairs.documents, self._cuts),
+        ):
+            for index, text in enumerate(texts):
+                param = f"{name}[{index}]" if cut or len(texts) > 1 else name
+                check_text(
+                    param, f"'{param}'", text, self._card, self._tokenizer, self._prompt_limit, cut=cut
+                )
 
     async def classes(self) -> Prompts:
         """Each pair as its tokenizer joins it."""

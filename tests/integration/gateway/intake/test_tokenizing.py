@@ -3,14 +3,20 @@
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from services.gateway.intake.sampling import LEAST_TRUNCATED
+from services.gateway.tokenizer.encoding import Encoding
+from services.gateway.tokenizer.template_process import TemplateProcess
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.messages import TokenizerBundle
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.objects import Objects
 from tests.integration.gateway.api.test_rest import until_listed
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to
+from tests.integration.gateway.conftest import RunningGateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, stub_card
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
@@ -117,6 +123,68 @@ async def test_a_message_is_no_turn_whatever_it_says(http: httpx.AsyncClient, ti
     assert (tokens.count(0), tokens.count(1)) == (2, 1)
     raw = (await post(http, "/tokenize", model=tiny, prompt=hostile[0]["content"]))["tokens"]
     assert (raw.count(0), raw.count(1)) == (1, 2)
+
+
+async def test_texts_wait_in_the_turns_of_their_tenant(
+    gateway: RunningGateway, ring: FakeRing, tiny: str, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[str, str]] = set()
+    run, render = Encoding.run, TemplateProcess.render
+
+    async def tokenized(self: Encoding, size: int, work: Any, tenant: str = "") -> Any:
+        seen.add(("text", tenant))
+        return await run(self, size, work, tenant)
+
+    async def templated(self: TemplateProcess, *asked: Any) -> str:
+        seen.add(("template", asked[3]))
+        return await render(self, *asked)
+
+    monkeypatch.setattr(Encoding, "run", tokenized)
+    monkeypatch.setattr(TemplateProcess, "render", templated)
+    await ring.add_model(stub_card("vectors", tokenizer="tiny-files", vocab_size=258, embedding_size=8))
+    key = bearer(await keys.make("acme"))
+    await changes_to(gateway, {}, 401)
+    async with gateway.http(headers=key) as http:
+        await until_listed(http, "vectors")
+        await post(http, "/tokenize", model=tiny, prompt="x")  # which loads the tokenizer, for nobody
+        too_long = "y" * 3000  # as its tokens show
+        chat = {"messages": [{"role": "user", "content": "x" * 1000}], "max_tokens": 1}
+        for path, body, kinds in (
+            ("/v1/completions", {"prompt": "x" * 1000, "max_tokens": 1}, {"text"}),
+            ("/v1/chat/completions", chat, {"template"}),
+            ("/v1/embeddings", {"input": too_long, "model": "vectors"}, {"text"}),
+            ("/v1/rerank", {"query": "x", "documents": [too_long], "model": "vectors"}, {"text"}),
+            ("/tokenize", {"prompt": "x"}, {"text"}),
+            ("/detokenize", {"tokens": [5]}, {"text"}),
+            ("/tokenize", {"messages": HELLO}, {"template"}),
+        ):
+            seen.clear()
+            answer = await http.post(path, json={"model": tiny} | body)
+            assert answer.status_code == (400 if too_long in str(body) else 200), answer.text
+            assert seen >= {(kind, "acme") for kind in kinds}, path
+            assert {tenant for _, tenant in seen} == {"acme"}, path
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        ("embeddings", {"input": ["x", "TEXT"]}, "input[1]"),
+        ("rerank", {"query": "x", "documents": ["x", "TEXT"]}, "documents[1]"),
+        ("score", {"text_1": "x", "text_2": ["TEXT"]}, "text_2[0]"),
+        ("completions", {"prompt": "TEXT"}, "prompt"),
+    ],
+)
+async def test_what_is_truncated_is_refused_by_its_size(
+    http: httpx.AsyncClient, ring: FakeRing, tiny: str, endpoint: str, body: dict[str, Any], param: str
+) -> None:
+    await ring.add_model(stub_card("vectors", tokenizer="tiny-files", vocab_size=258, embedding_size=8))
+    await until_listed(http, "vectors")
+    filled = msgspec.json.encode(body | {"model": "vectors", "truncate_prompt_tokens": 10})
+    filled = filled.replace(b"TEXT", b"x" * (LEAST_TRUNCATED + 1))
+    answer = await http.post(f"/v1/{endpoint}", content=filled)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "limit truncated_text: 64 characters" in error["message"]
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions", "responses", "embeddings"])

@@ -2,16 +2,18 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
-from services.gateway.intake.sampling import check_size
+from services.gateway.intake.sampling import LEAST_TRUNCATED, check_size
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.tokenizer import encoding as module
 from services.gateway.tokenizer.encoding import INLINE, LARGE, Encoding
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from shared.errors import ContextLengthExceeded, QueueFull
+from shared.limits import TRUNCATED_TEXT
 from shared.messages import ModelCard
 from tests.unit.gateway.tokenizer.tiny_tokenizer import tiny_files
 
@@ -77,6 +79,35 @@ async def test_what_waits_is_bounded_and_counted_to_its_end(encoding: Encoding) 
     assert (await encoding.run(4 * LARGE, thread)).startswith("tokenize-large")
 
 
+async def test_no_tenant_takes_the_room_of_others() -> None:
+    encoding, held = Encoding(), Held()
+    prompts = [asyncio.create_task(encoding.run(4 << 20, held, "a")) for _ in range(8)]
+    _, pending = await asyncio.wait(prompts, return_when=asyncio.FIRST_EXCEPTION)
+    assert len(pending) == 4
+    with pytest.raises(QueueFull, match=r"your other requests hold 16,777,216; .*text_waiting.*a quarter"):
+        await encoding.run(5_000, thread, "a")
+    assert (await encoding.run(5_000, thread, "b")).startswith("tokenize-small")
+    held.go.set()
+    await asyncio.gather(*pending)
+    encoding.stop()
+
+
+async def test_each_tenant_has_its_turn(encoding: Encoding) -> None:
+    held, order = Held(), list[str]()
+
+    def named(name: str) -> Callable[[], object]:
+        return lambda: (order.append(name), held())
+
+    size = LARGE // 8
+    waiting = [asyncio.create_task(encoding.run(size, named(name), name[0])) for name in ("a1", "a2", "a3")]
+    await asyncio.sleep(0)  # they wait before the other tenant's comes
+    waiting.append(asyncio.create_task(encoding.run(size, named("b1"), "b")))
+    await asyncio.sleep(0)
+    held.go.set()
+    await asyncio.gather(*waiting)
+    assert order == ["a1", "a2", "b1", "a3"] or order == ["a1", "b1", "a2", "a3"]
+
+
 async def test_one_that_is_larger_than_what_may_wait_gets_its_turn_alone(encoding: Encoding) -> None:
     assert (await encoding.run(5 * LARGE, thread)).startswith("tokenize-large")
 
@@ -106,9 +137,9 @@ async def test_many_texts_are_one_piece_of_work(encoding: Encoding, monkeypatch:
     tokenizer = ModelTokenizer(tiny_files(), encoding=encoding)
     run = encoding.run
 
-    async def counted(size: int, work: object) -> object:
+    async def counted(size: int, work: object, tenant: str) -> object:
         sizes.append(size)
-        return await run(size, work)  # type: ignore[arg-type]
+        return await run(size, work, tenant)  # type: ignore[arg-type]
 
     monkeypatch.setattr(encoding, "run", counted)
     texts = [f"text {number}" for number in range(2048)]
@@ -147,6 +178,12 @@ def test_what_cannot_fit_is_refused_untokenized(request_: CompletionRequest, lim
         check_size(request_, CARD, "x" * (100 * LONGEST + 1), tokenizer, limit)
 
 
-def test_what_is_cut_may_be_longer() -> None:
+@pytest.mark.parametrize("context", [100, 8192])
+def test_what_is_cut_may_be_longer_up_to_a_limit(context: int) -> None:
+    card = msgspec.structs.replace(CARD, context_length=context)
     request = CompletionRequest(model="m", prompt="", truncate_prompt_tokens=10)
-    check_size(request, CARD, "x" * 10_000, ModelTokenizer(tiny_files()), 0)
+    most = max(LEAST_TRUNCATED, TRUNCATED_TEXT.value * context)
+    check_size(request, card, "x" * most, ModelTokenizer(tiny_files()), 0)
+    with pytest.raises(ContextLengthExceeded, match="limit truncated_text") as caught:
+        check_size(request, card, "x" * (most + 1), ModelTokenizer(tiny_files()), 0)
+    assert caught.value.param == "prompt"

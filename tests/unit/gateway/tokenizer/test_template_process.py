@@ -191,16 +191,37 @@ async def test_what_training_learns_of_a_conversation_is_one_rendering_under_the
 
 
 async def test_what_waits_is_bounded(made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    process = await probed(TEMPLATE, made)
     monkeypatch.setattr(
         limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1000)
     )
+    process = await probed(TEMPLATE, made)
     waiting = asyncio.create_task(process.render([{"role": "user", "content": "x" * 2000}], None, PLAIN))
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match="limit templates_waiting"):
         await process.render(CHAT, None, PLAIN)
     assert "xxx" in await waiting
     assert "Hi" in await process.render(CHAT, None, PLAIN)
+
+
+async def test_no_tenant_keeps_others_from_a_template(
+    made: list[TemplateProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three large conversations of one wait, and it may have no fourth; another's is rendered after its first."""
+    monkeypatch.setattr(
+        limits, "TEMPLATES_WAITING", msgspec.structs.replace(limits.TEMPLATES_WAITING, value=1 << 20)
+    )
+    process, order = await probed(TEMPLATE, made), list[str]()
+
+    async def render(tenant: str, content: str) -> None:
+        await process.render([{"role": "user", "content": content}], None, PLAIN, tenant)
+        order.append(tenant)
+
+    waiting = [asyncio.create_task(render("a", "x" * 80_000)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match=r"limit templates_waiting: 1,048,576 .*a quarter for a tenant"):
+        await render("a", "x" * 80_000)
+    await asyncio.gather(render("b", "Hi"), *waiting)
+    assert order in (["a", "a", "b", "a"], ["a", "b", "a", "a"])
 
 
 class Jobs:
