@@ -11,6 +11,7 @@ import structlog
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.metrics import GatewayMetrics
 from services.gateway.core.settings import GatewaySettings
+from services.gateway.core.tenant_pool import Bound, TenantPool
 from services.gateway.lifecycle.answer import of_choice
 from services.gateway.lifecycle.cancellation import Cancellations
 from services.gateway.lifecycle.claims import Claims
@@ -19,13 +20,13 @@ from services.gateway.lifecycle.recovery import Losses, QueuedRequests, Suspects
 from services.gateway.lifecycle.token_logs import Sources, TokenConsumer
 from services.gateway.lifecycle.token_stream import Decision
 from services.gateway.tracing.generations import taken_over
+from shared import limits
 from shared.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     LinkLost,
     NoGroupAvailable,
     PayloadTooLarge,
-    QueueFull,
     RyzansteinError,
 )
 from shared.messages import FinishReason, GenerationRequest, GroupEvent, RingDeath, TokenEntry, TokenFrame
@@ -49,6 +50,12 @@ def idle(rings: Catalog, generation: Generation, now: float) -> bool:
     return rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
 
 
+def _places(most: int, of_tenant: int) -> TenantPool:
+    """`of_tenant`: 0, half of `most`."""
+    share = Bound(limits.TENANT_GENERATIONS, of_tenant or max(1, most // 2))
+    return TenantPool(Bound(limits.GENERATIONS, most), "generations", share, strict=True)
+
+
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
@@ -67,6 +74,7 @@ class Generations:
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
+        self._places = _places(settings.max_generations, settings.max_tenant_generations)
         self._some = asyncio.Event()
         """Whether there may be any."""
         self._background = TaskSet("background_work_failed")
@@ -161,18 +169,14 @@ class Generations:
         if self._queued.add(generation):
             self._background.spawn(self._queued.look())
 
-    def check_room(self, count: int) -> None:
-        """For so many more. Raises `QueueFull`."""
-        if len(self._by_id) + count > self._settings.max_generations:
-            raise QueueFull(
-                f"The gateway has {len(self._by_id)} generations in flight and takes at most "
-                f"{self._settings.max_generations}; try again in a moment.",
-                retry_after=1,
-            )
+    def check_room(self, generations: Sequence[Generation]) -> None:
+        """For so many more of their tenant. Raises `QueueFull`."""
+        self._places.check(generations[0].request.tenant, len(generations))
 
     def add(self, generations: Sequence[Generation]) -> None:
         """From now on they get what is said of them. Raises `QueueFull`."""
-        self.check_room(len(generations))
+        new = sum(generation.id not in self._by_id for generation in generations)
+        self._places.take(generations[0].request.tenant, new)
         if not self._by_id:
             self._some.set()
         for generation in generations:
@@ -192,6 +196,7 @@ class Generations:
     def _remove(self, generation: Generation) -> None:
         """It gets nothing more of what is said."""
         if self._by_id.pop(generation.id, None) is not None:
+            self._places.give_back(generation.request.tenant, 1)
             generation.end_trace()
 
     def take_over(self, generations: Sequence[Generation], claim: int) -> None:

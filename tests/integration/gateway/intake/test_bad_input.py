@@ -12,6 +12,7 @@ import pytest
 from services.gateway.core.settings import GatewaySettings
 from shared.config import CommonSettings
 from tests.integration.gateway.api.test_rest import until_listed
+from tests.integration.gateway.api_keys import Keys, bearer, changes_to
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence, stub_card, until
 
@@ -265,6 +266,25 @@ async def test_too_many_at_once(nats_settings: CommonSettings, ring: FakeRing) -
         assert answer.headers["retry-after"] == "1"
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_one_tenant_leaves_places_to_others(
+    nats_settings: CommonSettings, ring: FakeRing, keys: Keys
+) -> None:
+    ring.behave = silence
+    busy, other = bearer(await keys.make("busy")), bearer(await keys.make("other"))
+    async with run_gateway(nats_settings, max_generations=5, max_tenant_generations=2) as gateway:
+        await changes_to(gateway, other, 200)
+        async with gateway.http() as http:
+            waiting = [asyncio.create_task(http.post(CHAT, json=GOOD | {"n": 2}, headers=busy))]
+            await until(lambda: len(ring.requests) == 2)
+            refused = checked(await http.post(CHAT, json=GOOD, headers=busy), 429)
+            assert "limit tenant_generations: 2 entries, RYZANSTEIN_MAX_TENANT_GEN" in refused["message"]
+            waiting.append(asyncio.create_task(http.post(CHAT, json=GOOD, headers=other)))
+            await until(lambda: len(ring.requests) == 3)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_a_model_without_its_tokenizer(http: httpx.AsyncClient, ring: FakeRing) -> None:
