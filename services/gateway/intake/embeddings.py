@@ -135,10 +135,10 @@ async def prompts_of(
     prefix = _prompt(request, card)
     texts = [prefix + one for one in given if isinstance(one, str)]
     most = min(card.context_length, prompt_limit or card.context_length)
+    truncated = bool(request.truncate_prompt_tokens)
     for index, text in enumerate(texts):
         name = f"input[{index}]" if several else "input"
-        cut = bool(request.truncate_prompt_tokens)
-        check_text(name, f"'{name}'", text, card, tokenizer, prompt_limit, cut=cut)
+        check_text(name, f"'{name}'", text, card, tokenizer, prompt_limit, cut=truncated)
     encoded = iter(await tokenizer.encode_all(texts) if texts else ())
     cut = await _cutting(request, tokenizer, card, most)
     prompts = []
