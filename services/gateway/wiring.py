@@ -142,7 +142,7 @@ class Work:
             reading,
             catalog,
             lookup,
-            StoredChats(chats, store, keeper, answers, settings.history_bytes),
+            StoredChats(chats, store, keeper, answers),
             conversations,
             files,
             Uploads(files),

@@ -267,6 +267,8 @@ class ResponsePart(msgspec.Struct, frozen=True):
     """In all, this one counted; 0: the response has been deleted."""
     kept_at: float
     """Unix seconds."""
+    size: int = 0
+    """Of the first part: bytes of all, inflated; 0: written by a version that did not say."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -27,6 +27,7 @@ from services.gateway.core.errors import RouteError
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
+from services.gateway.persistence.budget import HistoryBudget
 from services.gateway.persistence.chats import StoredChats
 from services.gateway.persistence.conversations import Conversations
 from services.gateway.persistence.responses import ResponseLookup
@@ -180,6 +181,10 @@ class Ask:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""
         await self.parts.intake.count(self.principal, self.answer_headers)
         return self.parts.intake
+
+    def history_budget(self) -> HistoryBudget:
+        """For what it reads of what is stored; held until it leaves the context."""
+        return self.parts.intake.responses.history.budget(self.tenant)
 
     def check_manages_models(self) -> None:
         """For what changes which models or adapters are served. Raises `RouteError`."""

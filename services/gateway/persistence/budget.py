@@ -1,8 +1,8 @@
 """What one request may make of what is stored: bytes as they cost, decompressed and once for each use. Pure, but for
 `beside_loop`, by which work above a set cost leaves the event loop.
 
-    stored response ──inflated──▶ `reads`        items of it that the request has ──each use──▶ `items`, and what the
-                                                 gateway's requests hold together
+    stored response ──inflated──▶ `reads`        items of it that the request has ──each use──▶ `items`
+                                     └──────── what the gateway's requests hold together ───────────┘
 """
 
 import asyncio
@@ -54,33 +54,66 @@ class ByteBudget:
         self.use(size)
 
 
-class _Items(ByteBudget):
-    def __init__(self, most: int, pool: TenantPool, tenant: str) -> None:
-        super().__init__(limits.HISTORY_BYTES, most)
+class _Holding:
+    """What one request holds of the gateway's pool."""
+
+    def __init__(self, pool: TenantPool, tenant: str) -> None:
         self._pool, self._tenant = pool, tenant
+        self._size = 0
+
+    def take(self, size: int) -> None:
+        """Raises `QueueFull` where others hold too much."""
+        self._pool.take(self._tenant, size, self._size)
+        self._size += size
+
+    def give_back(self, size: int | None = None) -> None:
+        """None: all."""
+        size = self._size if size is None else size
+        self._pool.give_back(self._tenant, size)
+        self._size -= size
+
+
+class _Items(ByteBudget):
+    def __init__(self, most: int, holding: _Holding) -> None:
+        super().__init__(limits.HISTORY_BYTES, most)
+        self._holding = holding
 
     def use(self, size: int) -> None:
-        self._pool.take(self._tenant, size, self.used)
+        self._holding.take(size)
         super().use(size)
 
-    def give_back(self) -> None:
-        self._pool.give_back(self._tenant, self.used)
+
+class _Reads(ByteBudget):
+    """The last one that was read is held, until the next one is."""
+
+    def __init__(self, holding: _Holding) -> None:
+        super().__init__(limits.HISTORY_READS)
+        self._holding = holding
+        self._last = 0
+
+    def use(self, size: int) -> None:
+        self._holding.give_back(self._last)
+        self._last = 0
+        self._holding.take(size)
+        self._last = size
+        super().use(size)
 
 
 class HistoryBudget:
-    """Of one request, as a context manager: what is in it is held by the request. Charges raise `PayloadTooLarge`, and
-    `QueueFull` where others hold too much."""
+    """Of one request, as a context manager: what it reads and what is in it is held by the request. Charges raise
+    `PayloadTooLarge`, and `QueueFull` where others hold too much."""
 
     def __init__(self, most: int, pool: TenantPool, tenant: str) -> None:
         """`most`: bytes of items."""
-        self.items = _Items(most, pool, tenant)
-        self.reads = ByteBudget(limits.HISTORY_READS)
+        self._holding = _Holding(pool, tenant)
+        self.items = _Items(most, self._holding)
+        self.reads = _Reads(self._holding)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.items.give_back()
+        self._holding.give_back()
 
 
 async def beside_loop(cost: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -16,11 +16,11 @@ from services.gateway.core.errors import RouteError
 from services.gateway.core.pagination import Order, PageQuery, page, shown, shown_raw
 from services.gateway.lifecycle.answer import PREFIXES, Answer, parse
 from services.gateway.lifecycle.answers import Answers
-from services.gateway.persistence.budget import ByteBudget, beside_loop
+from services.gateway.persistence.budget import HistoryBudget, beside_loop
 from services.gateway.persistence.keeper import Keeper
 from services.gateway.persistence.store import ResponseStore
 from services.gateway.streams.reading import Runs
-from shared.limits import HISTORY_BYTES
+from shared.limits import RESPONSE_BYTES
 from shared.messages.records import GenerationRecord, StoredChat, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
@@ -166,77 +166,83 @@ def not_found(public_id: str) -> RouteError:
 class StoredChats:
     """Methods raise `BrokerUnavailable`, and `RouteError` for an id of which the tenant has stored nothing."""
 
-    def __init__(
-        self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers, most: int
-    ) -> None:
-        """`most`: bytes of a page."""
-        self._most = most
+    def __init__(self, index: ChatIndex, store: ResponseStore, keeper: Keeper, answers: Answers) -> None:
         self._index = index
         self._store = store
         self._keeper = keeper
         self._answers = answers
 
-    async def get(self, public_id: str, tenant: str) -> bytes:
+    async def get(self, public_id: str, tenant: str, budget: HistoryBudget) -> bytes:
         """The completion with its metadata, as JSON."""
-        return _completion(*await self._found(public_id, tenant))
+        return _completion(*await self._found(public_id, tenant, budget))
 
-    async def listed(self, tenant: str, wanted: ChatsQuery) -> bytes:
-        """A page, as JSON: one chat at least, and no more than the bytes of a page have room for."""
+    async def listed(self, tenant: str, wanted: ChatsQuery, budget: HistoryBudget) -> bytes:
+        """A page, as JSON: one chat at least, and no more than `budget` has room for."""
         chats = [chat for chat in await self._index.of(tenant) if wanted.takes(chat)]
         chosen, more = page(chats, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
         data: list[tuple[str, msgspec.Raw]] = []
-        budget = ByteBudget(HISTORY_BYTES, self._most)
         for chat in chosen:
-            stored = await self._store.get(chat.identity, tenant)
-            if stored is None:  # the oldest have made room
-                continue
-            if data and len(stored.response) > budget.left:
+            if budget.reads.left < RESPONSE_BYTES.value:
                 more = True
                 break
-            budget.use(len(stored.response))
+            stored = await self._store.get(chat.identity, tenant, budget.reads)
+            if stored is None:  # the oldest have made room
+                continue
+            if data and len(stored.response) > budget.items.left:
+                more = True
+                break
+            budget.items.use(len(stored.response))
             completion = await beside_loop(len(stored.response), _completion, chat, stored)
             data.append((chat.id, msgspec.Raw(completion)))
         return msgspec.json.encode(shown_raw(data, more))
 
-    async def messages(self, public_id: str, tenant: str, wanted: MessagesQuery) -> bytes:
+    async def messages(
+        self, public_id: str, tenant: str, wanted: MessagesQuery, budget: HistoryBudget
+    ) -> bytes:
         """A page of what its request said, as JSON."""
-        _, stored = await self._found(public_id, tenant)
+        _, stored = await self._found(public_id, tenant, budget)
         messages = shown_messages(public_id, stored.record.messages)
         chosen, more = page(messages, after=wanted.after, limit=wanted.limit, ascending=wanted.order == "asc")
         return msgspec.json.encode(shown([message.shown for message in chosen], more))
 
-    async def change(self, public_id: str, tenant: str, metadata: dict[str, str]) -> bytes:
+    async def change(
+        self, public_id: str, tenant: str, metadata: dict[str, str], budget: HistoryBudget
+    ) -> bytes:
         """Its metadata, all of them, for others."""
-        chat, stored = await self._found(public_id, tenant)
+        chat, stored = await self._found(public_id, tenant, budget)
         changed = await self._index.change(chat.identity, tenant, metadata)
         if changed is None:
             raise not_found(public_id)
         return _completion(changed, stored)
 
-    async def delete(self, public_id: str, tenant: str) -> None:
+    async def delete(self, public_id: str, tenant: str, budget: HistoryBudget) -> None:
         """Nothing of it is shown any more, as a generation neither."""
-        chat, _ = await self._found(public_id, tenant)
+        chat, _ = await self._found(public_id, tenant, budget)
         await self._store.delete(chat.identity, tenant)
         await self._index.remove(chat.identity, tenant)
 
-    async def _found(self, public_id: str, tenant: str) -> tuple[StoredChat, StoredResponse]:
+    async def _found(
+        self, public_id: str, tenant: str, budget: HistoryBudget
+    ) -> tuple[StoredChat, StoredResponse]:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)
         await self._keeper.written(identity)
-        found = await self._kept(identity, tenant)
-        found = found or await self._of_journal(public_id, identity, tenant)
+        found = await self._kept(identity, tenant, budget)
+        found = found or await self._of_journal(public_id, identity, tenant, budget)
         if found is None or found[0].tenant != tenant:
             raise not_found(public_id)
         return found
 
-    async def _kept(self, identity: str, tenant: str) -> tuple[StoredChat, StoredResponse] | None:
+    async def _kept(
+        self, identity: str, tenant: str, budget: HistoryBudget
+    ) -> tuple[StoredChat, StoredResponse] | None:
         chat = await self._index.get(identity, tenant)
-        stored = None if chat is None else await self._store.get(identity, tenant)
+        stored = None if chat is None else await self._store.get(identity, tenant, budget.reads)
         return None if chat is None or stored is None else (chat, stored)
 
     async def _of_journal(
-        self, public_id: str, identity: str, tenant: str
+        self, public_id: str, identity: str, tenant: str, budget: HistoryBudget
     ) -> tuple[StoredChat, StoredResponse] | None:
         """It has ended a moment ago at another gateway, or at one that was lost: it is kept now."""
         try:
@@ -247,7 +253,7 @@ class StoredChats:
             return None
         await self._keeper.keep(answer)
         await self._keeper.written(identity)  # somebody else may be at it
-        return await self._kept(identity, tenant)
+        return await self._kept(identity, tenant, budget)
 
 
 def _completion(chat: StoredChat, stored: StoredResponse) -> bytes:

@@ -56,7 +56,7 @@ class ResponseLookup:
         self._answers = answers
         self._runs = runs
 
-    async def find(self, public_id: str, tenant: str, reads: ByteBudget | None = None) -> Found:
+    async def find(self, public_id: str, tenant: str, reads: ByteBudget) -> Found:
         """Raises `RouteError` where there is none; another tenant's is not there either. `reads`: as
         `ResponseStore.get`."""
         found = await self._find(public_id, tenant, reads)
@@ -64,7 +64,7 @@ class ResponseLookup:
             raise not_found(public_id)
         return found
 
-    async def _find(self, public_id: str, tenant: str, reads: ByteBudget | None) -> Found:
+    async def _find(self, public_id: str, tenant: str, reads: ByteBudget) -> Found:
         identity = parse(public_id) if public_id.startswith(_PREFIX) else None
         if identity is None:
             raise not_found(public_id)

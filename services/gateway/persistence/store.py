@@ -19,6 +19,7 @@ from shared.limits import RESPONSE_BYTES
 from shared.messages.records import ResponsePart, StoredResponse
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
+from shared.nats.kv import Entry
 from shared.nats.tenants import Quota, TenantBucket, Trimmed, tenant_key
 
 log = structlog.get_logger(__name__)
@@ -43,19 +44,21 @@ class ResponseStore:
 
     async def keep(self, stored: StoredResponse) -> None:
         """Writes it, unless it is there already or has been deleted."""
-        record = stored.record
-        await self._write(record.identity, record.tenant, await deflated(encode(stored)), "")
+        record, whole = stored.record, encode(stored)
+        await self._write(record.identity, record.tenant, await deflated(whole), len(whole))
 
     async def get(self, identity: str, tenant: str, reads: ByteBudget | None = None) -> StoredResponse | None:
-        """What is kept, or None; see `is_deleted`. `reads` is charged with its bytes, decompressed."""
+        """What is kept, or None; see `is_deleted`. `reads` is charged with its bytes, decompressed, before they are."""
         head = await self.bucket.get(tenant, identity)
         if head is None or not head.value.parts:
             return None
+        if reads is not None and head.value.size:
+            reads.charge(head.value.size)
         data = await self._read(identity, tenant, head.value)
         if data is None:
             return None
         whole = await inflated(data)
-        if reads is not None:
+        if reads is not None and not head.value.size:
             reads.charge(len(whole))
         return await beside_loop(len(whole), _decoder.decode, whole)
 
@@ -74,7 +77,7 @@ class ResponseStore:
             return
         data = await self._read(identity, tenant, head.value)
         if data is not None:
-            await self._write(identity, tenant, data, head.key, revision=head.revision)
+            await self._write(identity, tenant, data, head.value.size, head)
 
     async def delete(self, identity: str, tenant: str) -> None:
         head = await self.bucket.get(tenant, identity)
@@ -101,11 +104,18 @@ class ResponseStore:
             parts.append(entry.value.data)
         return b"".join(parts)
 
-    async def _write(self, identity: str, tenant: str, data: bytes, key: str, *, revision: int = 0) -> None:
-        """By compare-and-set: it may be deleted meanwhile. `key` and `revision`: of what is there; 0: nothing."""
+    async def _write(
+        self,
+        identity: str,
+        tenant: str,
+        data: bytes,
+        inflated_size: int,
+        known: Entry[ResponsePart] | None = None,
+    ) -> None:
+        """By compare-and-set: it may be deleted meanwhile. `known`: what is there."""
         size = self._bus.max_payload - ROOM
         parts = [data[begin : begin + size] for begin in range(0, len(data), size)]
-        if len(parts) > 1 and not revision and await self.is_known(identity, tenant):
+        if len(parts) > 1 and known is None and await self.is_known(identity, tenant):
             return
         now = time.time()
         for number in range(1, len(parts)):
@@ -113,9 +123,9 @@ class ResponseStore:
                 tenant, _name(identity, number), ResponsePart(parts[number], len(parts), now)
             )
             self._trimmed.wrote(tenant, len(parts[number]))
-        head = ResponsePart(parts[0], len(parts), now)
-        if revision:
-            await self.bucket.update(key, head, revision)
+        head = ResponsePart(parts[0], len(parts), now, inflated_size)
+        if known is not None:
+            await self.bucket.update(known.key, head, known.revision)
         else:
             await self.bucket.create(tenant, identity, head)
         self._trimmed.wrote(tenant, len(head.data))

@@ -197,7 +197,7 @@ async def list_items(ask: Ask) -> dict[str, Any]:
 async def _settled(ask: Ask) -> AsyncIterator[HistoryBudget]:
     """Counts the request, and adds the items of responses that have just ended; with what the request may hold."""
     history = (await ask.counted()).responses.history
-    with history.budget(ask.tenant) as budget:
+    with ask.history_budget() as budget:
         await history.settle(ask.named("conversation"), ask.tenant, budget)
         yield budget
 

@@ -36,7 +36,7 @@ from services.gateway.intake.responses.schemas import (
 from services.gateway.intake.responses.translation import own_words
 from services.gateway.lifecycle.answer import Answer
 from services.gateway.lifecycle.idempotency import fingerprint
-from services.gateway.persistence.budget import ByteBudget
+from services.gateway.persistence.budget import ByteBudget, HistoryBudget
 from services.gateway.persistence.items import StoredItem
 from services.gateway.persistence.responses import Found, ResponseLookup
 from services.gateway.streams.progress import tell_progress
@@ -259,29 +259,32 @@ async def retrieve(ask: Ask) -> bytes | None:
     """The object, or its events."""
     responses = ask.parts.responses
     wanted = retrieval(ask.scope["query_string"])
-    found = await _found(ask)
-    if not wanted.stream:
-        return await responses.shown(found)
-    after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
-    run = await responses.read(found, after, obfuscated=wanted.include_obfuscation)
-    with reading(run, ask.scope, ask.receive):
-        await stream(run, ask.scope, ask.send)
+    with ask.history_budget() as budget:
+        found = await _found(ask, budget)
+        if not wanted.stream:
+            return await responses.shown(found)
+        after = positions_of(ask.scope) if wanted.starting_after is msgspec.UNSET else [wanted.starting_after]
+        run = await responses.read(found, after, obfuscated=wanted.include_obfuscation)
+        with reading(run, ask.scope, ask.receive):
+            await stream(run, ask.scope, ask.send)
     return None
 
 
 async def delete(ask: Ask) -> Deleted:
     responses, public_id = ask.parts.responses, ask.named("response")
-    await responses.delete(await responses.find(public_id, ask.tenant))
+    with ask.history_budget() as budget:
+        await responses.delete(await responses.find(public_id, ask.tenant, budget.reads))
     return Deleted(public_id, "response", True)
 
 
 async def cancel(ask: Ask) -> bytes:
     """Ends a response, for everybody. One that has ended is shown as it is."""
-    return await _cancelled(ask.parts.responses, await _found(ask))
+    with ask.history_budget() as budget:
+        return await _cancelled(ask.parts.responses, await _found(ask, budget))
 
 
-async def _found(ask: Ask) -> Found:
-    found = await ask.parts.responses.find(ask.named("response"), ask.tenant)
+async def _found(ask: Ask, budget: HistoryBudget) -> Found:
+    found = await ask.parts.responses.find(ask.named("response"), ask.tenant, budget.reads)
     ask.of_model(found.record.requests[0].model)
     if isinstance(found, Answer):
         tell_progress(ask.answer_headers, found, time.time())
@@ -310,7 +313,8 @@ async def list_items(ask: Ask) -> dict[str, Any]:
     """The items that a response's request brought, page by page."""
     responses, wanted = ask.parts.responses, ask.query(ItemsQuery)
     check_include(wanted.include)
-    with (await ask.counted()).responses.history.budget(ask.tenant) as budget:
+    await ask.counted()
+    with ask.history_budget() as budget:
         items = await responses.items(await responses.find(ask.named("response"), ask.tenant, budget.reads))
         page, more = page_of(items, wanted, budget.items)
         return item_list(page, more=more)
@@ -327,7 +331,7 @@ async def compact(ask: Ask) -> CompactedResponse:
     """The conversation, summarized by a chat completion."""
     intake, context = ask.parts.intake, context_of(ask.scope, ask.settings)
     body = await ask.body(ask.settings.body_limit)
-    with intake.responses.history.budget(ask.tenant) as budget:
+    with ask.history_budget() as budget:
         chat = await intake.responses.compact(body, context, budget)
         with own_words():
             run = await intake.prepare_decoded("responses.compact", chat, context, fingerprint(body))

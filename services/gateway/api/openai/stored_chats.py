@@ -113,28 +113,33 @@ async def list_chats(ask: Ask) -> bytes:
     wanted = ask.query(ChatsQuery)
     convert({"metadata": wanted.metadata}, ChangedChat)  # refuses what none has
     await ask.counted()
-    return await ask.parts.stored_chats.listed(ask.tenant, wanted)
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.listed(ask.tenant, wanted, budget)
 
 
 async def retrieve(ask: Ask) -> bytes:
-    return await ask.parts.stored_chats.get(ask.named("generation"), ask.tenant)
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.get(ask.named("generation"), ask.tenant, budget)
 
 
 async def change(ask: Ask) -> bytes:
     chats = ask.parts.stored_chats
     metadata = decode(await ask.body(BODY_BYTES), _decoder).metadata
-    return await chats.change(ask.named("generation"), ask.tenant, metadata or {})
+    with ask.history_budget() as budget:
+        return await chats.change(ask.named("generation"), ask.tenant, metadata or {}, budget)
 
 
 async def delete(ask: Ask) -> DeletedChat:
-    await ask.parts.stored_chats.delete(ask.named("generation"), ask.tenant)
+    with ask.history_budget() as budget:
+        await ask.parts.stored_chats.delete(ask.named("generation"), ask.tenant, budget)
     return DeletedChat(ask.named("generation"), "chat.completion.deleted", True)
 
 
 async def list_messages(ask: Ask) -> bytes:
     wanted = ask.query(MessagesQuery)
     await ask.counted()
-    return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted)
+    with ask.history_budget() as budget:
+        return await ask.parts.stored_chats.messages(ask.named("generation"), ask.tenant, wanted, budget)
 
 
 def chat_routes(backend: Backend, settings: GatewaySettings, create: CompletionsRoute) -> list[BaseRoute]:

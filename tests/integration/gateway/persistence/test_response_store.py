@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.persistence import store as store_module
 from services.gateway.persistence.budget import ByteBudget
 from services.gateway.persistence.store import ResponseStore
 from shared.config import CommonSettings
@@ -18,7 +19,7 @@ from shared.limits import HISTORY_READS
 from shared.messages import GenerationRequest
 from shared.messages.records import GenerationRecord, ResponsePart, ResponseRecord, StoredResponse
 from shared.nats import subjects
-from shared.nats.bus import Bus
+from shared.nats.bus import Bus, encode
 from shared.nats.kv import Bucket
 from shared.nats.tenants import Quota, tenant_key
 from tests.chaos.broker import Broker
@@ -125,13 +126,24 @@ async def test_a_small_broker_gives_what_it_has(tmp_path: Path) -> None:
         await server.down()
 
 
-async def test_what_is_read_is_charged_decompressed(bus: Bus) -> None:
+async def test_what_is_read_is_charged_decompressed_and_before_it_is(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, kept = await store_of(bus), response(1, "a" * 100_000)
     await store.keep(kept)
     reads = ByteBudget(HISTORY_READS, 250_000)
     for count in (1, 2):
         assert await store.get(kept.record.identity, "", reads) == kept
-        assert reads.used > count * 100_000
+        assert reads.used == count * len(encode(kept))
+    inflating = store_module.inflated
+    monkeypatch.setattr(store_module, "inflated", None)  # it is not
+    with pytest.raises(PayloadTooLarge, match="limit history_reads"):
+        await store.get(kept.record.identity, "", reads)
+    monkeypatch.setattr(store_module, "inflated", inflating)
+    head = await store.bucket.get("", kept.record.identity)
+    assert head is not None
+    older = msgspec.structs.replace(head.value, size=0)  # which does not say its size
+    await store.bucket.update(head.key, older, head.revision)
     with pytest.raises(PayloadTooLarge, match="limit history_reads"):
         await store.get(kept.record.identity, "", reads)
 

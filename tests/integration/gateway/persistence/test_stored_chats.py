@@ -6,13 +6,15 @@ import openai
 import pytest
 
 from shared.config import CommonSettings
+from shared.errors import QueueFull
+from shared.limits import HISTORY_HELD
 from shared.messages.records import StoredChat
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket
 from shared.nats.subjects import CHATS_BUCKET
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import FakeRing, until
-from tests.integration.gateway.responding import until_known
+from tests.integration.gateway.responding import kept, until_known
 
 pytestmark = pytest.mark.usefixtures("ring")
 
@@ -89,6 +91,35 @@ async def test_a_page_ends_before_it_is_too_large(
         assert page.has_more
         listed = [chat.id async for chat in client.chat.completions.list(order="asc")]
         assert listed == ids
+
+
+async def test_what_is_read_counts_among_what_the_gateway_holds(gateway: RunningGateway) -> None:
+    """Of whatever is stored, decompressed, and before it is."""
+    pool = gateway.service._backend.parts.intake.responses.history._pool
+    async with gateway.openai() as client, gateway.http() as http:
+        chat = await made(client, "Hello")
+        response = (await client.responses.create(model=MODEL, input="Hello", max_output_tokens=16)).id
+        await kept(gateway, response)
+        await client.chat.completions.retrieve(chat)
+        paths = [
+            "/v1/chat/completions",
+            f"/v1/chat/completions/{chat}",
+            f"/v1/chat/completions/{chat}/messages",
+            f"/v1/responses/{response}",
+            f"/v1/responses/{response}?stream=true",
+            f"/v1/responses/{response}/input_items",
+        ]
+        pool.take("other", HISTORY_HELD.value)
+        for path in paths:
+            refused = await http.get(path)
+            assert refused.status_code == 429, path
+            assert "limit history_held" in refused.json()["error"]["message"]
+        pool.give_back("other", HISTORY_HELD.value)
+        for path in paths:
+            assert (await http.get(path)).status_code == 200
+    pool.take("other", HISTORY_HELD.value)  # all has been given back: nothing else is beside it
+    with pytest.raises(QueueFull, match=f"other requests hold {HISTORY_HELD.value:,}"):
+        pool.take("", 1)
 
 
 async def test_its_messages_are_what_the_request_said(gateway: RunningGateway) -> None:
