@@ -12,8 +12,9 @@ are not known counts as `UNKNOWN`.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
@@ -109,6 +110,18 @@ class LineRunner:
             self._gate.leave(self)
             await self._change()  # lines of other batches begin meanwhile
         return True
+
+    @contextlib.asynccontextmanager
+    async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        """For the checking of lines, as for one that runs; entered at once where no more are to be begun."""
+        while not self._ended and not self._gate.admits(self, alone=alone):
+            await self._change()
+        self._gate.running += 1
+        try:
+            yield
+        finally:
+            self._gate.running -= 1
+            self._gate.leave(self)
 
     async def refuse(
         self, job: BatchJob, request: Request, error: RyzansteinError, tally: CompletionBitmap

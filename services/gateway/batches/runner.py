@@ -1,6 +1,6 @@
 """Runs one batch from whatever state it is in, so that a gateway which takes it over does the very same.
 
-    validating   the whole file is read and checked           nothing is kept: done again after a kill
+    validating   the whole file is read and checked           nothing is kept but how far: done again after a kill
     in_progress  line ──▶ generation ──▶ result in the stream
     finalizing   stream ──▶ output file, error file           ids follow from the batch; the first writing stays
     completed    stream purged ──▶ clean
@@ -23,7 +23,8 @@ of the two, or lines of 3 to 6 run again.
 
 **A line that kills gateways.** How far lines may have begun is written into the job before they begin. Whoever takes it
 over from a lost gateway counts that against the lines which have no result: those that were under way when two gateways
-were lost run alone, and fail with `fatal_request` where one more is lost then.
+were lost run alone, and fail with `fatal_request` where one more is lost then. A line that does so while it is checked
+ends its batch in the same way.
 
 **Two gateways at once** (one slept through the loss of its lease): both take keys by compare-and-set, so of each
 line one generates and the other reads; both may store its result, and readers of the stream take the first.
@@ -59,6 +60,8 @@ FINISH_WITHIN = 3600.0
 
 AHEAD = 16
 """Lines that are written into the job beside the one that begins."""
+EVERY_LINE = 2**31 - 1
+"""In the job while its input is checked for the first times: any line may be under way."""
 
 
 def _fatal(losses: int) -> FatalRequest:
@@ -66,6 +69,15 @@ def _fatal(losses: int) -> FatalRequest:
         f"{losses} gateways were lost while this line was running, the last one while it ran alone; do not send it "
         "again as it is."
     )
+
+
+def _fatal_check(job: BatchJob) -> BatchError:
+    last = min(job.lost)
+    said = (
+        f"{len(job.lost)} gateways were lost while the input was checked, the last one while it checked nothing else, "
+        f"at one of the lines {max(1, last - AHEAD)} to {last}; do not send them again as they are."
+    )
+    return BatchError("fatal_request", said, max(1, last - AHEAD))
 
 
 class BatchRunner:
@@ -155,12 +167,15 @@ class BatchRunner:
         settings = self._parts.settings
         check = partial(self._endpoint.check, tenant=self._job.tenant)
         checker = Checker(self._job.endpoint, check, settings.batch_requests)
-        async with contextlib.aclosing(self._input()) as lines:
-            async for line in lines:
-                if checker.full or self._reason:
-                    break
-                checker.check(line)
-        checker.end()
+        await self._count_loss()
+        lost = len(self._job.lost)
+        if lost > states.ALONE:
+            checker.errors.append(_fatal_check(self._job))
+        else:
+            alone = lost == states.ALONE
+            async with self._lines.place(alone=alone):
+                await self._check(checker, alone)
+            checker.end()
         now = time.time()
         if self._reason == "expired":
             await self._lease.write(lambda job: states.finalizing(job, now, "expired"))
@@ -173,6 +188,26 @@ class BatchRunner:
             await self._lease.write(lambda job: states.begun(job, now, count, model))
         log.info("batch_checked", batch=self._job.id, requests=checker.requests, errors=len(checker.errors))
 
+    async def _check(self, checker: Checker, alone: bool) -> None:
+        """`alone`: says how far it has come, should it be lost as well."""
+        announced = 0
+        async with contextlib.aclosing(self._input()) as lines:
+            async for line in lines:
+                if checker.full or self._reason:
+                    return
+                if line.number > announced:
+                    announced = line.number + AHEAD if alone else EVERY_LINE
+                    if not await self._announce(announced):
+                        return
+                checker.check(line)
+
+    async def _count_loss(self) -> None:
+        """Of the gateway before, if it was lost."""
+        if not self._began and self._job.begun:
+            log.warning("batch_gateway_lost", batch=self._job.id, begun=self._job.begun)
+            await self._lease.write(states.taken_over)
+        self._began = True
+
     def _input(self) -> AsyncGenerator[Line, None]:
         most = self._parts.settings.body_limit + ENVELOPE
         return input_lines(self._parts.files, self._job.input_object, most)
@@ -181,10 +216,7 @@ class BatchRunner:
 
     async def _run_lines(self) -> None:
         await self._count()
-        if not self._began and self._job.begun:
-            log.warning("batch_gateway_lost", batch=self._job.id, begun=self._job.begun)
-            await self._lease.write(states.taken_over)
-        self._began = True
+        await self._count_loss()
         try:
             async with contextlib.aclosing(self._unfinished()) as requests:
                 async for request in requests:
@@ -218,22 +250,26 @@ class BatchRunner:
             request,
             self._endpoint,
             self._tally,
-            partial(self._announce, request.line, alone),
+            partial(self._announce_line, request.line, alone),
             alone=alone,
         )
 
-    async def _announce(self, line: int, alone: bool) -> bool:
-        """Writes that `line` is under way, and those that will be soon, so that few begin with a writing of the job.
-        Tries for as long as the broker is away; False when no more lines are to be begun."""
+    async def _announce_line(self, line: int, alone: bool) -> bool:
+        """With those that will be under way soon, so that few begin with a writing of the job."""
         if not alone and line <= self._job.begun:
             return True
-        begun, tries = line if alone else line + AHEAD, 0
+        return await self._announce(line if alone else line + AHEAD)
+
+    async def _announce(self, begun: int) -> bool:
+        """Writes that the lines up to `begun` are under way. Tries for as long as the broker is away; False when no
+        more lines are to be begun."""
+        tries = 0
         while not self._reason:
             try:
                 await self._lease.write(lambda job: states.announced(job, begun))
                 return True
             except BrokerUnavailable as error:
-                log.info("line_not_announced", batch=self._job.id, line=line, error=str(error))
+                log.info("line_not_announced", batch=self._job.id, line=begun, error=str(error))
             await asyncio.sleep(min(2.0, backoff(tries)))
             tries += 1
         return False

@@ -43,7 +43,10 @@ def begun(job: BatchJob, now: float, requests: int, model: str) -> BatchJob:
     """Its input is in order."""
     if job.status != "validating":
         return job
-    return _replace(job, status="in_progress", in_progress_at=now, model=model, counts=Counts(total=requests))
+    counts = Counts(total=requests)
+    return _replace(
+        job, status="in_progress", in_progress_at=now, model=model, counts=counts, begun=0, lost=[]
+    )
 
 
 def failed(job: BatchJob, now: float, errors: list[BatchError]) -> BatchJob:

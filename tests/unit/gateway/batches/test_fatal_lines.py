@@ -16,7 +16,7 @@ from services.gateway.batches import states
 from services.gateway.batches.dependencies import BatchMetrics
 from services.gateway.batches.line_runner import LineGate, LineRunner
 from services.gateway.batches.lines import Line
-from services.gateway.batches.runner import AHEAD, BatchRunner
+from services.gateway.batches.runner import AHEAD, EVERY_LINE, BatchRunner
 from shared.messages.batches import BatchJob, LineResult
 from shared.service.endpoints import new_registry
 from shared.tasks import cancel_all
@@ -25,18 +25,26 @@ PLACES = 8
 WITHIN = 30.0
 
 
-def job_of(count: int) -> BatchJob:
+def new_job() -> BatchJob:
     now = time.time()
-    job = BatchJob("batch_1", "", "/v1/completions", "f", "f", "24h", now, now + 3600)
-    return states.begun(job, now, count, "m")
+    return BatchJob("batch_1", "", "/v1/completions", "f", "f", "24h", now, now + 3600)
+
+
+def job_of(count: int) -> BatchJob:
+    return states.begun(new_job(), time.time(), count, "m")
+
+
+class Death(BaseException):
+    """Of a gateway."""
 
 
 class World:
     """What outlives a gateway."""
 
-    def __init__(self, count: int, poison: Sequence[int] = ()) -> None:
-        self.job = job_of(count)
+    def __init__(self, count: int, poison: Sequence[int] = (), *, poison_to_check: int = 0) -> None:
+        self.job = new_job() if poison_to_check else job_of(count)
         self.poison = frozenset(poison)
+        self.poison_to_check = poison_to_check
         self.results: list[LineResult] = []
         self.lines = [
             Line(number, msgspec.json.encode({"custom_id": str(number), "method": "POST", "url": "/v1/completions",
@@ -91,9 +99,18 @@ class Gateway:
             metrics=BatchMetrics(new_registry()),
             authenticator=SimpleNamespace(vouched=lambda key, tenant: None),
             catalog=SimpleNamespace(places=lambda model: PLACES, has_ready_group=lambda model: True),
-            settings=SimpleNamespace(batch_parallelism=PLACES, tenant_file_bytes=1 << 30),
+            settings=SimpleNamespace(
+                batch_parallelism=PLACES, tenant_file_bytes=1 << 30, batch_requests=1000
+            ),
         )
         self.lease = Lease(world)
+        self.gate = LineGate()
+
+    def check(self, body: msgspec.Raw, tenant: str) -> str:
+        if msgspec.json.decode(body)["line"] == self.world.poison_to_check:
+            self.died.set()
+            raise Death
+        return "m"
 
     async def run(self, body: msgspec.Raw, context: Any, unwanted: Callable[[], bool]) -> bytes:
         line = msgspec.json.decode(body)["line"]
@@ -109,14 +126,21 @@ class Gateway:
 
     async def lives(self) -> None:
         """Runs the batch, to its end or the gateway's."""
-        lines = LineRunner(self._parts, lambda: 1, LineGate())
+        lines = LineRunner(self._parts, lambda: 1, self.gate)
         runner = BatchRunner(self.lease, self._parts, lines)  # type: ignore[arg-type]
         runner._input = self._input  # type: ignore[method-assign]
-        work = asyncio.create_task(runner._run_lines())
+        work = asyncio.create_task(self._works(runner))
         death = asyncio.create_task(self.died.wait())
         async with asyncio.timeout(WITHIN):
             await asyncio.wait({work, death}, return_when=asyncio.FIRST_COMPLETED)
         await cancel_all([work, death])
+
+    async def _works(self, runner: BatchRunner) -> None:
+        with contextlib.suppress(Death):
+            if self.world.job.status == "validating":
+                await runner._validate()
+            if self.world.job.status == "in_progress":
+                await runner._run_lines()
 
     async def _input(self) -> AsyncGenerator[Line, None]:
         for line in self.world.lines:
@@ -150,6 +174,35 @@ async def test_it_ends_three_gateways_and_fails_alone(poison: int) -> None:
     assert b'"fatal_request"' in failed.text
     assert b"3 gateways were lost" in failed.text
     assert lives[2].together[-1] == [poison]
+
+
+@pytest.mark.parametrize("poison", [1, 40])
+async def test_what_ends_gateways_while_it_is_checked_ends_three(poison: int) -> None:
+    world = World(40, poison_to_check=poison)
+    lives = await gateways(world)
+    assert len(lives) == 4
+    [error] = world.job.errors
+    assert (world.job.status, error.code) == ("failed", "fatal_request")
+    assert error.line is not None
+    assert error.line <= poison <= error.line + AHEAD
+    assert world.results == []
+
+
+async def test_the_third_gateway_checks_alone() -> None:
+    world = World(3, poison_to_check=99)
+    world.job = msgspec.structs.replace(world.job, lost=[EVERY_LINE, EVERY_LINE])
+    gateway = Gateway(world)
+    gateway.gate.running = 1  # a line of another batch
+    life = asyncio.create_task(gateway.lives())
+    async with asyncio.timeout(WITHIN):
+        while gateway.gate.admits(object(), alone=False):  # noqa: ASYNC110  # until nothing else may begin
+            await asyncio.sleep(0)
+    assert world.job.status == "validating"
+    gateway.gate.running = 0
+    await life
+    assert world.job.status == "finalizing"
+    assert len(world.results) == 3
+    assert world.job.lost == []
 
 
 async def test_each_of_several_is_found() -> None:
