@@ -44,7 +44,7 @@ from shared.messages.registry import (
 )
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import TRIES, Bucket, Change, Entry
+from shared.nats.kv import Bucket, Change, Contention, Entry
 from shared.nats.objects import CHUNK, MissingObject, Objects, StoredVersion
 
 log = structlog.get_logger(__name__)
@@ -130,7 +130,8 @@ class AdapterFiles:
     async def release(self, digest: str, holder: str, since: float | None = None) -> None:
         """The holder needs them no more; where nobody does they are deleted. `since`: only if it has held them since
         then, as `holders` says. No error where it does not hold them."""
-        for _ in range(TRIES):
+        contention = Contention(f"the holders of the adapter {digest[:12]}")
+        while True:
             known = await self._holders.get(digest)
             if known is None or (since is not None and known.value.holders.get(holder) != since):
                 return
@@ -144,9 +145,7 @@ class AdapterFiles:
                 if not left:
                     await self._delete(digest, seen, revision)
                 return
-        raise BrokerUnavailable(
-            f"Others change the holders of the adapter {digest[:12]} all the time; try again."
-        )
+            contention.lost()
 
     async def holders(self) -> dict[str, AdapterHolders]:
         """Who holds files, by digest."""

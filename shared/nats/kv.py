@@ -40,8 +40,8 @@ LEAST_BYTES = 1 << 20
 """With less room than that a bucket is of no use."""
 WATCH_PAUSE = 0.2
 """Seconds before a lost watcher is opened again."""
-TRIES = 10
-"""Of a change that others overtake."""
+TRIES = 100
+"""Of a change that others overtake: each time one of theirs has been made."""
 _SIZE, _OPERATION = "Nats-Msg-Size", "KV-Operation"
 _MARKER = "Nats-Marker-Reason"
 """Of a deletion by the server itself, once a value has lived for as long as it may."""
@@ -54,6 +54,21 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
     key: str
     value: T
     revision: int
+
+
+class Contention:
+    """Of a change by compare-and-set, which is tried again where others were first, but not for ever."""
+
+    def __init__(self, what: str) -> None:
+        """`what` others change, as the error calls it."""
+        self._what = what
+        self._lost = 0
+
+    def lost(self) -> None:
+        """Others were first. Raises `BrokerUnavailable` where they were `TRIES` times."""
+        self._lost += 1
+        if self._lost >= TRIES:
+            raise BrokerUnavailable(f"Others change {self._what} all the time; try again.", retry_after=1)
 
 
 class Change(msgspec.Struct, Generic[T], frozen=True):
@@ -177,7 +192,8 @@ class Bucket(Generic[T]):
         """Has the key hold what `made` makes of its newest entry, where both may be None: nothing is there, or is to
         be. Whenever somebody else was first `made` is called again, and what it raises ends the change. Writes nothing
         where nothing changes. Raises `BrokerUnavailable`, where others are first `TRIES` times too."""
-        for _ in range(TRIES):
+        contention = Contention(f"{key[:200]!r} in the bucket {self._name}")
+        while True:
             known = await self.get(key)
             value = made(known)
             if value == (None if known is None else known.value):
@@ -185,16 +201,14 @@ class Bucket(Generic[T]):
             if value is None:
                 if known is not None and await self.delete(key, known.revision):
                     return Change(known, None)
-                continue
-            if known is None:
+                given = None
+            elif known is None:
                 given = await self.create(key, value)
             else:
                 given = await self.update(key, value, known.revision)
-            if given is not None:
+            if value is not None and given is not None:
                 return Change(known, Entry(key, value, given))
-        raise BrokerUnavailable(
-            f"Others change {key[:200]!r} in the bucket {self._name} all the time; try again."
-        )
+            contention.lost()
 
     async def items(self) -> dict[str, T]:
         """All keys and values.

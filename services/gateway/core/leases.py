@@ -26,7 +26,7 @@ from shared.errors import BrokerUnavailable, Unavailable
 from shared.limits import Limit
 from shared.messages.batches import BatchJob
 from shared.messages.training import TrainingJob
-from shared.nats.kv import Entry
+from shared.nats.kv import Contention, Entry
 from shared.nats.tenants import Held, Holdings, Marks, TenantBucket, tenant_key
 from shared.tasks import cancel_all
 
@@ -147,6 +147,7 @@ class Jobs(Generic[JobT]):
 
     async def change(self, job: str, tenant: str, change: Callable[[JobT], JobT]) -> JobT | None:
         """Applies `change` to whatever the job is now; None when there is none."""
+        contention = Contention(f"the {self.kind.word} {job}")
         while True:
             entry = await self.bucket.get(tenant, job)
             if entry is None:
@@ -156,6 +157,7 @@ class Jobs(Generic[JobT]):
                 return changed
             if await self.bucket.update(entry.key, changed, entry.revision) is not None:
                 return changed
+            contention.lost()
 
     async def watch(self) -> AsyncIterator[tuple[str, JobT | None, int]]:
         """Every job there is and will be, by its key, with its revision."""
@@ -221,6 +223,7 @@ class Lease(Generic[JobT]):
 
         Raises `LeaseLost`, `BrokerUnavailable`.
         """
+        contention = Contention(f"the {self._word} {self.job.id}")
         async with self._writing:
             while True:
                 changed = change(self.job)
@@ -229,6 +232,7 @@ class Lease(Generic[JobT]):
                 if revision is not None:
                     self._entry = Entry(self._entry.key, changed, revision)
                     return changed
+                contention.lost()
                 await self._read()
 
     async def _read(self) -> None:

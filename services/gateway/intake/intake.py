@@ -61,7 +61,7 @@ from shared import tracing
 from shared.errors import Unavailable
 from shared.messages import Grammar, ModelCard
 from shared.messages.records import GenerationRecord, Idempotency, RecordedEndpoint
-from shared.nats.kv import Entry
+from shared.nats.kv import Contention, Entry
 
 log = structlog.get_logger(__name__)
 
@@ -246,6 +246,7 @@ class Intake:
         """A reading of what the key stands for, or a new request that has taken the key."""
         name = entry_name(context.tenant, endpoint, context.key)
         context = msgspec.structs.replace(context, idempotency=name)
+        contention = Contention("what the Idempotency-Key stands for")
         while True:
             known = await self._keys.get(name, print_)
             if known is not None and (run := await self._repeat(known, context)) is not None:
@@ -263,6 +264,7 @@ class Intake:
             run = await make(context)
             if await self._keys.take(name, run.answer.identity, print_, known):
                 return run
+            contention.lost()
 
     async def _repeat(self, known: Entry[Idempotency], context: Context) -> Run | None:
         """None when the key stands for nothing (any more)."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from shared.messages.records import Ownership
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Contention
 
 MAX_OWNERS = 16
 """Gateways in a row that one generation may outlive."""
@@ -41,6 +41,7 @@ class Claims:
         mine = Ownership(
             self._consumer, [*(name for name in consumers if name != self._consumer), self._consumer]
         )
+        contention = Contention(f"the owner of the generation {identity}")
         while True:
             entry = await self.bucket.get(identity)
             if entry is None:
@@ -53,6 +54,7 @@ class Claims:
                 mine = Ownership(self._consumer, [*known, self._consumer][-MAX_OWNERS:])
                 if (number := await self.bucket.update(identity, mine, entry.revision)) is not None:
                     return mine, number
+            contention.lost()
 
     async def watch(self) -> AsyncIterator[tuple[str, Ownership]]:
         """Every claim there is and will be."""

@@ -30,7 +30,7 @@ from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.errors import BROKER_ERRORS, reason_of
 from shared.nats.journal import CLOCK_MARGIN, earliest, log_begin, replay
-from shared.nats.kv import Bucket
+from shared.nats.kv import Bucket, Contention
 
 log = structlog.get_logger(__name__)
 
@@ -148,17 +148,20 @@ class Heirs:
     async def _claim(self, lost: str, lost_at: float) -> bool:
         """Whether this gateway is the heir: of a life of `lost`, one is."""
         mine = Inheritance(self._consumer, lost_at)
+        contention = Contention(f"the heir of the gateway {lost}")
         while True:
             entry = await self._inheritances.get(lost)
             if entry is None:
                 if await self._inheritances.create(lost, mine) is not None:
                     return True
+                contention.lost()
                 continue
             same_life = entry.value.lost_at >= lost_at
             if same_life and (entry.value.done or not await self._is_gone(entry.value.heir)):
                 return entry.value.heir == self._consumer and not entry.value.done
             if await self._inheritances.update(lost, mine, entry.revision) is not None:
                 return True
+            contention.lost()
 
     async def _is_gone(self, heir: str) -> bool:
         if heir == self._consumer:

@@ -21,11 +21,11 @@ from services.gateway.persistence.budget import ByteBudget, beside_loop
 from services.gateway.persistence.items import StoredItem, joined, size_of, split
 from services.gateway.persistence.store import deflated, inflated
 from shared import limits
-from shared.errors import PayloadTooLarge, Unavailable
+from shared.errors import PayloadTooLarge
 from shared.messages.records import ConversationEntry, ConversationTurn
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
-from shared.nats.kv import Entry
+from shared.nats.kv import Contention, Entry
 from shared.nats.tenants import Quota, TenantBucket, Trimmed
 
 log = structlog.get_logger(__name__)
@@ -33,8 +33,6 @@ log = structlog.get_logger(__name__)
 PREFIX = "conv_"
 ROOM = 4096
 """Bytes of a message that are not a turn's items."""
-TRIES = 100
-"""So often somebody else may be quicker."""
 FORGOTTEN = 60.0
 """Seconds after which a response that began and is not known has never been."""
 
@@ -223,15 +221,14 @@ class Conversations:
         self, public_id: str, tenant: str, change: Callable[[ConversationEntry], ConversationEntry]
     ) -> ConversationEntry:
         """By compare-and-set."""
-        for _ in range(TRIES):
+        contention = Contention(f"the conversation '{public_id}'")
+        while True:
             entry = await self._head(public_id, tenant)
             changed = change(entry.value)
             if await self.bucket.update(entry.key, changed, entry.revision) is not None:
                 self._trimmed.wrote(tenant, len(encode(changed)))
                 return changed
-        raise Unavailable(
-            f"Too many requests change the conversation '{public_id}'; try again.", retry_after=1
-        )
+            contention.lost()
 
 
 def turns_behind(

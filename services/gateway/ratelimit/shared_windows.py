@@ -13,7 +13,7 @@ from shared.errors import RyzansteinError
 from shared.messages.records import Spent
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.kv import Bucket, Entry
+from shared.nats.kv import Bucket, Contention, Entry
 
 TTL = 300.0
 """Seconds after which NATS forgets a window that nobody has touched."""
@@ -102,6 +102,7 @@ class SharedWindows:
     async def _exchange(self, name: str, shared: _Shared, amount: int) -> float:
         """One change of the shared window; returns how long to wait where nothing was granted."""
         account, fresh = shared.account, False
+        contention = Contention(f"the rate limit {name}")
         while True:
             now = time.time()
             entry = shared.entry
@@ -117,6 +118,7 @@ class SharedWindows:
                 account.applied(taken, now)
                 shared.entry = Entry(name, taken.window, revision)
                 return taken.wait
+            contention.lost()
             shared.entry, fresh = await self.bucket.get(name), True
 
     async def _sweep(self, now: float) -> None:

@@ -14,7 +14,7 @@ import structlog
 from services.executor.supervisor.trainings.job_changes import is_mine
 from shared.errors import BrokerUnavailable
 from shared.messages.training import TrainingJob
-from shared.nats.kv import Entry
+from shared.nats.kv import Contention, Entry
 from shared.nats.tenants import TenantBucket
 
 T = TypeVar("T")
@@ -59,6 +59,7 @@ class JobRecord:
         `BrokerUnavailable`."""
         if self._entry is None:
             await self.read()
+        contention = Contention(f"the fine-tuning job {self._id}")
         while True:
             assert self._entry is not None, "it has been read"
             changed = change(self._entry.value)
@@ -68,6 +69,7 @@ class JobRecord:
             if revision is not None:
                 self._entry = Entry(self._entry.key, changed, revision)
                 return changed
+            contention.lost()
             await self.read()
 
 
