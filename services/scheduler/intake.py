@@ -296,7 +296,7 @@ class Intake:
     async def _pull(self, pull: _LanePull) -> None:
         """Asks for as many messages as there is credit for, unless it is too little to be worth it."""
         credit = pull.limit - pull.held - pull.outstanding
-        if self._stopping or pull.broken or credit <= 0 or self._bytes >= self._settings.held_bytes:
+        if self._stopping or pull.broken or credit <= 0 or self._is_full(pull):
             return
         if pull.outstanding and credit * _REFILL_SHARE < pull.limit:
             return
@@ -311,6 +311,9 @@ class Intake:
         except BROKER_ERRORS as error:
             self._break(pull)
             log.warning("pull_failed", lane=pull.lane, error=reason_of(error))
+
+    def _is_full(self, pull: _LanePull) -> bool:
+        return pull.held >= pull.limit or self._bytes >= self._settings.held_bytes
 
     async def _subscribe(self, pull: _LanePull) -> Subscription:
         return await self._bus.client.subscribe(
@@ -360,10 +363,11 @@ class Intake:
         self._broken.set()
 
     async def _revive(self) -> None:
-        """Opens pulls anew that were lost with a connection, a consumer or a broker."""
+        """Opens pulls anew that were lost with a connection, a consumer or a broker, or were full: while they are, the
+        broker is asked for nothing."""
         now = asyncio.get_running_loop().time()
         for pull in self._pulls:
-            if not self._stopping and (pull.broken or now > pull.expires):
+            if not self._stopping and (pull.broken or now > pull.expires) and not self._is_full(pull):
                 await self._ensure_consumer(pull)
                 pull.outstanding, pull.broken = 0, False
                 await self._pull(pull)
