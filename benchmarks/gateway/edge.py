@@ -104,7 +104,7 @@ def edge_parts() -> EdgeParts:
     tokenizer, answers, settings = StubTokenizer(), _Answers(), GatewaySettings()
     metrics = GatewayMetrics(CollectorRegistry())
 
-    async def get(_: ModelCard) -> StubTokenizer:
+    async def get(_: ModelCard, tenant: str) -> StubTokenizer:
         return tokenizer
 
     async def loaded(*_: object, **__: object) -> ModelCard:

@@ -138,7 +138,7 @@ async def prompts_of(
     truncated = bool(request.truncate_prompt_tokens)
     for index, text in enumerate(texts):
         name = f"input[{index}]" if several else "input"
-        check_text(name, f"'{name}'", text, card, tokenizer, prompt_limit, cut=truncated)
+        check_text(name, text, card, tokenizer, prompt_limit, cut=truncated)
     encoded = iter(await tokenizer.encode_all(texts) if texts else ())
     cut = await _cutting(request, tokenizer, card, most)
     prompts = []

@@ -326,7 +326,8 @@ class Intake:
             told = map(response.own_name, plan.ignored) if response is not None else plan.ignored
             self._tell_ignored(told, context.answer_headers)
         text = rendering.text
-        sampling.check_size(request, card, text, tokenizer, self._parts.settings.prompt_limit)
+        cut = request.truncate_prompt_tokens is not None
+        sampling.check_text("messages", text, card, tokenizer, self._parts.settings.prompt_limit, cut=cut)
         parsing = plan.parsing(text)
         if parsing is not None:
             specials = tokenizer.specials(markers_of(parsing))
@@ -558,10 +559,10 @@ class Intake:
         tokenizer = await self._tokenizers.get(card, context.tenant)
         special = request.add_special_tokens is not False
         with tracing.stage("tokenize"):
-            limit = self._parts.settings.prompt_limit
+            limit, cut = self._parts.settings.prompt_limit, request.truncate_prompt_tokens is not None
             for text in given:
                 if isinstance(text, str):
-                    sampling.check_size(request, card, text, tokenizer, limit)
+                    sampling.check_text("prompt", text, card, tokenizer, limit, cut=cut)
             prompts = await _prompt_ids(given, tokenizer, card, special)
         extras = await extra_fields.extras_of(request, card, tokenizer)
         session = context.session or cache_key(request.prompt_cache_key)

@@ -75,9 +75,10 @@ async def next_prompt(
     request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer, most: int
 ) -> list[int]:
     """The tokens with which the prompt begins that the conversation will have with the user's next message. `most`: as
-    of `sampling.check_size`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
+    of `sampling.check_text`. Raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`."""
     planned = await rendered(request, card, tokenizer)
-    sampling.check_size(request, card, planned.prompt.text, tokenizer, most)
+    cut = request.truncate_prompt_tokens is not None
+    sampling.check_text("messages", planned.prompt.text, card, tokenizer, most, cut=cut)
     last = request.messages[-1]
     if last.role in _BEFORE_USER and not last.tool_calls and not last.function_call:
         prompts = []

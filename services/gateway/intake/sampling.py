@@ -74,24 +74,18 @@ def told_stop_ids(request: GenerationFields, card: ModelCard) -> list[int]:
     return [token for token in request.stop_token_ids or () if token not in own]
 
 
-def check_size(
-    request: GenerationFields, card: ModelCard, prompt: str, tokenizer: Tokenizer, prompt_limit: int
-) -> None:
-    """As `check_text`, of the prompt of `request`."""
-    param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    cut = request.truncate_prompt_tokens is not None
-    check_text(param, f"your {param}", prompt, card, tokenizer, prompt_limit, cut=cut)
-
-
 def check_text(
-    param: str, shown: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool
+    param: str, text: str, card: ModelCard, tokenizer: Tokenizer, prompt_limit: int, *, cut: bool
 ) -> None:
     """Refuses before it is tokenized what cannot fit by its size alone; where its tokens will be `cut`, what is long
-    beside the few of them that are read. `prompt_limit`: 0, none. Raises `ContextLengthExceeded`."""
+    beside the few of them that are read. `param`: the field; `prompt_limit`: 0, none.
+
+    Raises `ContextLengthExceeded`."""
     most = min(card.context_length, prompt_limit or card.context_length)
     if cut:
         room = max(most * TRUNCATED_TEXT.value, LEAST_TRUNCATED)
         if len(text) > room:
+            shown = _shown(param)
             raise ContextLengthExceeded(
                 f"Of {shown} at most {most} tokens are read, and it has {len(text):,} characters where {room:,} may be "
                 f"truncated; shorten it ({TRUNCATED_TEXT.cited()}).",
@@ -102,8 +96,12 @@ def check_text(
         if most < card.context_length:
             limit = f"This server takes prompts of at most {most} tokens ({PROMPT_TOKENS.cited(most)})"
         raise ContextLengthExceeded(
-            f"{limit}, and {shown} resulted in {fewest} tokens or more; shorten it.", param=param
+            f"{limit}, and {_shown(param)} resulted in {fewest} tokens or more; shorten it.", param=param
         )
+
+
+def _shown(param: str) -> str:
+    return f"your {param}" if param in ("prompt", "messages") else f"'{param}'"
 
 
 def max_tokens(

@@ -157,7 +157,7 @@ class Answers:
             if answer.admission is not None:
                 await answer.admission.begin(answer.may_cost)
             # Before its record: who takes over what a lost gateway has recorded computes it, refused or not.
-            self._generations.check_room(answer.generations)
+            self._generations.places.check(answer.generations[0].request.tenant, len(answer.generations))
             if not self._by_identity:
                 self._some.set()
             self._by_identity[answer.identity] = answer

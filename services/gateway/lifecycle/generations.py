@@ -74,7 +74,7 @@ class Generations:
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
-        self._places = _places(settings.max_generations, settings.max_tenant_generations)
+        self.places = _places(settings.max_generations, settings.max_tenant_generations)
         self._some = asyncio.Event()
         """Whether there may be any."""
         self._background = TaskSet("background_work_failed")
@@ -169,17 +169,14 @@ class Generations:
         if self._queued.add(generation):
             self._background.spawn(self._queued.look())
 
-    def check_room(self, generations: Sequence[Generation]) -> None:
-        """For so many more of their tenant. Raises `QueueFull`."""
-        self._places.check(generations[0].request.tenant, len(generations))
-
     def add(self, generations: Sequence[Generation]) -> None:
         """From now on they get what is said of them. Raises `QueueFull`."""
-        new = sum(generation.id not in self._by_id for generation in generations)
-        self._places.take(generations[0].request.tenant, new)
+        self.places.take(generations[0].request.tenant, len(generations))
         if not self._by_id:
             self._some.set()
         for generation in generations:
+            if generation.id in self._by_id:
+                self.places.give_back(generation.request.tenant, 1)
             self._by_id[generation.id] = generation
 
     def forget(self, generations: Sequence[Generation]) -> None:
@@ -196,7 +193,7 @@ class Generations:
     def _remove(self, generation: Generation) -> None:
         """It gets nothing more of what is said."""
         if self._by_id.pop(generation.id, None) is not None:
-            self._places.give_back(generation.request.tenant, 1)
+            self.places.give_back(generation.request.tenant, 1)
             generation.end_trace()
 
     def take_over(self, generations: Sequence[Generation], claim: int) -> None:

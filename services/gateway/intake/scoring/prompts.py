@@ -130,9 +130,7 @@ class _Maker:
         ):
             for index, text in enumerate(texts):
                 param = f"{name}[{index}]" if cut or len(texts) > 1 else name
-                check_text(
-                    param, f"'{param}'", text, self._card, self._tokenizer, self._prompt_limit, cut=cut
-                )
+                check_text(param, text, self._card, self._tokenizer, self._prompt_limit, cut=cut)
 
     async def classes(self) -> Prompts:
         """Each pair as its tokenizer joins it."""

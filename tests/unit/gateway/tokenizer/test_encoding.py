@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from services.gateway.intake.sampling import LEAST_TRUNCATED, check_size
-from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.intake.sampling import LEAST_TRUNCATED, check_text
 from services.gateway.tokenizer import encoding as module
 from services.gateway.tokenizer.encoding import INLINE, LARGE, Encoding
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -155,35 +154,28 @@ LONGEST = len("<|start|>")
 
 
 @pytest.mark.parametrize(
-    ("request_", "limit", "words"),
+    ("param", "limit", "words"),
     [
-        (
-            CompletionRequest(model="m", prompt=""),
-            0,
-            "maximum context length is 100 tokens, and your prompt resulted",
-        ),
-        (ChatCompletionRequest(model="m", messages=[]), 0, "your messages resulted in 101 tokens or more"),
-        (
-            ChatCompletionRequest(model="m", messages=[]),
-            50,
-            r"at most 50 tokens \(limit prompt_tokens: 50 .*\), and your messages",
-        ),
+        ("prompt", 0, "maximum context length is 100 tokens, and your prompt resulted"),
+        ("messages", 0, "your messages resulted in 101 tokens or more"),
+        ("input[1]", 0, r"'input\[1\]' resulted in 101 tokens or more"),
+        ("messages", 50, r"at most 50 tokens \(limit prompt_tokens: 50 .*\), and your messages"),
     ],
 )
-def test_what_cannot_fit_is_refused_untokenized(request_: CompletionRequest, limit: int, words: str) -> None:
+def test_what_cannot_fit_is_refused_untokenized(param: str, limit: int, words: str) -> None:
     tokenizer = ModelTokenizer(tiny_files())
     most = limit or CARD.context_length
-    check_size(request_, CARD, "x" * most * LONGEST, tokenizer, limit)
-    with pytest.raises(ContextLengthExceeded, match=words):
-        check_size(request_, CARD, "x" * (100 * LONGEST + 1), tokenizer, limit)
+    check_text(param, "x" * most * LONGEST, CARD, tokenizer, limit, cut=False)
+    with pytest.raises(ContextLengthExceeded, match=words) as caught:
+        check_text(param, "x" * (100 * LONGEST + 1), CARD, tokenizer, limit, cut=False)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("context", [100, 8192])
 def test_what_is_cut_may_be_longer_up_to_a_limit(context: int) -> None:
     card = msgspec.structs.replace(CARD, context_length=context)
-    request = CompletionRequest(model="m", prompt="", truncate_prompt_tokens=10)
     most = max(LEAST_TRUNCATED, TRUNCATED_TEXT.value * context)
-    check_size(request, card, "x" * most, ModelTokenizer(tiny_files()), 0)
-    with pytest.raises(ContextLengthExceeded, match="limit truncated_text") as caught:
-        check_size(request, card, "x" * (most + 1), ModelTokenizer(tiny_files()), 0)
-    assert caught.value.param == "prompt"
+    tokenizer = ModelTokenizer(tiny_files())
+    check_text("prompt", "x" * most, card, tokenizer, 0, cut=True)
+    with pytest.raises(ContextLengthExceeded, match="limit truncated_text"):
+        check_text("prompt", "x" * (most + 1), card, tokenizer, 0, cut=True)
