@@ -68,9 +68,9 @@ class GatewaySettings(CommonSettings):
     """Seconds without a token after which the journal is read for a frame that was missed."""
     max_generations: int = Field(default=4096, gt=0)
     """Generations in flight; beyond them requests are refused with 429."""
-    max_tenant_generations: int = Field(default=0, ge=0)
-    """Of these, generations of one tenant; beyond them its requests are refused with 429. 0: half of them. While there
-    are no keys one tenant has all."""
+    max_tenant_generations: int = Field(default=2048, gt=0)
+    """Of these, generations of one tenant; beyond them its requests are refused with 429. Less than
+    `RYZANSTEIN_MAX_GENERATIONS`, so that one leaves places to others. While there are no keys it bounds nothing."""
     max_generations_per_socket: int = Field(default=256, gt=0)
     """Generations in flight on one WebSocket connection."""
     max_readers: int = Field(default=64, gt=0)

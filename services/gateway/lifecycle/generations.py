@@ -50,12 +50,6 @@ def idle(rings: Catalog, generation: Generation, now: float) -> bool:
     return rings.idle_at(generation.group, generation.epoch) > heard_at + IDLE_MARGIN
 
 
-def _places(most: int, of_tenant: int) -> TenantPool:
-    """`of_tenant`: 0, half of `most`."""
-    share = Bound(limits.TENANT_GENERATIONS, of_tenant or max(1, most // 2))
-    return TenantPool(Bound(limits.GENERATIONS, most), "generations", share, strict=True)
-
-
 log = structlog.get_logger(__name__)
 
 SWEEP_INTERVAL = 0.25
@@ -74,7 +68,9 @@ class Generations:
         self._settings = settings
         self._metrics = metrics
         self._by_id: dict[str, Generation] = {}
-        self.places = _places(settings.max_generations, settings.max_tenant_generations)
+        whole = Bound(limits.GENERATIONS, settings.max_generations)
+        share = Bound(limits.TENANT_GENERATIONS, settings.max_tenant_generations)
+        self.places = TenantPool(whole, "generations", share, strict=True)
         self._some = asyncio.Event()
         """Whether there may be any."""
         self._background = TaskSet("background_work_failed")
