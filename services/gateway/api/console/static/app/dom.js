@@ -49,17 +49,20 @@ export const state = (name) => element("span", { "data-state": name }, name);
 /** Rows of cells, each a text or a node, into a table; `none` stands where there are no rows. */
 export function fill(id, rows, none) {
   const table = $(id);
+  const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
   const lines = rows.map((cells) => {
     const line = document.createElement("tr");
     for (const cell of cells) {
       const place = line.insertCell();
-      if (/^[\d–]/.test(cell.textContent ?? cell)) place.dataset.kind = "number";
+      const words = cell.textContent ?? cell;
+      if (/\S{20}/.test(words)) place.dataset.kind = "long";
+      else if (/^[\d–]/.test(words)) place.dataset.kind = "number";
+      place.dataset.head = heads[place.cellIndex]; // shown where a row is a card, as console.css has it
       place.append(cell);
     }
     return line;
   });
-  const columns = table.tHead.rows[0].cells.length;
-  if (!lines.length) lines.push(element("tr", {}, element("td", { className: "none", colSpan: columns }, none)));
+  if (!lines.length) lines.push(element("tr", {}, element("td", { className: "none", colSpan: heads.length }, none)));
   table.tBodies[0].replaceChildren(...lines);
 }
 
