@@ -43,7 +43,7 @@ async def nameless(tab: Tab) -> list[Any]:
     """Controls, and what else needs one, that the accessibility tree has no name for."""
     nodes = (await tab.call("Accessibility.getFullAXTree"))["nodes"]
     shown = [node for node in nodes if not node["ignored"]]
-    assert {"DisclosureTriangle", "link"} & {node["role"]["value"] for node in shown}
+    assert {"DisclosureTriangle", "link", "dialog"} & {node["role"]["value"] for node in shown}
     found = [
         node["backendDOMNodeId"]
         for node in shown
@@ -91,11 +91,10 @@ async def test_every_control_has_a_name_and_every_text_its_contrast(
     await hosts.register("cold")
     await fill_chat(tab, ring)
     found: list[tuple[str, str, Any]] = []
+    theme = "document.getElementById('theme')"
     for scheme in ("light", "dark"):
-        await tab.call(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
-        await tab.until(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+        await tab.run(f"{theme}.value = '{scheme}', {theme}.dispatchEvent(new Event('change'))")
+        await tab.until(f"getComputedStyle(document.documentElement).colorScheme === '{scheme}'")
         for part in reversed(PARTS):
             await tab.run(f"document.getElementById('to-{part}').click()")
             await tab.until(f"!document.getElementById('{part}').hidden")
@@ -105,6 +104,9 @@ async def test_every_control_has_a_name_and_every_text_its_contrast(
             if part == "chat":
                 await unfold_chat(tab)
             found += [(part, scheme, one) for one in [*await nameless(tab), *await tab.run(LOW)]]
+        await tab.run("document.getElementById('rename').click()")
+        found += [("rename", scheme, one) for one in [*await nameless(tab), *await tab.run(LOW)]]
+        await tab.press("Escape", 27)
     await tab.call("Page.navigate", url=f"{gateway.url}/docs")
     await tab.until("document.querySelectorAll('#operations details').length > 20")
     await tab.run("document.querySelector('#operations details').open = true")
@@ -115,6 +117,7 @@ async def test_every_control_has_a_name_and_every_text_its_contrast(
 async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
     tab: Tab, ring: FakeRing
 ) -> None:
+    await tab.call("Emulation.setFocusEmulationEnabled", enabled=True)  # Shift+Tab leaves the page below
     await ask(tab, "Hi")
     await finished(tab, 2)
     await tab.click("#to-cluster")
@@ -138,7 +141,7 @@ async def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_read(
         assert len(order) < 60, order
     conversation = next(name for name in order if name.startswith("#chat/"))
     assert order == [
-        "#prompt", "to-chat", "to-cluster", "to-models", "to-fine-tuning", "to-batches", "to-keys", "A", "new",
+        "#prompt", "theme", "to-chat", "to-cluster", "to-models", "to-fine-tuning", "to-batches", "to-keys", "A", "new",
         "search", conversation, "import", "export-all", "model", "SUMMARY", "transcript", "copy", "edit", "copy",
         "regenerate", "prompt", "attach", "send", "SUMMARY",
     ]  # fmt: skip

@@ -271,10 +271,12 @@ async def test_the_view_follows_the_answer_unless_the_reader_has_scrolled_up(
 
 
 async def test_conversations_are_found_renamed_written_imported_and_deleted(tab: Tab, ring: FakeRing) -> None:
-    await tab.run("window.prompt = () => 'My <b>title</b>'; window.confirm = () => true; undefined")
+    await tab.run("window.confirm = () => true; undefined")
     await ask(tab, "about lighthouses")
     await finished(tab, 2)
     await tab.run("document.getElementById('rename').click()")
+    await tab.type("My <b>title</b>")
+    await tab.press("Enter", 13, "\r")
     names = "[...document.querySelectorAll('#conversations a')].map(link => link.textContent)"
     await tab.until(f"{names}[0] === 'My <b>title</b>'")
     await search(tab, "nothing of the kind")
@@ -318,7 +320,7 @@ async def test_conversations_are_found_renamed_written_imported_and_deleted(tab:
     assert markdown.startswith("# Imported\n\n## System\n\nS\n\n## You\n\nFile n.txt:")
     assert [len(json.loads(text)["conversations"]) for text in (one, everything)] == [1, 2]
     await give(tab, "import-file", "bad.json", "{}")
-    await tab.until("document.getElementById('error').textContent.includes('no conversations')")
+    await tab.until("document.getElementById('import-note').textContent.includes('no conversations')")
     await tab.run("document.getElementById('delete').click()")
     await tab.until(f"{names}.length === 1 && document.querySelectorAll('#transcript > li').length === 0")
     assert await tab.run("window.hit ?? null") is None
@@ -407,6 +409,17 @@ async def test_dark_where_the_reader_wants_it(tab: Tab, ring: FakeRing, tmp_path
     await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     await tab.until(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
     await picture(tab, Path(os.environ.get("RYZANSTEIN_TEST_SCREENSHOTS", tmp_path)) / "chat-dark.png")
+    field = "document.getElementById('theme')"
+    await tab.run(f"{field}.focus()")
+    await tab.press("L", 76, "L")
+    await tab.until(f"getComputedStyle(document.body).backgroundColor === '{light}'")
+    await tab.run("window.before = true; location.reload()")
+    await tab.until(f"!window.before && document.body.dataset.begun && {field}.value === 'light'")
+    assert await tab.run("getComputedStyle(document.body).backgroundColor") == light
+    await tab.run(f"{field}.focus()")
+    await tab.press("S", 83, "S")
+    await tab.until(f"getComputedStyle(document.body).backgroundColor !== '{light}'")
+    await finished(tab, 2)
     await tab.run("document.getElementById('manage').open = true")
     await tab.press("Escape", 27)
     assert not await tab.run("document.getElementById('manage').open")

@@ -49,6 +49,11 @@ async def test_parameters_go_along_and_are_kept(tab: Tab, ring: FakeRing) -> Non
         "system": "Be brief",
         "temperature": "0.5",
         "top-p": "0.25",
+        "top-k": "20",
+        "min-p": "0.05",
+        "frequency-penalty": "-0.5",
+        "presence-penalty": "1",
+        "repetition-penalty": "1.1",
         "limit": "7",
         "seed": "42",
         "background": "5",
@@ -64,7 +69,10 @@ async def test_parameters_go_along_and_are_kept(tab: Tab, ring: FakeRing) -> Non
         {"role": "system", "content": "Be brief"},
         {"role": "user", "content": "Hi"},
     ]
-    wanted = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 7, "seed": 42}
+    wanted = {
+        "temperature": 0.5, "top_p": 0.25, "top_k": 20, "min_p": 0.05, "frequency_penalty": -0.5,
+        "presence_penalty": 1, "repetition_penalty": 1.1, "max_tokens": 7, "seed": 42,
+    }  # fmt: skip
     assert {name: sent[name] for name in wanted} == wanted
     assert "reasoning_effort" not in sent
     assert sent["tools"] == [{"type": "function", "function": {"name": "now"}}]
@@ -77,14 +85,30 @@ async def test_parameters_go_along_and_are_kept(tab: Tab, ring: FakeRing) -> Non
     await tab.run(f"{of('effort', 'focus')}()")
     await tab.press("h", 72, "h")
     await ask(tab, "Think")
-    await tab.until(f"{LAST}?.querySelector('.failure').textContent.includes('reasoning_effort')")
+    await finished(tab, 2)
     assert asked(tab)[0]["reasoning_effort"] == "high"
-    tab.errors.clear()  # Chromium itself writes the refusal to its console
+    await tab.click("#preset-save")
+    await tab.type("Brief")
+    await tab.press("Enter", 13, "\r")
+    await tab.until(f"{of('preset')} === 'Brief'")
+    await fill(tab, "min-p", "0.5")
+    assert await tab.run(of("preset")) == ""
+    await tab.run(f"{of('preset', 'focus')}()")
+    await tab.press("B", 66, "B")
+    await tab.until(f"{of('min-p')} === '0.05' && {of('preset')} === 'Brief'")
+    await tab.click("#preset-rename")
+    await tab.type("Short")
+    await tab.click("#naming-keep")
+    await tab.until(f"{of('preset')} === 'Short'")
+    await tab.run("window.confirm = () => true; undefined")
+    await tab.click("#preset-delete")
+    await tab.until(f"{of('preset')} === '' && {of('preset', 'options')}.length === 1")
+    assert await tab.run(of("system")) == "Be brief", "what a conversation has stays"
     await fill(tab, "tools", "{")
     await ask(tab, "Not sent")
     await tab.until(f"{of('error', 'textContent')}.startsWith('The tools are not JSON')")
     assert await tab.run(of("prompt")) == "Not sent"
-    assert len(ring.requests) == 1
+    assert len(ring.requests) == 2
 
 
 async def test_lines_stop_and_the_keyboard(tab: Tab, ring: FakeRing) -> None:
@@ -214,7 +238,7 @@ async def test_another_model_is_asked_and_stays_chosen(tab: Tab, ring: FakeRing)
 
 async def test_menu_export_import_and_delete(tab: Tab, ring: FakeRing, tmp_path: Path) -> None:
     await tab.run(
-        "window.prompt = (text, old) => `${old}, renamed`; window.confirm = () => true; window.saved = [];"
+        "window.confirm = () => true; window.saved = [];"
         "const make = URL.createObjectURL;"
         "URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return make.call(URL, blob) };"
     )
@@ -223,6 +247,18 @@ async def test_menu_export_import_and_delete(tab: Tab, ring: FakeRing, tmp_path:
     summary = "#manage > summary"
     await tab.click(summary)
     await tab.click("#rename")
+    assert await tab.run(of("naming-name")) == "Keep this"
+    await tab.type("Nothing")
+    await tab.press("Escape", 27)
+    await tab.until(f"!{of('naming', 'open')} && document.activeElement.matches('{summary}')")
+    await tab.click(summary)
+    await tab.click("#rename")
+    await tab.click("#naming-cancel")
+    assert await tab.run(of("title", "textContent")) == "Keep this"
+    await tab.click(summary)
+    await tab.click("#rename")
+    await fill(tab, "naming-name", "Keep this, renamed")
+    await tab.click("#naming-keep")
     await tab.until(f"{of('title', 'textContent')} === 'Keep this, renamed'")
     for count, control in enumerate(("export-markdown", "export-json"), 1):
         await tab.click(summary)
@@ -244,6 +280,10 @@ async def test_menu_export_import_and_delete(tab: Tab, ring: FakeRing, tmp_path:
     await asyncio.to_thread(kept.write_text, one)
     await tab.choose_files("#import", kept)
     await tab.until(f"{links} === 1")
+    assert await tab.run(of("import-note", "textContent")) == "kept.json: 1 conversation imported."
+    await tab.choose_files("#import", kept)
+    again = "kept.json: 0 conversations imported, 1 skipped since it is here already."
+    await tab.until(f"{of('import-note', 'textContent')} === '{again}'")
     await tab.click("#conversations a")
     await finished(tab, 2)
     await fill(tab, "search", "nothing of the kind")

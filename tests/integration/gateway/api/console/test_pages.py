@@ -71,6 +71,23 @@ async def test_scripts_ask_for_what_the_page_has_and_the_api_serves(http: httpx.
     assert fields == labelled
 
 
+async def test_the_chats_parameters_have_the_ranges_of_the_api(http: httpx.AsyncClient) -> None:
+    page = (STATIC / "console.html").read_text()
+    form = page[page.index('<form id="parameters"') :].partition("</form>")[0]
+    schemas = (await http.get("/openapi.json")).json()["components"]["schemas"]
+    compared = set()
+    for name, attributes in re.findall(r'<input id="[\w-]+" name="(\w+)" type="number"([^>]*)>', form):
+        schema = schemas["ChatCompletionRequest"]["properties"].get(name, {})
+        for kind in [schema, *schema.get("anyOf", [])]:
+            if kind.get("type") not in ("number", "integer"):
+                continue
+            shown = {key: float(value) for key, value in re.findall(r'(min|max)="([^"]+)"', attributes)}
+            bounds = {"min": kind.get("minimum", kind.get("exclusiveMinimum")), "max": kind.get("maximum")}
+            assert shown == {key: bound for key, bound in bounds.items() if abs(bound) < 2**31}, name
+            compared.add(name)
+    assert {"top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"} <= compared
+
+
 def own_scripts() -> list[Path]:
     return [path for path in STATIC.rglob("*.js") if path.parent.name != "vendor"]
 

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import * as tree from "../../../../../services/gateway/api/console/static/chat/conversation.js";
-import { fileName, fromJson, toJson, toMarkdown } from "../../../../../services/gateway/api/console/static/chat/transfer.js";
+import { fileName, fromJson, importWords, toJson, toMarkdown } from "../../../../../services/gateway/api/console/static/chat/transfer.js";
 import * as settings from "../../../../../services/gateway/api/console/static/chat/settings.js";
 
 function talk() {
@@ -74,7 +74,7 @@ test("words are searched in titles and in every branch", () => {
 test("a file gives back what was written to it, without what was under way", () => {
   const made = talk();
   made.nodes.a1.pending = { id: "chatcmpl-1", last: "3" };
-  const [back] = fromJson(toJson([made]));
+  const [back] = fromJson(toJson([made])).conversations;
   assert.equal(back.nodes.a1.pending, null);
   assert.deepEqual({ ...back, nodes: null }, { ...made, nodes: null });
   assert.deepEqual(tree.path(back).map((node) => node.text), ["Hi\nthere", "Hello"]);
@@ -83,12 +83,20 @@ test("a file gives back what was written to it, without what was under way", () 
   assert.equal(fileName("…", "json"), "conversation.json");
 });
 
-test("files that are not whole are refused, with what is wrong", () => {
+test("files of another kind are refused", () => {
+  const file = JSON.parse(toJson([talk()]));
+  for (const [text, words] of [
+    ["{", /not JSON/],
+    ["[]", /no conversations/],
+    [JSON.stringify({ ...file, version: 2 }), /version 2/],
+  ]) {
+    assert.throws(() => fromJson(text), words);
+  }
+});
+
+test("conversations that are not whole are left out, with what is wrong", () => {
   const broken = [
-    [(file) => "{", /not JSON/],
-    [(file) => JSON.stringify([]), /no conversations/],
-    [(file) => JSON.stringify({ ...file, version: 2 }), /version 2/],
-    [(file) => change(file, (one) => delete one.title), /Conversation 1 .* title/],
+    [(file) => change(file, (one) => delete one.title), /^conversation 1 of the file: a title/],
     [(file) => change(file, (one) => (one.nodes.a1.role = "system")), /a1: its role/],
     [(file) => change(file, (one) => (one.nodes.a1.parent = "gone")), /the message before it is missing/],
     [(file) => change(file, (one) => (one.nodes.u1.parent = "a1")), /circle/],
@@ -99,9 +107,30 @@ test("files that are not whole are refused, with what is wrong", () => {
     [(file) => change(file, (one) => (one.id = "<b>")), /no id/],
   ];
   for (const [spoil, words] of broken) {
-    const file = JSON.parse(toJson([talk()]));
-    assert.throws(() => fromJson(spoil(file)), words);
+    const file = JSON.parse(toJson([talk(), { ...talk(), id: "c2" }]));
+    const { conversations, wrong } = fromJson(spoil(file));
+    assert.deepEqual([conversations.map((one) => one.id), wrong.length], [["c2"], 1]);
+    assert.match(wrong[0], words);
   }
+});
+
+test("what has come of a file is one sentence", () => {
+  const said = (added, changed, same, ...wrong) => importWords("f.json", { added, changed, same }, wrong);
+  assert.equal(said(1, 0, 0), "f.json: 1 conversation imported.");
+  assert.equal(
+    said(2, 1, 3, "conversation 1 of the file: it is too long", "conversation 2 of the file: it is too long"),
+    "f.json: 2 conversations imported, 1 merged into the one here, 3 skipped since they are here already, " +
+      "2 left out (conversation 1 of the file: it is too long, for example).",
+  );
+});
+
+test("a conversation from a file is news where it has a message that is not here, or is newer", () => {
+  const [here, file] = [talk(), talk()];
+  assert.equal(tree.isNews(here, file), false);
+  tree.add(here, "a1", { id: "u2", role: "user", text: "More", at: 9 });
+  assert.deepEqual([tree.isNews(here, file), tree.isNews(file, here)], [false, true]);
+  file.nodes.a1.revision = 1;
+  assert.equal(tree.isNews(here, file), true);
 });
 
 function change(file, act) {

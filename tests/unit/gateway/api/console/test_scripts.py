@@ -22,7 +22,7 @@ def knows_modules() -> bool:
 @pytest.mark.skipif(
     not knows_modules(), reason="THE CONSOLE'S MODULES ARE NOT TESTED: no node of 20.19 or later here"
 )
-@pytest.mark.parametrize("name", ["ahead", "conversation", "markdown", "stream", "tuning"])
+@pytest.mark.parametrize("name", ["ahead", "conversation", "markdown", "presets", "stream", "tuning"])
 def test_modules(name: str) -> None:
     assert NODE is not None
     command = [NODE, "--test", "--test-reporter=tap", str(HERE / f"{name}.test.mjs")]

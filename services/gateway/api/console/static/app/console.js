@@ -2,6 +2,7 @@
 
 import { access } from "./api.js";
 import { $ } from "./dom.js";
+import { connectNaming } from "./naming.js";
 import { Chat } from "../chat/chat.js";
 import { watchBatches } from "../operator/batches.js";
 import { ClusterPage } from "../operator/cluster.js";
@@ -73,6 +74,7 @@ async function show(chat) {
 }
 
 keepKey();
+connectNaming();
 const chat = new Chat();
 const fineTuning = new FineTuningPage(chatWith);
 const models = new ModelsPage((found) => {

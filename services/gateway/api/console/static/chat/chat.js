@@ -2,12 +2,14 @@
 
 import { random, send, told } from "../app/api.js";
 import { $, download, say, soon } from "../app/dom.js";
+import { askName } from "../app/naming.js";
 import { Ahead, PAUSE } from "./ahead.js";
 import { Answer } from "./answer.js";
 import { Attachments } from "./attachments.js";
-import { add, choose, create, messages, path } from "./conversation.js";
+import { LIMITS, add, choose, create, messages, path } from "./conversation.js";
 import { History } from "./history.js";
 import { figures } from "./message.js";
+import { Presets } from "./presets.js";
 import { backgroundOf, keepSettings, lastSettings, requestOf, settingsForm } from "./settings.js";
 import { Store } from "./store.js";
 import { fileName, toJson, toMarkdown } from "./transfer.js";
@@ -20,7 +22,7 @@ export class Chat {
   #shown = null;
   #asked = null; // the last time that one was to be shown
   #store = new Store((id) => this.#changedElsewhere(id));
-  #history = new History(this.#store, fail);
+  #history = new History(this.#store);
   #files = new Attachments(fail);
   #ahead = new Ahead(send);
   #transcript = new Transcript({
@@ -31,7 +33,11 @@ export class Chat {
     choose: (node) => this.#choose(node),
     awaitsResults: (node) => node.finish === "tool_calls" && !node.pending && this.#shown?.conversation.leaf === node.id,
   });
-  #showSettings = settingsForm($("parameters"), (settings) => this.#set(settings));
+  #showFields = settingsForm($("parameters"), (settings) => this.#set(settings));
+  #presets = new Presets((settings) => {
+    this.#showFields(settings);
+    this.#set(settings);
+  });
 
   constructor() {
     this.#shown = this.#empty();
@@ -74,7 +80,8 @@ export class Chat {
     this.#shown = entry;
     say("note", "");
     this.#resume(entry);
-    this.#showSettings(entry.conversation.settings);
+    this.#showFields(entry.conversation.settings);
+    this.#presets.show(entry.conversation.settings);
     this.#show();
     this.#transcript.toEnd();
     this.#history.select(entry.conversation.id);
@@ -149,6 +156,7 @@ export class Chat {
   #set(settings) {
     this.#shown.conversation.settings = settings;
     keepSettings(localStorage, settings);
+    this.#presets.show(settings);
     this.#shown.save();
   }
 
@@ -302,14 +310,15 @@ export class Chat {
 
   // --- the conversation as a whole -----------------------------------------------------------------
 
-  #rename() {
-    const { conversation } = this.#shown;
-    const given = prompt("Title of the conversation", conversation.title);
-    if (!given?.trim()) return;
-    Object.assign(conversation, { title: given.trim().slice(0, 120), named: true, updated: Date.now() });
+  async #rename() {
+    const entry = this.#shown;
     $("manage").open = false;
-    this.#show();
-    this.#shown.save.now();
+    document.querySelector("#manage > summary").focus(); // where the focus goes after the dialog
+    const title = await askName("Title of the conversation", entry.conversation.title, LIMITS.title);
+    if (!title) return;
+    Object.assign(entry.conversation, { title, named: true, updated: Date.now() });
+    if (this.#shown === entry) this.#show();
+    entry.save.now();
   }
 
   async #delete() {

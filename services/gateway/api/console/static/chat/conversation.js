@@ -127,6 +127,12 @@ export function merge(stored, mine) {
   return { ...newer, leaf: mine.leaf, nodes };
 }
 
+/** Whether `mine` has anything that `stored`, a state of the same conversation, has not. */
+export function isNews(stored, mine) {
+  const unseen = ({ id, revision }) => !stored.nodes[id] || revision > stored.nodes[id].revision;
+  return mine.updated > stored.updated || Object.values(mine.nodes).some(unseen);
+}
+
 /** Whether all words of `query` stand in its title or its messages. */
 export function matches(conversation, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);

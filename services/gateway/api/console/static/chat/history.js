@@ -1,8 +1,8 @@
 // The list of conversations beside the chat: search, and files in and out.
 
-import { $, download, element, soon } from "../app/dom.js";
+import { $, download, element, say, soon } from "../app/dom.js";
 import { LIMITS } from "./conversation.js";
-import { fromJson, toJson } from "./transfer.js";
+import { fromJson, importWords, toJson } from "./transfer.js";
 
 const SHOWN = 200; // of the list; the search finds the others
 
@@ -17,9 +17,9 @@ function dayOf(time) {
 export class History {
   #current = "";
 
-  /** `store`: see store.js; `fail(words)` tells what went wrong. */
-  constructor(store, fail) {
-    Object.assign(this, { store, fail });
+  /** `store`: see store.js. */
+  constructor(store) {
+    this.store = store;
     this.refresh = soon(() => this.#refresh(), 150);
     $("search").addEventListener("input", this.refresh);
     $("export-all").addEventListener("click", () => this.#export());
@@ -43,7 +43,7 @@ export class History {
       const query = $("search").value.trim();
       this.#show(await this.store.heads(query), query);
     } catch (error) {
-      this.fail(`The browser's conversations cannot be read (${error.name}).`);
+      say("import-note", `The browser's conversations cannot be read (${error.name}).`, "alert");
     }
   }
 
@@ -68,14 +68,23 @@ export class History {
     download("conversations.json", "application/json", toJson(await this.store.all()));
   }
 
-  /** Adds the conversations of a file; those that are there get its messages. */
+  /** Adds the conversations of a file; those that are there get its messages. Says what has come of it. */
   async import(file) {
-    this.fail("");
+    say("import-note", `Reading ${file.name} …`);
     try {
       if (file.size > LIMITS.import) throw new RangeError(`A file has at most ${LIMITS.import >> 20} MiB.`);
-      for (const conversation of fromJson(await file.text())) await this.store.put(conversation);
+      const { conversations, wrong } = fromJson(await file.text());
+      const counts = { added: 0, changed: 0, same: 0 };
+      for (const conversation of conversations) {
+        try {
+          counts[await this.store.bring(conversation)] += 1;
+        } catch (error) {
+          wrong.push(error.message.replace(/\.$/, ""));
+        }
+      }
+      say("import-note", importWords(file.name, counts, wrong), wrong.length ? "alert" : "status");
     } catch (error) {
-      this.fail(error.message);
+      say("import-note", `${file.name}: nothing imported. ${error.message}`, "alert");
     }
     this.refresh.now();
   }

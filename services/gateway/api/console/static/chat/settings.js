@@ -1,7 +1,8 @@
 // What a conversation asks the model for, besides its messages: the fields of the form, and the request made of them.
 
-export const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed", "reasoning_effort", "tools", "background", "ahead"];
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const PENALTIES = ["frequency_penalty", "presence_penalty", "repetition_penalty"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", ...PENALTIES, "max_tokens", "seed"];
+export const FIELDS = ["system", ...NUMBERS, "reasoning_effort", "tools", "background", "ahead"];
 const BACKGROUND = 60; // seconds that an answer goes on while nobody is there
 const STORE = "ryzanstein.settings";
 
@@ -18,9 +19,10 @@ export function keepSettings(storage, settings) {
   storage.setItem(STORE, JSON.stringify(settings));
 }
 
-/** The known fields that are texts. */
-export function only(given) {
-  return Object.fromEntries(FIELDS.map((name) => [name, given?.[name]]).filter(([, value]) => typeof value === "string"));
+/** Those of `fields` that are texts, and have one. */
+export function only(given, fields = FIELDS) {
+  const texts = fields.map((name) => [name, given?.[name]]);
+  return Object.fromEntries(texts.filter(([, value]) => typeof value === "string" && value !== ""));
 }
 
 /** The body of a request. Throws `RangeError` where a field cannot be sent. */
@@ -68,9 +70,10 @@ export function backgroundOf(settings) {
 export function settingsForm(form, onChange) {
   const fields = FIELDS.map((name) => form.elements.namedItem(name));
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", () => {
+  form.addEventListener("input", ({ target }) => {
+    if (!fields.includes(target)) return;
     const given = fields.map((field) => [field.name, field.value]);
-    onChange(Object.fromEntries(given.filter(([, value]) => value !== "")));
+    onChange(only(Object.fromEntries(given)));
   });
   return (settings) => {
     for (const field of fields) field.value = settings[field.name] ?? "";

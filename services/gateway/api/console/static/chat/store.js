@@ -1,7 +1,7 @@
 // Conversations in this browser (IndexedDB). What two tabs write of one conversation is merged, message by message;
 // other tabs are told of changes.
 
-import { LIMITS, headOf, matches, merge } from "./conversation.js";
+import { LIMITS, headOf, isNews, matches, merge } from "./conversation.js";
 
 const NAME = "ryzanstein";
 const STORE = "conversations";
@@ -64,6 +64,14 @@ export class Store {
       throw new RangeError(`The browser has not kept the conversation (${error?.name ?? "no reason given"}).`);
     }
     this.#channel.postMessage(conversation.id);
+  }
+
+  /** Writes a conversation from a file: "added", "changed" (messages came to the one here) or "same". Throws as `put`. */
+  async bring(conversation) {
+    const stored = await this.get(conversation.id);
+    if (stored && !isNews(stored, conversation)) return "same";
+    await this.put(conversation);
+    return stored ? "changed" : "added";
   }
 
   async remove(id) {

@@ -12,7 +12,8 @@ export function toJson(conversations) {
   return JSON.stringify({ format: FORMAT, version: VERSION, conversations: conversations.map(settled) }, null, 1);
 }
 
-/** The conversations of a file. Throws `RangeError` with what is wrong with it. */
+/** The conversations of a file, and in words what is wrong with each that cannot be read: {conversations, wrong}. Throws
+ * `RangeError` where the file is none of ours. */
 export function fromJson(text) {
   let content = null;
   try {
@@ -29,11 +30,20 @@ export function fromJson(text) {
   if (content.conversations.length > LIMITS.conversations) {
     throw new RangeError(`The file has more than ${LIMITS.conversations} conversations.`);
   }
-  content.conversations.forEach((conversation, index) => {
-    const wrong = problem(conversation);
-    if (wrong) throw new RangeError(`Conversation ${index + 1} of the file cannot be read: ${wrong}.`);
-  });
-  return content.conversations.map(settled);
+  const problems = content.conversations.map(problem);
+  const wrong = problems.flatMap((words, index) => (words ? [`conversation ${index + 1} of the file: ${words}`] : []));
+  return { conversations: content.conversations.filter((_, index) => !problems[index]).map(settled), wrong };
+}
+
+/** What has come of a file, in one sentence. `counts`: conversations that were `added`, `changed` (they were here, and got
+ * messages), or the `same` as here; `wrong`: why each of the others was left out. */
+export function importWords(name, { added, changed, same }, wrong) {
+  const many = (count, rest) => `${count} conversation${count === 1 ? "" : "s"} ${rest}`;
+  const parts = [many(added, "imported")];
+  if (changed) parts.push(`${changed} merged into ${changed === 1 ? "the one" : "those"} here`);
+  if (same) parts.push(`${same} skipped since ${same === 1 ? "it is" : "they are"} here already`);
+  if (wrong.length) parts.push(`${wrong.length} left out (${wrong[0]}${wrong.length > 1 ? ", for example" : ""})`);
+  return `${name}: ${parts.join(", ")}.`;
 }
 
 /** What is known of a conversation, without what only the browser that wrote it could go on with. */
