@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -23,8 +24,6 @@ from services.executor.native.library import Linear
 
 log = structlog.get_logger(__name__)
 
-_CODES_AT_ONCE = 8 << 20
-"""Codes, a byte each, that are packed together: they are read from the files no sooner."""
 GATE_RUN = 16
 """Gate and up projections alternate by as many outputs: one vector of each meets in registers."""
 
@@ -279,12 +278,8 @@ def _pack_quantized(
     weight = pieces[0].weight
     like = servable(weight.like if isinstance(weight, DeferredRows) else _coded(weight))
     outputs = sum(piece.rows for piece in pieces)
-    step = max(PANEL, _CODES_AT_ONCE // like.columns_stored // PANEL * PANEL)
-    blocks = (
-        servable(_block(pieces, first, min(first + step, outputs))) for first in range(0, outputs, step)
-    )
     form = format_of(like)
-    packed = pack_rows(library, blocks, form, outputs, pool, threads, into)
+    packed = pack_rows(library, partial(_block, pieces), form, outputs, pool, threads, into)
     bias = _joined_bias(pieces, outputs)
     return PackedLinear(
         packed, bias, outputs, like.inputs, form, like.permutation, sources=_sources_of(pieces)

@@ -385,7 +385,9 @@ class PackedModel:
 def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> PackedModel:
     """Packs `lowered` with `threads` threads. Plain weights are let go as they are packed: the model that was lowered
     is of no use afterwards."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="pack") as pool:
+    of_torch = torch.get_num_threads()
+    # Each thread computes alone: PyTorch would start others beside it.
+    with ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,)) as pool:
         layouts = [ShardLayout.of(heads, layout.world_size, layout.rank) for heads in lowered.heads]
         packer = _Packer(library, layouts, pool, threads, lowered.names)
         layers = [packer.layer(layer, lowered.family.gated) for layer in lowered.layers]
@@ -394,6 +396,7 @@ def pack(library: Any, lowered: Lowered, layout: ShardLayout, threads: int) -> P
         tied = rows is lowered.head.stored
         embedding = head if tied else packer.linear(one_after_another([(rows, None)]))
         inputs = None if lowered.inputs is None else packer.inputs(lowered.inputs)
+    torch.set_num_threads(of_torch)  # of threads to come
     release(lowered.head)
     release(lowered.embedding)
     return PackedModel(

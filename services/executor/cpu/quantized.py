@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -16,6 +16,8 @@ from services.executor.native.library import Codes, Format
 
 PANEL = 32
 """Outputs that are packed together."""
+_CODES_AT_ONCE = 2 << 20
+"""Codes, a byte each, that a thread reads and packs together: they stay near its caches."""
 _WIDEST_GROUP = 512
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3, torch.int8: 4}
 """As `decoder.h` numbers them."""
@@ -81,27 +83,31 @@ def servable(weight: QuantizedRows) -> QuantizedRows:
 
 def pack_rows(
     library: Any,
-    blocks: Iterable[QuantizedRows],
+    read: Callable[[int, int], QuantizedRows],
     made: PackedFormat,
     outputs: int,
     pool: Executor,
     threads: int,
     into: Tensor | None = None,
 ) -> Tensor:
-    """A weight of `outputs` outputs packed with `threads` threads of `pool`: `blocks` of it, which are `servable` and
-    of whole panels but for the last, are taken one after the other. `into`: the room for it, uint8; None: made."""
+    """A weight of `outputs` outputs, of which `read` gives those from one to another, packed by `threads` threads of
+    `pool`, each of which reads what it packs. `into`: the room for it, uint8; None: made."""
     described = made.describe(None)
     packed = fresh(library.rz_quantized_bytes(ctypes.byref(described), outputs)) if into is None else into
     place, panel = packed.data_ptr(), library.rz_quantized_bytes(ctypes.byref(described), PANEL)
-    for weight in blocks:
-        _pack_block(library, weight, described, place, pool, threads)
-        place += -(-weight.outputs // PANEL) * panel
+    panels = -(-outputs // PANEL)
+    step = max(1, min(_CODES_AT_ONCE // made.columns // PANEL, -(-panels // threads)))
+
+    def pack(first: int) -> None:
+        weight = servable(read(first * PANEL, min((first + step) * PANEL, outputs)))
+        _pack_block(library, weight, described, place + first * panel)
+
+    for job in [pool.submit(pack, first) for first in range(0, panels, step)]:
+        job.result()
     return packed
 
 
-def _pack_block(
-    library: Any, weight: QuantizedRows, described: Format, place: int, pool: Executor, threads: int
-) -> None:
+def _pack_block(library: Any, weight: QuantizedRows, described: Format, place: int) -> None:
     parts = [_with_dense_rows(getattr(weight, name)) for name in ("codes", *_SCALES)]
     minimums = parts[2] if parts[2] is not None else parts[3]
     held = [parts[0], parts[1], minimums, parts[4], parts[5]]
@@ -111,20 +117,7 @@ def _pack_block(
         *(0 if part is None else part.stride(0) for part in held),
     )
     panels = -(-weight.outputs // PANEL)
-    step = -(-panels // threads)
-    jobs = [
-        pool.submit(
-            library.rz_quantized_pack,
-            place,
-            ctypes.byref(described),
-            ctypes.byref(codes),
-            first,
-            min(first + step, panels),
-        )
-        for first in range(0, panels, step)
-    ]
-    for job in jobs:
-        job.result()
+    library.rz_quantized_pack(place, ctypes.byref(described), ctypes.byref(codes), 0, panels)
 
 
 _SCALES = ("scales", "mins", "zeros", "supers", "super_mins")

@@ -127,7 +127,7 @@ class QuantizedRows:
 
     def picked(self, outputs: Tensor) -> "QuantizedRows":
         """The outputs of those numbers, int64 [n], in that order. A copy."""
-        return self._of_each_row(lambda part: part[outputs])
+        return self._of_each_row(lambda part: part.index_select(0, outputs))
 
     def same_format(self, other: "QuantizedRows") -> bool:
         """Whether rows of the two can be one weight's."""

@@ -321,6 +321,8 @@ _KERNELS: dict[str, tuple[Any, list[Any]]] = {
     "rz_pack": (None, [c_void_p, c_void_p, *[c_long] * 6]),
     "rz_quantized_bytes": (c_size_t, [POINTER(Format), c_long]),
     "rz_quantized_pack": (None, [c_void_p, POINTER(Format), POINTER(Codes), c_long, c_long]),
+    "rz_block_codes": (None, [c_int, c_void_p, *[c_long] * 4, *[c_void_p] * 5]),
+    "rz_code_values": (None, [*[c_void_p] * 3, *[c_long] * 3, c_int, c_void_p, c_int, c_long]),
     "rz_quantize": (
         None,
         [POINTER(Codes), c_int, c_int, c_long, c_long, c_int, c_void_p, c_int, *[c_long] * 3],

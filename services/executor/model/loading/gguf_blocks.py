@@ -7,6 +7,9 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and ggml-q
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -14,6 +17,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from services.executor.model.quantized import QuantizedRows
+from services.executor.native.library import load_library
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -31,20 +35,69 @@ def has_codes(kind: GGMLQuantizationType) -> bool:
 
 
 def quantized(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
-    """The weight whose rows are `raw`, uint8 [rows, bytes]. Raises `ValueError` where its scales are no numbers."""
+    """The weight whose rows are `raw`, uint8 [rows, bytes], by the native kernels where there are some for the type.
+    Raises `ValueError` where its scales are no numbers."""
+    library = load_library() if kind in _NATIVE and raw.stride(1) == 1 else None
+    return by_torch(raw, kind) if library is None else _by_kernels(library, raw, kind)
+
+
+def by_torch(raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+    """As `quantized`."""
     return _FORMATS[kind](_blocks(raw, GGML_QUANT_SIZES[kind][1]))
 
 
-def values(raw: Tensor, kind: GGMLQuantizationType) -> Tensor:
-    """The same as numbers [rows, values], of any type that ggml knows; float32 but for plain ones.
+def values(raw: Tensor, kind: GGMLQuantizationType, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same as numbers [rows, values], of any type that ggml knows: plain ones as they are stored, codes in `dtype`
+    (float32 or bf16) where the native kernels have them, others in float32.
 
     Raises `NotImplementedError` where the type is not known.
     """
     if kind in _PLAIN:
         return raw.contiguous().view(_PLAIN[kind])
     if kind in _FORMATS:
-        return quantized(raw, kind).dequantized()
+        weight = quantized(raw, kind)
+        library = load_library()
+        return weight.dequantized() if library is None or weight.table else _values(library, weight, dtype)
     return torch.from_numpy(dequantize(raw.contiguous().numpy(), kind))
+
+
+def _by_kernels(library: Any, raw: Tensor, kind: GGMLQuantizationType) -> QuantizedRows:
+    size, like = GGML_QUANT_SIZES[kind][1], _first_block(kind)
+    rows, blocks = raw.shape[0], raw.shape[1] // size
+    made = {
+        name: torch.empty(rows, part.shape[1] * blocks, dtype=part.dtype)
+        for name in _PARTS
+        if (part := getattr(like, name)) is not None
+    }
+    places = [made[name].data_ptr() if name in made else None for name in _PARTS]
+    library.rz_block_codes(int(kind), raw.data_ptr(), raw.stride(0), rows, blocks, size, *places)
+    return replace(like, **made)
+
+
+_PARTS = ("codes", "scales", "mins", "supers", "super_mins")
+
+
+@cache
+def _first_block(kind: GGMLQuantizationType) -> QuantizedRows:
+    """A block of zeros: the format."""
+    return by_torch(torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8), kind)
+
+
+def _values(library: Any, weight: QuantizedRows, dtype: torch.dtype) -> Tensor:
+    """`weight.dequantized()` in `dtype`, of what has neither a table nor zero points nor a permutation."""
+    dtype = dtype if dtype is torch.bfloat16 else torch.float32
+    made = torch.empty(weight.codes.shape, dtype=dtype)
+    codes = weight.codes.contiguous()
+    scales, mins = (None if part is None else part.contiguous() for part in weight.level_scales())
+    assert scales is not None, "a weight has scales"
+    library.rz_code_values(
+        codes.data_ptr(),
+        scales.data_ptr(),
+        None if mins is None else mins.data_ptr(),
+        *(weight.outputs, weight.groups, weight.group, weight.offset),
+        *(made.data_ptr(), dtype is torch.float32, made.stride(0)),
+    )
+    return made
 
 
 def _blocks(raw: Tensor, size: int) -> Tensor:
@@ -193,3 +246,7 @@ _FORMATS: dict[GGMLQuantizationType, Callable[[Tensor], QuantizedRows]] = {
     GGMLQuantizationType.IQ4_XS: _iq4_xs,
     GGMLQuantizationType.MXFP4: _mxfp4,
 }
+_NATIVE = frozenset(
+    GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+)
+"""Those that `native/blocks.c` takes apart."""

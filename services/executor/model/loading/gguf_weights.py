@@ -6,6 +6,7 @@ added, which is undone as rows are read: a row of codes is as good as a row of n
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,6 +208,9 @@ class GgufWeights:
                 except ValueError as reason:
                     log.info("codes_not_cut", tensor=part.source, reason=str(reason))
                     return None
+                if codes.outputs == outputs:
+                    meter.add(raw.numel())
+                    return codes
                 if room is None:
                     room = codes.picked(torch.zeros(outputs, dtype=torch.long))
                 first += part.at[0]
@@ -220,7 +224,7 @@ class GgufWeights:
         for part in read.content.parts:
             place = part.place(made)
             for first, raw in self._slabs(part, config):
-                numbers = self._taken(values, part, raw)
+                numbers = self._taken(partial(values, dtype=read.dtype), part, raw)
                 if len(part.size) == 1:
                     numbers = numbers.squeeze(1)
                 else:
@@ -243,7 +247,7 @@ class GgufWeights:
             some = rows[first : first + step]
             start = int(some[0])
             together = torch.equal(some, torch.arange(start, start + len(some)))
-            yield first, raw[start : start + len(some)] if together else raw[some]
+            yield first, raw[start : start + len(some)] if together else raw.index_select(0, some)
 
     def _order(self, tensor: GgufTensor, config: Any) -> Tensor:
         """int64 [rows]: the row of the file for each of the model's."""

@@ -7,6 +7,7 @@ go through the buffers of `streaming.py`.
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -300,14 +301,16 @@ class Meter:
         self._total = total
         self._done = 0
         self._told = 0
+        self._lock = threading.Lock()  # several threads pack
         progress(0, total)
 
     def add(self, count: int) -> None:
         """`count` more bytes are done."""
-        self._done += count
-        if self._done - self._told >= self._total / _REPORTS and self._told < self._total:
-            self._told = min(self._done, self._total)
-            self._progress(self._told, self._total)
+        with self._lock:
+            self._done += count
+            if self._done - self._told >= self._total / _REPORTS and self._told < self._total:
+                self._told = min(self._done, self._total)
+                self._progress(self._told, self._total)
 
     def finish(self) -> None:
         """All are done."""

@@ -14,7 +14,9 @@
 #define rz_attend_rows RZ_OF_LEVEL(rz_attend_rows)
 #define rz_attention_scratch RZ_OF_LEVEL(rz_attention_scratch)
 #define rz_best_of RZ_OF_LEVEL(rz_best_of)
+#define rz_block_codes RZ_OF_LEVEL(rz_block_codes)
 #define rz_cache_of RZ_OF_LEVEL(rz_cache_of)
+#define rz_code_values RZ_OF_LEVEL(rz_code_values)
 #define rz_compress_plane RZ_OF_LEVEL(rz_compress_plane)
 #define rz_choices_are_sound RZ_OF_LEVEL(rz_choices_are_sound)
 #define rz_choose_blocks RZ_OF_LEVEL(rz_choose_blocks)
@@ -115,6 +117,7 @@
 #include "../attention.c"
 #include "../attention_plan.c"
 #include "../attention_stages.c"
+#include "../blocks.c"
 #include "../codec.c"
 #include "../decoder.c"
 #include "../digits.c"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.executor.cpu import packed_linear
+from services.executor.cpu import quantized
 from services.executor.cpu.packed_linear import PackedLinear, Piece, alternating, one_after_another
 from services.executor.cpu.quantized import format_of, pack_rows, servable, unpacked
 from services.executor.model.quantized import E4M3, DeferredRows, QuantizedRows
@@ -200,8 +200,7 @@ def test_what_is_packed_is_the_weight(kernels: Kernels, form: str, dtype: torch.
             )
             whole = servable(weight)
             made = format_of(whole)
-            blocks = (whole.rows(0, 32), whole.rows(32, OUTPUTS))
-            packed = pack_rows(kernels.library, blocks, made, OUTPUTS, kernels.pool, 2)
+            packed = pack_rows(kernels.library, whole.rows, made, OUTPUTS, kernels.pool, 2)
             torch.testing.assert_close(
                 unpacked(kernels.library, packed, made, OUTPUTS), weight.dequantized(), rtol=0, atol=1e-6
             )
@@ -212,7 +211,7 @@ def test_codes_in_files_are_read_a_few_rows_at_a_time(
     kernels: Kernels, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three weights one after the other, and of two that alternate, packed as when they are held."""
-    monkeypatch.setattr(packed_linear, "_CODES_AT_ONCE", 32 * COLUMNS)
+    monkeypatch.setattr(quantized, "_CODES_AT_ONCE", 32 * COLUMNS)
     most: list[int] = []
 
     def deferred(weight: QuantizedRows) -> DeferredRows:
@@ -354,7 +353,7 @@ def test_e4m3_is_unpacked_to_what_it_stands_for(kernels: Kernels) -> None:
         weight.dequantized(),
         unpacked(
             kernels.library,
-            pack_rows(kernels.library, (weight,), format_of(weight), 32, kernels.pool, 1),
+            pack_rows(kernels.library, weight.rows, format_of(weight), 32, kernels.pool, 1),
             format_of(weight),
             32,
         ),

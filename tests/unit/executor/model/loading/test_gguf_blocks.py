@@ -7,7 +7,8 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
+from services.executor.model.loading.gguf_blocks import by_torch, has_codes, quantized, values
+from services.executor.native.library import why_not
 
 QUANTIZED = [kind for kind in GGMLQuantizationType if has_codes(kind)]
 FLOATS = {  # bytes of a block at which a float16 begins
@@ -56,6 +57,19 @@ def test_codes_and_scales_are_the_files(
     assert torch.equal(made.dequantized(), expected)
     assert torch.equal(values(torch.from_numpy(raw), kind), expected)
     assert int(made.codes.max()) < 1 << made.bits
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_kernels_take_blocks_apart_as_pytorch_does(kind: GGMLQuantizationType) -> None:
+    raw = torch.from_numpy(any_rows(kind, 3, 7, 5))
+    made, expected = quantized(raw[1::2], kind), by_torch(raw[1::2], kind)
+    for name in ("codes", "scales", "mins", "supers", "super_mins"):
+        found, part = getattr(made, name), getattr(expected, name)
+        assert found is part or torch.equal(found, part), name
+    assert made.same_format(expected)
+    rounded = values(raw, kind, torch.bfloat16)
+    assert torch.equal(rounded.bfloat16(), by_torch(raw, kind).dequantized().bfloat16())
 
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
