@@ -26,6 +26,10 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, amount done, amount in all; 0: unknown)."""
 
 
+CONVERSION = ("header", "weights", "tokenizer", "write", "done")
+"""What a conversion is called while it is done, in order. The model's files are there by then."""
+
+
 def size_of(directory: Path) -> int:
     """Bytes of all files under `directory`; those that vanish meanwhile count not."""
     size = 0

@@ -90,7 +90,9 @@ def encoder_config(directory: Path) -> Any:
     `ModelLoadError`."""
     if not is_encoder(read_json(directory / "config.json")):
         return None
-    from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
+    from services.executor.model.loading.config_file import (
+        load_config,
+    )  # with transformers, which takes seconds
 
     config = load_config(directory)
     check_supported(config)

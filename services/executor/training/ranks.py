@@ -30,7 +30,7 @@ from services.executor.collectives.shared_memory import SharedArea, SharedMemory
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.ipc.trainer_pipe import TrainerSpec
-from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.config_file import load_config
 from shared.errors import ConfigurationError
 
 WAIT_WITHIN = 30 * 86400.0

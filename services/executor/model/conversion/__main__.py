@@ -97,7 +97,7 @@ def _check(options: argparse.Namespace) -> object:
 
 def _inspect_adapter(options: argparse.Namespace) -> dict[str, object]:
     from services.executor.model.adapters import inspect_adapter
-    from services.executor.model.loading.loader import load_config
+    from services.executor.model.loading.config_file import load_config
 
     found = inspect_adapter(options.directory, load_config(options.model), options.max_rank)
     return dataclasses.asdict(found)

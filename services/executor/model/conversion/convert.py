@@ -35,10 +35,10 @@ from services.executor.model.conversion.partial_file import (
     write_tensors,
 )
 from services.executor.model.loading.checkpoints import convert_gguf
+from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.loading.gguf_file import GgufFile, GgufTensor, open_parts
 from services.executor.model.loading.gguf_weights import GgufWeights
-from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.text_models import whole_of
 from services.executor.model.loading.weight_files import WeightFiles

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from services.executor.model.catalogue import check_supported
+from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_blocks import has_codes
 from services.executor.model.loading.gguf_file import open_parts
-from services.executor.model.loading.gguf_weights import ARCHITECTURES
-from services.executor.model.loading.loader import load_config
+from services.executor.model.loading.gguf_metadata import ARCHITECTURES
 from services.executor.model.loading.prediction_heads import PredictionHeads, heads_among
 from services.executor.model.loading.quantization_schemes import scheme_of
 from services.executor.model.loading.quantized_tensors import CodedRows, Fp8, Nf4

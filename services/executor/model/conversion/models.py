@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.executor.core.sharding import Span
 from services.executor.model.loading.completeness import check_whole
 from services.executor.model.loading.composition import Composition
+from services.executor.model.loading.config_file import load_config
 from services.executor.model.loading.gguf_weights import GgufWeights
-from services.executor.model.loading.loader import load_config
 from services.executor.model.loading.quantization_schemes import unreadable
 from services.executor.model.loading.quantized_tensors import CodedTensor
 from services.executor.model.loading.reading import Read

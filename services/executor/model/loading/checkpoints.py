@@ -1,7 +1,7 @@
 """From what a user names (a directory, a .gguf file, a hub name) to a model directory.
 
 Of a GGUF file the configuration and the tokenizer are written into a directory, which leads to the file by a link: the
-weights are served from it. What is not served so (`gguf_weights.ARCHITECTURES`) is unpacked there, once, as bf16. The
+weights are served from it. What is not served so (`gguf_metadata.ARCHITECTURES`) is unpacked there, once, as bf16. The
 directory is made under a temporary name and renamed when it is whole, so an interrupted conversion is never served.
 """
 
@@ -16,6 +16,7 @@ import structlog
 
 from services.executor.model.catalogue import check_sizes
 from services.executor.model.loading.gguf_metadata import (
+    ARCHITECTURES,
     check_described,
     end_tokens,
     positive,
@@ -25,7 +26,7 @@ from services.executor.model.loading.gguf_metadata import (
 from shared.errors import ModelLoadError, reason_of
 from shared.model_store.disk import mark_made
 from shared.model_store.locks import claimed
-from shared.model_store.programs import recommend
+from shared.model_store.programs import CONVERSION, recommend
 from shared.model_store.repository import directory_name
 from shared.model_store.settings import Store
 from shared.models import (
@@ -60,7 +61,6 @@ _ENCODERS = frozenset(
 """What GGUF calls models that read a text in both directions."""
 _UNPACKED_SCALED = ("gpt-oss",)
 """Architectures of which transformers reads scaled positions."""
-_STAGES = ("header", "weights", "tokenizer", "write", "done")
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
     r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -133,8 +133,6 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
     or not at all. Raises `ModelLoadError`.
     """
     from services.executor.model.loading.gguf_file import open_parts
-    from services.executor.model.loading.gguf_weights import ARCHITECTURES
-    from services.executor.model.loading.weight_files import WeightFiles
 
     files = open_parts(file)
     check_sizes(files[0].header.metadata)
@@ -150,7 +148,9 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
             f"The model of {file} is in {len(files)} files, and one of the architecture {architecture!r} is only read "
             "from one; join them with llama-gguf-split --merge, or use a safetensors directory."
         )
-    from services.executor.model.loading.loader import load_config  # with transformers, which takes seconds
+    from services.executor.model.loading.config_file import (
+        load_config,
+    )  # with transformers, which takes seconds
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -159,6 +159,8 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
             _convert(files, made, progress, unpack)
             load_config(made)
             if unpack:
+                from services.executor.model.loading.weight_files import WeightFiles
+
                 WeightFiles(made).close()
         except ModelLoadError:
             raise
@@ -168,16 +170,15 @@ def convert_gguf(file: Path, target: Path, progress: ConversionProgress) -> None
                 "transformers does not read from GGUF, fetch it again or use a safetensors directory."
             ) from error
         _publish(made, target)
-    progress("done", len(_STAGES) - 1, len(_STAGES) - 1)
+    progress("done", len(CONVERSION) - 1, len(CONVERSION) - 1)
 
 
 def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgress, unpack: bool) -> None:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+    from services.executor.model.loading.gguf_fields import read_once
     from services.executor.model.loading.gguf_unpacking import unpacked_model
 
     def stage(name: str) -> None:
-        progress(name, _STAGES.index(name), len(_STAGES) - 1)
+        progress(name, CONVERSION.index(name), len(CONVERSION) - 1)
 
     stage("header")
     file, header = files[0].path, files[0].header.metadata
@@ -192,6 +193,22 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     named = _alone(file, made.with_name("file"))
     stage("weights")
     model = unpacked_model(files[0], named) if unpack else None
+    with read_once(files[0]):
+        _describe(files, made, named, model, stage)
+
+
+def _describe(
+    files: "Sequence[GgufFile]",
+    made: Path,
+    named: dict[str, Any],
+    model: Any | None,
+    stage: Callable[[str], None],
+) -> None:
+    """Writes all but the weights, and them too where they are those of a `model` that was unpacked."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file, header = files[0].path, files[0].header.metadata
+    architecture = header.get("general.architecture")
     config = model.config if model is not None else _config(files, named)
     for name, word in _TOKENS.items():
         if f"tokenizer.ggml.{word}_token_id" not in header:

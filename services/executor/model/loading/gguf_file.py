@@ -37,8 +37,8 @@ _MOST_DIMENSIONS = 4
 _LARGEST = 1 << 50
 """Values of a tensor."""
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type of a value -> how `struct` names it."""
 
 
@@ -231,14 +231,13 @@ class _Reader:
 
     def _value(self, kind: int, key: str) -> Value | None:
         """None for what is passed over."""
-        if kind == _STRING:
+        if kind == STRING:
             return self._text(_LONGEST_HEADER)
-        if kind != _ARRAY:
+        if kind != ARRAY:
             return self._number(self._format_of(kind, key))
         inner, count = self._number("I"), self._number("Q")
-        if inner == _STRING:
-            for _ in range(count):
-                self._take(self._number("Q"))
+        if inner == STRING:
+            self._pass_over_texts(count)
             return None
         form = self._format_of(inner, key)
         begin = self._take(count * struct.calcsize(f"<{form}"))
@@ -246,10 +245,22 @@ class _Reader:
             return None
         return struct.unpack_from(f"<{count}{form}", self._memory, begin)
 
+    def _pass_over_texts(self, count: int) -> None:
+        """As `_take` does for each, of the hundred thousands of a vocabulary."""
+        at, last, length = self._at, self._end - 8, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at > last:
+                break
+            at += 8 + length(self._memory, at)[0]
+        else:
+            self._take(at - self._at)
+            return
+        self._take(self._end - self._at + 1)  # which is refused
+
     def _format_of(self, kind: int, key: str) -> str:
-        if kind not in _NUMBERS:
+        if kind not in NUMBERS:
             raise ValueError(f"{key!r} has a value of type {kind}, which is not read")
-        return _NUMBERS[kind]
+        return NUMBERS[kind]
 
     def _number(self, form: str) -> int:
         begin = self._take(struct.calcsize(f"<{form}"))

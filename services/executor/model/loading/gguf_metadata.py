@@ -6,6 +6,7 @@ key. Keys whose absence means something to every reader stay free: no chat templ
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,34 @@ from shared.errors import ModelLoadError
 
 if TYPE_CHECKING:  # with torch
     from services.executor.model.loading.gguf_file import GgufHeader, Value
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the files of an architecture differ from the model that transformers builds."""
+
+    pairs: bool = False
+    """Rows of queries and keys that are turned together follow each other; in the model they are half a head apart."""
+    norm_offset: float = 0.0
+    """What the files have added to the weights of norms"""
+
+
+ARCHITECTURES = {
+    "llama": Architecture(pairs=True),
+    "mistral": Architecture(pairs=True),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(),
+    "qwen2moe": Architecture(),
+    "qwen3moe": Architecture(),
+    "phi3": Architecture(),
+    "granite": Architecture(pairs=True),
+    "smollm3": Architecture(pairs=True),
+    "seed_oss": Architecture(),
+    "gemma": Architecture(norm_offset=1.0),
+    "gemma2": Architecture(norm_offset=1.0),
+    "gemma3": Architecture(norm_offset=1.0),
+}
+"""Those that are served from their files, by `general.architecture`. Source: llama.cpp, convert_hf_to_gguf.py."""
 
 _SIZES = ("context_length", "embedding_length", "block_count", "attention.head_count")
 _WIDTHS = ("feed_forward_length", "expert_feed_forward_length")

@@ -5,7 +5,7 @@ added, which is undone as rows are read: a row of codes is as good as a row of n
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from services.executor.core.sharding import Span
 from services.executor.model.loading.composition import Composition, Part, concatenated
 from services.executor.model.loading.gguf_blocks import has_codes, quantized, values
 from services.executor.model.loading.gguf_file import GgufTensor, open_parts
+from services.executor.model.loading.gguf_metadata import ARCHITECTURES
 from services.executor.model.loading.reading import Meter, Progress, Read
 from services.executor.model.loading.sources import Sources
 from services.executor.model.quantized import DeferredRows, QuantizedRows
@@ -36,34 +37,6 @@ _NAMED = 8
 _NUMBERS = ("F32", "F16", "BF16")
 _ROTARY_FACTORS = "rope_freqs.weight"
 _NO_PARAMETERS = frozenset({_ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How the files of an architecture differ from the model that transformers builds."""
-
-    pairs: bool = False
-    """Rows of queries and keys that are turned together follow each other; in the model they are half a head apart."""
-    norm_offset: float = 0.0
-    """What the files have added to the weights of norms"""
-
-
-ARCHITECTURES = {
-    "llama": Architecture(pairs=True),
-    "mistral": Architecture(pairs=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(),
-    "qwen2moe": Architecture(),
-    "qwen3moe": Architecture(),
-    "phi3": Architecture(),
-    "granite": Architecture(pairs=True),
-    "smollm3": Architecture(pairs=True),
-    "seed_oss": Architecture(),
-    "gemma": Architecture(norm_offset=1.0),
-    "gemma2": Architecture(norm_offset=1.0),
-    "gemma3": Architecture(norm_offset=1.0),
-}
-"""Those that are served from their files, by `general.architecture`. Source: llama.cpp, convert_hf_to_gguf.py."""
 
 
 class GgufWeights:

@@ -8,7 +8,6 @@ not in the checkpoint, and a buffer that goes through the meta device (rotary fr
 garbage without a word.
 """
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,38 +18,27 @@ from typing import Any
 
 import structlog
 import torch
-import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers import AutoModelForCausalLM
 
 from services.executor.collectives.base import Collectives
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.torch_imports import import_rest
 from services.executor.model.attention import register_attention
 from services.executor.model.catalogue import (
-    TEXT_ALONE,
-    check_sizes,
     check_supported,
-    check_text_served,
     longest_context,
-    nearest,
-    refusal_of,
-)
-from services.executor.model.configuration import (
-    check_configuration,
-    check_described,
-    check_layer_types,
 )
 from services.executor.model.loading.completeness import check_leftovers, check_ties, is_computed
+from services.executor.model.loading.config_file import load_config as load_config
 from services.executor.model.loading.gguf_weights import GgufWeights
 from services.executor.model.loading.output_heads import has_output_layer
 from services.executor.model.loading.prediction_heads import heads_among
 from services.executor.model.loading.quantization_schemes import Find, scheme_of
 from services.executor.model.loading.reading import Progress, Read, read_all
 from services.executor.model.loading.sources import Sources, find_sources
-from services.executor.model.loading.text_models import know_causal, takes_more_than_text, text_config
+from services.executor.model.loading.text_models import know_causal
 from services.executor.model.loading.weight_files import WeightFiles, some_of
 from services.executor.model.lowering import FAMILIES
 from services.executor.model.parallel.latent import register_latent_attention
@@ -81,79 +69,6 @@ _UNPACKED_TOGETHER = 1 << 22
 _CPU = torch.device("cpu")
 LOADING = threading.Lock()
 """Building on the meta device patches torch for the whole process, so threads load one after the other."""
-
-
-def load_config(directory: Path) -> Any:
-    """The transformers configuration of the model in `directory`, or of its text model where it takes more than text
-    and that is served alone. Raises `ModelLoadError`.
-    """
-    _check_directory(directory)
-    described: Any = None
-    try:
-        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(described, dict):
-            raise ValueError("it is no JSON object")
-        check_sizes(described)
-        served = _may_be_served(described.get("model_type"))
-        if served:  # others are refused with a reason of their own
-            check_described(described)
-        config = _read_config(directory, described)
-        text = config.get_text_config()
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        check_layer_types(described, ALLOWED_LAYER_TYPES)
-        raise _unusable(directory, described, error) from error
-    if served:
-        check_configuration(text)
-    if not takes_more_than_text(config):
-        return config
-    check_text_served(config)
-    try:
-        return text_config(config, described)
-    except Exception as error:  # transformers' checks of its values
-        raise _unusable(directory, described, error) from error
-
-
-def _check_directory(directory: Path) -> None:
-    if not directory.is_dir():
-        raise ModelLoadError(f"The model directory {directory} does not exist; check the path.")
-    if not (directory / "config.json").is_file():
-        if (directory / "adapter_config.json").is_file():
-            raise ModelLoadError(
-                f"The directory {directory} holds an adapter (LoRA) and not a model; serve its base and load the "
-                "adapter there (ryzanstein adapters load), or merge it into its model by PEFT and save that."
-            )
-        raise ModelLoadError(
-            f"The directory {directory} has no config.json, so it is not a model; "
-            "give a directory that transformers' save_pretrained made, a .gguf file or a hub name."
-        )
-
-
-def _may_be_served(model_type: object) -> bool:
-    return isinstance(model_type, str) and (refusal_of(model_type) is None or model_type in TEXT_ALONE)
-
-
-def _read_config(directory: Path, described: dict[str, Any]) -> Any:
-    """xLSTM 7B's names the kernels that its authors computed with, which transformers refuses where their package is
-    not installed. None of them computes here."""
-    if described.get("model_type") == "xlstm":
-        own = {key: value for key, value in described.items() if not key.endswith("_kernel")}
-        return AutoConfig.for_model(**own)
-    return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-
-
-def _unusable(directory: Path, described: Any, error: Exception) -> ModelLoadError:
-    model_type = described.get("model_type") if isinstance(described, dict) else None
-    other = nearest(model_type) if isinstance(model_type, str) else ""
-    is_known = model_type is None or model_type in CONFIG_MAPPING
-    reason = (
-        reason_of(error) if is_known else f"transformers {transformers.__version__} knows no {model_type!r}"
-    )
-    return ModelLoadError(
-        f"The config.json in {directory} is not one that can be served ({reason}); "
-        f"check the file, or choose a model of an architecture that transformers knows{other}."
-    )
 
 
 def context_length(config: Any) -> int:

@@ -11,10 +11,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.integrations.ggml import _gguf_parse_value
 
 from services.executor.model.conversion.__main__ import main
-from services.executor.model.loading import checkpoints, gguf_weights
+from services.executor.model.loading import checkpoints
 from services.executor.model.loading.checkpoints import convert_gguf, resolve_model
+from services.executor.model.loading.gguf_fields import read_once
+from services.executor.model.loading.gguf_file import open_parts
 from services.executor.model.loading.gguf_metadata import positive
 from shared.errors import ModelLoadError
 from shared.model_store.locks import LOCKS
@@ -125,12 +128,41 @@ def test_a_directory_leads_to_the_file_wherever_it_is_moved(file: Path, tmp_path
 def test_unpacked_weights_are_those_of_the_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_weights, "ARCHITECTURES", {})
+    monkeypatch.setattr(checkpoints, "ARCHITECTURES", {})
     convert_gguf(file, tmp_path / "out", ignore)
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"), dtype=torch.float32)
     tensor = next(t for t in gguf.GGUFReader(str(file)).tensors if t.name == "blk.1.ffn_down.weight")
     expected = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).bfloat16().float()
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight, expected)
+
+
+def test_a_header_is_read_once_and_as_it_is(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = gguf.GGUFReader(str(file)).fields
+    (ours,) = open_parts(file)
+    with read_once(ours):
+        fields = gguf.GGUFReader(str(file)).fields
+    assert fields.keys() == theirs.keys() - _NOT_SAID
+    for key, field in fields.items():
+        expected = theirs[key]
+        assert field.types == [int(kind) for kind in expected.types]
+        assert [_value(field, at) for at in field.data] == [_value(expected, at) for at in expected.data], key
+
+    class Slow:
+        def __init__(self, *arguments: object) -> None:
+            raise AssertionError("a vocabulary takes seconds so")
+
+    monkeypatch.setattr(gguf, "GGUFReader", Slow)
+    convert_gguf(file, tmp_path / "out", ignore)
+
+
+_NOT_SAID = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
+"""What the package adds to a file's own fields."""
+
+
+def _value(field: Any, at: int) -> object:
+    return _gguf_parse_value(field.parts[at], field.types)
 
 
 def test_an_interrupted_conversion_leaves_nothing(
