@@ -2,12 +2,14 @@
 all that comes before it could be told what to serve, and run beside that. This module imports next to nothing.
 
     up ──▶ `python -m services.executor -` ──imports──▶ waits ◀──arguments, environment, log── NATS runs by now
+                                                          ◀──that weights are not packed yet: more imports
 
 One that nobody tells anything ends with its standard input.
 """
 
 import asyncio
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -41,7 +43,14 @@ class EarlyExecutor:
         gone."""
         assert self._process.stdin is not None
         with self._process.stdin as line:
-            line.write(json.dumps([[*arguments], {**environment}, str(log)]).encode())
+            line.write(json.dumps([[*arguments], {**environment}, str(log)]).encode() + b"\n")
+
+    def expect_building(self) -> None:
+        """No earlier start has kept the model's weights: what makes them is imported while it waits."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone
+            self._process.stdin.write(b'"builds"\n')
+            self._process.stdin.flush()
 
     async def wait(self) -> int:
         if self._process.poll() is None:
@@ -87,6 +96,12 @@ def taken() -> EarlyExecutor | None:
     """The one that was started early, once; None where it has ended meanwhile."""
     early = _early.pop() if _early else None
     return early if early is not None and early.returncode is None else None
+
+
+def expect_building() -> None:
+    """To the one that was started early, where there is one."""
+    for early in _early:
+        early.expect_building()
 
 
 def start() -> EarlyExecutor:

@@ -246,8 +246,9 @@ class LocalStack:
         """Process id of the NATS server, where this stack has started it."""
         return self._nats.pid if self._nats else None
 
-    async def start(self) -> None:
-        """Starts every process; none of them need be ready when it returns. Raises `PortInUse`, and other errors."""
+    async def start(self, *, executors: bool = True) -> None:
+        """Starts every process, or all but the `executors`, whose model is not known yet; none of them need be ready
+        when it returns. Raises `PortInUse`, and other errors."""
         if self._settings.gateways > 1:
             self._reserve_ports()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -257,17 +258,26 @@ class LocalStack:
             set_aside(self.plan.data_dir / "nats")
             await self._nats.start(die_with_parent())
             self.nats_settings = self._nats.settings()
-            await self._start_children()  # their imports run beside what follows
+            await self._start_children(executors)  # their imports run beside what follows
         self._bus = await Bus.connect(self.nats_settings, "ryzanstein up")
         await ensure_streams(self._bus)
         await self._bus.subscribe(subjects.ALL_BEATS, Heartbeat, self._on_beat)
         if self.plan.nats is not None:
-            await self._start_children()  # not before it has let us in
+            await self._start_children(executors)  # not before it has let us in
 
-    async def _start_children(self) -> None:
-        self.children = self._make_children()
-        # What takes longest to be ready begins first; what is equal stays in order.
-        for child in sorted(self.children, key=lambda child: child.service != "executor"):
+    async def start_executors(self, plan: StackPlan) -> None:
+        """Those that `start` has left out. `plan`: as before, with the model."""
+        self.plan = plan
+        made = self._make_executors()
+        self.children += made
+        for child in made:
+            await self._start(child)
+
+    async def _start_children(self, executors: bool) -> None:
+        # What takes longest to be ready begins first.
+        first, others = self._make_executors() if executors else [], self._make_services()
+        self.children = others + first
+        for child in first + others:
             await self._start(child)
 
     async def wait_ready(self, report: Callable[[dict[str, Heartbeat]], None]) -> None:
@@ -332,8 +342,8 @@ class LocalStack:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _make_children(self) -> list[Child]:
-        children = [
+    def _make_services(self) -> list[Child]:
+        return [
             self._child("health-monitor", 0, []),
             *(self._child("scheduler", number, []) for number in range(self._settings.schedulers)),
             *(
@@ -341,12 +351,15 @@ class LocalStack:
                 for number in range(self._settings.gateways)
             ),
         ]
+
+    def _make_executors(self) -> list[Child]:
+        made = []
         for replica in range(self.plan.replicas):
             gpus = self.plan.gpus[replica : replica + 1]
             environment = {"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}
             arguments = self._executor_arguments(replica)
-            children.append(self._child("executor", replica, arguments, environment))
-        return children
+            made.append(self._child("executor", replica, arguments, environment))
+        return made
 
     def _reserve_ports(self) -> None:
         """They stay the same, and nobody else's, while gateways end and start again."""

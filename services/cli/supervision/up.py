@@ -1,6 +1,7 @@
 """`ryzanstein up`: a whole stack on this machine, from nothing to an answer.
 
-model ─▶ NATS and services ─▶ all ready ─▶ one answer as a smoke test ─▶ serve until Ctrl-C or SIGTERM
+model fetched ─▶ NATS and services ─▶ all ready ─▶ one answer as a smoke test ─▶ serve until Ctrl-C or SIGTERM
+            └──▶ converted ─▶ executors ─▶┘
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import Console
 
+from services.cli.supervision.early_executor import expect_building
 from services.cli.supervision.stack import LocalStack, StackPlan
 from services.cli.target import (
     RunFile,
@@ -41,7 +43,10 @@ from services.cli.ui import (
 )
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError, PortInUse, RyzansteinError
+from shared.model_store.catalog import is_ready
+from shared.model_store.packed import packed_files
 from shared.model_store.preparation import prepare_model
+from shared.model_store.programs import CONVERSION
 from shared.service.listener import bind, reserve
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -164,6 +169,8 @@ class Up:
         self._settings = settings
         self._console = console
         self._signal = asyncio.Event()
+        self._model: asyncio.Task[tuple[str, str]] | None = None
+        """What makes the model ready, once it has begun."""
         self._keyed = bool(settings.api_key.get_secret_value())
 
     async def run(self) -> int:
@@ -180,16 +187,39 @@ class Up:
             plan = await self._unless_stopped(self._prepare())
             if plan is None:
                 return 130
-            await self._run_stack(LocalStack(plan, self._settings))
+            try:
+                await self._run_stack(LocalStack(plan, self._settings))
+            finally:
+                await self._cancel_model()
         return 0
 
     async def _prepare(self) -> StackPlan:
-        """Everything that can be found wrong, or takes long, before a service is started."""
+        """Everything that can be found wrong, or takes long, before a service is started; a model that is there and
+        has to be converted is, beside them."""
         nats, gpus = self._existing_nats(), await self._gpus()
-        name, directory = await self._prepare_model()
-        name = self._plan.served_model_name or name
-        found = {"nats": nats, "gpus": gpus, "grpc_port": self._grpc_port()}
-        return msgspec.structs.replace(self._plan, model=directory, served_model_name=name, **found)
+        fetched = asyncio.Event()
+        self._model = asyncio.create_task(self._prepare_model(fetched))
+        self._model.add_done_callback(lambda task: fetched.set())
+        try:
+            await fetched.wait()
+        except asyncio.CancelledError:
+            await self._cancel_model()
+            raise
+        plan = msgspec.structs.replace(self._plan, nats=nats, gpus=gpus, grpc_port=self._grpc_port())
+        return await self._with_model(plan) if self._model.done() else plan
+
+    async def _with_model(self, plan: StackPlan) -> StackPlan:
+        """Waits for the model. Raises what kept it from being made ready."""
+        assert self._model is not None, "it is being made ready"
+        name, directory = await self._model
+        return msgspec.structs.replace(
+            plan, model=directory, served_model_name=self._plan.served_model_name or name
+        )
+
+    async def _cancel_model(self) -> None:
+        if self._model is not None:
+            self._model.cancel()
+            await asyncio.wait([self._model])
 
     def _grpc_port(self) -> int:
         """Nobody who does not ask for a port should be kept from starting by it."""
@@ -221,14 +251,26 @@ class Up:
             each = max(each, len(gpus) // plan.replicas)
         return assign_gpus(gpus, tp=each, replicas=plan.replicas)
 
-    async def _prepare_model(self) -> tuple[str, str]:
+    async def _prepare_model(self, fetched: asyncio.Event) -> tuple[str, str]:
+        """(served name, directory). Sets `fetched` once the model's files are there, whatever is still made of them."""
         plan = self._plan
         if plan.engine == "stub":
             return "stub", ""
         if not plan.model:
             return "", ""
+        store = self._settings.store
+        if not is_ready(plan.model, store):
+            expect_building()
         with model_bars(self._console) as report:
-            name, directory = await prepare_model(plan.model, self._settings.store, report)
+
+            def reported(stage: str, done: int, total: int) -> None:
+                if stage in CONVERSION:
+                    fetched.set()
+                report(stage, done, total)
+
+            name, directory = await prepare_model(plan.model, store, reported)
+        if not any(file.model == directory.resolve() for file in packed_files(store.packed)):
+            expect_building()
         return name, str(directory)
 
     async def _run_stack(self, stack: LocalStack) -> None:
@@ -272,8 +314,13 @@ class Up:
         return CHAT if path is None else path
 
     async def _bring_up(self, stack: LocalStack) -> None:
-        await stack.start()
+        assert self._model is not None, "it is being made ready"
+        whole = self._model.done()
+        await stack.start(executors=whole)
         self._leave_note(stack, "")
+        if not whole:
+            await stack.start_executors(await self._with_model(stack.plan))
+            self._leave_note(stack, "")
         await stack.withdraw_models()
         with LoadBars(self._console) as bars:
             await stack.wait_ready(bars.update)

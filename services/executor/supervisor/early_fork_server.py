@@ -1,6 +1,7 @@
 """Starts the fork server as the first thing that an executor does: its imports take longer than ours, and run beside
 them. This module imports next to nothing, for it comes before everything else."""
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,10 @@ RUNTIME = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_NUM_THREADS": "1"}
 time between two operations. OpenBLAS, which NumPy has for products that nobody asks for, would start threads, and a
 process of several is not forked. What the operator has set goes first."""
 
+BUILDS = "builds"
+"""A line to a waiting executor: its ranks will make their weights of a model's files, with modules that take seconds to
+import."""
+BUILDERS = ["services.executor.model.loading.loader"]
 WAITING = ["-"]
 """The arguments of an executor that is told later what it is."""
 
@@ -66,12 +71,18 @@ def start() -> Started:
 
 
 def take_arguments() -> None:
-    """What a waiting executor is, from standard input: a list of JSON of its arguments, its environment, and the file
-    that it writes its output to. Without it whoever has started us has ended: so do we."""
-    told = sys.stdin.buffer.read()
-    if not told:
-        _leave()
-    sys.argv[1:], environment, log = json.loads(told)
+    """What a waiting executor is, from standard input: a line of JSON of its arguments, its environment, and the file
+    that it writes its output to; `BUILDS` may come before it. Without it whoever has started us has ended: so do we."""
+    told: object = BUILDS
+    while told == BUILDS:
+        line = sys.stdin.buffer.readline()
+        if not line:
+            _leave()
+        told = json.loads(line)
+        if told == BUILDS and _early:
+            with contextlib.suppress(OSError):  # ranks import what they miss
+                _early[0].line.send(json.dumps({"type": "import", "modules": BUILDERS}).encode())
+    sys.argv[1:], environment, log = told  # type: ignore[misc]
     os.environ.update(environment)
     with open(os.devnull, "rb") as nothing, open(log, "ab") as output:  # noqa: PTH123  # before pathlib
         for number, file in enumerate((nothing, output, output)):

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.cli.supervision import early_executor
 from services.cli.supervision.nats_server import stop_process
 from services.cli.supervision.stack import Child
+from services.executor.supervisor.early_fork_server import BUILDERS
+from services.executor.supervisor.fork_server import Import
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="early executors are for Linux")
 
@@ -42,8 +45,19 @@ async def test_the_executor_is_the_one_that_was_started_early(tmp_path: Path) ->
     assert await asyncio.gather(executor.wait(), executor.wait()) == [0, 0]
     before, said = executor.log.read_text().splitlines()
     assert before == "before"
-    assert json.loads(said) == [["--group", "é"], "\udcff", "executor-0", ""]
+    assert json.loads(said) == [["--group", "é"], "\udcff", "executor-0", "", ""]
     assert early_executor.taken() is None, "it is there for one start"
+
+
+async def test_what_makes_weights_is_imported_while_it_waits(tmp_path: Path) -> None:
+    early_executor.start_early([])
+    early_executor.expect_building()
+    executor = child(tmp_path)
+    await executor.start({**os.environ, "TOLD": "more"})
+    assert await executor.wait() == 0
+    arguments, *_, asked = json.loads(executor.log.read_text())
+    assert arguments == ["--group", "é"]
+    assert msgspec.json.decode(asked, type=Import) == Import(BUILDERS)
 
 
 def test_one_that_is_told_nothing_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def make_stack(tmp_path: Path, nats: CommonSettings | None = None, **plan: objec
         **plan,
     }
     stack = LocalStack(StackPlan(nats=nats, **whole), load_settings(StackSettings))  # type: ignore[arg-type]
-    stack.children = stack._make_children()
+    stack.children = stack._make_services() + stack._make_executors()
     return stack
 
 
@@ -220,7 +220,7 @@ def test_several_gateways_share_their_ports_and_each_has_one_more(
     monkeypatch.setenv("RYZANSTEIN_GATEWAYS", "3")
     stack = make_stack(tmp_path, grpc_port=0)
     stack._reserve_ports()
-    stack.children = stack._make_children()
+    stack.children = stack._make_services() + stack._make_executors()
     asked = [child.arguments for child in stack.children if child.service == "gateway"]
 
     def ports(option: str) -> set[int]:

@@ -2,11 +2,18 @@
 
 import json
 import os
+import socket
 import sys
+from unittest.mock import Mock
 
-from services.executor.supervisor.early_fork_server import take_arguments
+from services.executor.supervisor import early_fork_server
+from services.executor.supervisor.early_fork_server import Started, take_arguments
 
 if __name__ == "__main__":
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    early_fork_server._early.append(Started(Mock(), ours))
     take_arguments()
-    said = [sys.argv[1:], os.environ["TOLD"], os.environ["RYZANSTEIN_INSTANCE"], sys.stdin.read()]
+    ours.close()
+    asked = theirs.recv(1 << 16).decode()
+    said = [sys.argv[1:], os.environ["TOLD"], os.environ["RYZANSTEIN_INSTANCE"], sys.stdin.read(), asked]
     print(json.dumps(said))  # noqa: T201
