@@ -1,7 +1,7 @@
 """What a start takes, and a ring's return after a kill, phase by phase: `python -m benchmarks.start --help`.
 
-    cold     up ──▶ services ──▶ imports ──▶ weights built ──▶ ready ──▶ answer      weights kept in the background
-    cached   up ──▶ services ──▶ imports ──▶ weights read  ──▶ ready ──▶ answer
+    cold     up ──▶ services ──▶ imports ──▶ weights read and packed ──▶ ready ──▶ answer   kept in the background
+    cached   up ──▶ services ──▶ imports ──▶ packed weights read     ──▶ ready ──▶ answer
     kill     a rank ──▶ told ──▶ forked ──▶ weights read ──▶ ready ──▶ the answer that was asked for meanwhile
 
 Times are those of the log's lines, which every process writes on the same clock, and of the answer's first token.
@@ -151,6 +151,7 @@ def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
         "kernels": "kernels proven",
         "weights": "weights",
         "kv_cache": "KV cache",
+        "packing": "packing",
         "warm_up": "kernels, first step",
         "others": "other ranks",
     }
@@ -159,9 +160,8 @@ def _slowest(loaded: Sequence[Line]) -> dict[str, float]:
 
 
 def _parts(line: Line) -> dict[str, float]:
-    return {
-        name: float(line.get(name, 0.0)) for name in ("kernels", "weights", "kv_cache", "warm_up", "others")
-    }
+    names = ("kernels", "weights", "kv_cache", "packing", "warm_up", "others")
+    return {name: float(line.get(name, 0.0)) for name in names}
 
 
 def medians(rounds: Sequence[Round]) -> tuple[dict[str, float], dict[str, float]]:

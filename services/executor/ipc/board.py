@@ -119,6 +119,8 @@ class _Rank(ctypes.Structure):
     communicating_ns: int
     gpu: Annotated[Any, ctypes.c_uint8 * 16]
     """UUID of its GPU; zeros: it has none."""
+    packs: int
+    """Whether what it loads is packed for the kernels, for want of what an earlier start has kept."""
 
 
 _RankWords = ctypes.c_int64 * (ctypes.sizeof(_Rank) // 8)
@@ -199,6 +201,10 @@ class RankBoard:
         """Bytes of weights read, of how many."""
         self._row.to_load = total
         self._row.loaded = done
+
+    def packs(self) -> None:
+        """What follows of its load is packing."""
+        self._row.packs = 1
 
     def run(self, plan: StepPlan, step: Callable[[], T]) -> T:
         """What `step` returns; its time is counted where `plan` is traced."""
@@ -302,6 +308,11 @@ class RingBoard:
         """Share of all ranks' weights that has been read, 0 to 1."""
         done, total = (sum(getattr(row, name) for row in self._rows) for name in ("loaded", "to_load"))
         return done / total if total else 0.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether a rank packs what it loads."""
+        return any(row.packs for row in self._rows)
 
     def loading(self) -> list[Loading]:
         """Of every rank that has started."""

@@ -362,7 +362,7 @@ class GroupSupervisor:
             ranks=ranks,
             load=ring.board.load,
             loaded=ring.loaded,
-            message=self._message,
+            message=self._message or ring.stage,
             work=GroupWork(totals.steps, totals.step_seconds, totals.prompt_tokens + totals.output_tokens),
             kv_bytes=ring.kv_bytes,
             kernels=ring.kernels,

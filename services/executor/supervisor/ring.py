@@ -150,6 +150,14 @@ class Ring:
         return 1.0 if self.ready.is_set() else self.board.loaded
 
     @property
+    def stage(self) -> str:
+        """What takes its time until it is ready, and how far it is, in quarters; empty: nothing that is told of."""
+        share = self.board.loaded
+        if self.ready.is_set() or not share:
+            return ""
+        return f"{'packing' if self.board.packs else 'reading'} weights, {int(share * 4) * 25}%"
+
+    @property
     def directory(self) -> Path:
         """Of files that end with the ring."""
         return self._directory

@@ -139,7 +139,7 @@ class RingEngine:
     def adapter_digest(self, directory: Path) -> str:
         from services.executor.model.adapters.files import inspect_for
         from services.executor.model.adapters.targets import whole_targets
-        from services.executor.model.loading.loader import load_config
+        from services.executor.model.loading.config_file import load_config
 
         if self._adapter_targets is None:
             served = self._loaded.runner.adapter_modules
@@ -365,6 +365,8 @@ class RingMember:
             log.info("rank_loaded", cached=False, kv_bytes=0, **laps.seconds)
             return cls(encoder, collectives, engine_spec, Share())
         share = load_share(settings, spec, directory, device, collectives, report)
+        if device.type == "cpu" and share.reads_compressed and not share.is_cached:
+            board.packs()
         facts = share.facts
         _check_sparse(settings, facts.states)
         _check_mapped(settings, share.reads_compressed)
@@ -375,6 +377,7 @@ class RingMember:
         laps.over("kv_cache")
         limits = step_limits(settings, context, drafting.share) if device.type == "cuda" else None
         runner = share.runner(storage.own_store, storage.spill, limits)
+        laps.over("packing")
         draft = drafting.beside(runner, storage.store, storage.spill, collectives, limits)
         if settings.max_adapters:
             limits_of_adapters = (settings.max_adapters, settings.max_adapter_rank, settings.adapter_dtype)
@@ -453,7 +456,7 @@ def _tasks(directory: Path, hidden_size: int) -> "tuple[ClassHead | None, dict[s
     generates, head = True, None
     if embeds or is_classifier(described):
         # With transformers, which takes seconds.
-        from services.executor.model.loading.loader import load_config
+        from services.executor.model.loading.config_file import load_config
         from services.executor.model.loading.output_heads import has_output_layer, read_class_head
         from services.executor.model.loading.weight_files import WeightFiles
 

@@ -31,7 +31,7 @@ def line(seconds: float, event: str, **fields: Any) -> dict[str, Any]:
 
 def started(begin: float) -> list[dict[str, Any]]:
     """Two ranks that are forked, loaded and ready; rank 1 has more to read."""
-    parts = {"kernels": 0.05, "kv_cache": 0.1, "warm_up": 0.15}
+    parts = {"kernels": 0.05, "kv_cache": 0.1, "packing": 0.1, "warm_up": 0.05}
     return [
         line(begin, "rank_started", rank=0, pid=10),
         line(begin + 0.1, "rank_started", rank=1, pid=11),
@@ -54,7 +54,9 @@ LOG = Log(
 
 def test_a_start_is_cut_into_phases() -> None:
     found = start_phases(Log(LOG.lines[:7]), T0, T0 + 3.5)
-    assert [*found.values()] == pytest.approx([1.0, 1.1, 0.1, 0.05, 0.5, 0.1, 0.15, 0.0, 0.3, 0.2], abs=1e-5)
+    assert [*found.values()] == pytest.approx(
+        [1.0, 1.1, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.2], abs=1e-5
+    )
     assert sum(found.values()) == pytest.approx(3.5, abs=1e-5), "nothing is left out or counted twice"
 
 
@@ -67,12 +69,15 @@ def test_a_return_is_cut_into_phases() -> None:
         "kernels proven",
         "weights",
         "KV cache",
+        "packing",
         "kernels, first step",
         "other ranks",
         "announced",
         "first token",
     ]
-    assert [*found.values()] == pytest.approx([0.1, 0.4, 0.1, 0.05, 0.5, 0.1, 0.15, 0.0, 0.3, 0.3], abs=1e-5)
+    assert [*found.values()] == pytest.approx(
+        [0.1, 0.4, 0.1, 0.05, 0.5, 0.1, 0.1, 0.05, 0.0, 0.3, 0.3], abs=1e-5
+    )
     assert sum(found.values()) == pytest.approx(2.0, abs=1e-5)
 
 

@@ -80,6 +80,9 @@ def test_what_ranks_write_the_orchestrator_reads(tmp_path: Path) -> None:
     same.set_load(load)
     leader.loaded(50, 100)
     follower.loaded(100, 100)
+    assert not board.packs
+    follower.packs()
+    assert board.packs
     leader.begin(1)
     leader.progress.tick()
     same.add_step(2_000_000_000, 10, 3)
