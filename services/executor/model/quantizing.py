@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from services.executor.model.quantized import E4M3, QuantizedRows
-from services.executor.native.library import Codes, compiled, kernels_at, levels
+from services.executor.native.library import Codes, best_level, compiled, kernels_at
 from shared.errors import ConfigurationError
 
 _SYMMETRIC, _SIGNED, _WITH_MINIMUMS, _WITH_ZEROS, _OF_E4M3 = range(5)
@@ -76,12 +76,12 @@ class RowsCodec:
 
     def encode_into(self, room: QuantizedRows, weight: Tensor) -> None:
         """Fills `room` from `weight` [out, in], floats on the host, with as many threads as PyTorch has."""
-        if compiled() is None or not levels():
+        if compiled() is None or not best_level():
             raise ConfigurationError(
                 "Weights are quantized by the compiled kernels, which this installation or processor lacks; choose "
                 "unquantized weights."
             )
-        kernels = kernels_at(levels()[0])
+        kernels = kernels_at(best_level())
         codec, group = self._fitting(weight.shape[1])
         weight = weight if weight.dtype in _TYPES and weight.stride(1) == 1 else weight.float().contiguous()
         parts = [getattr(room, name) for name in _PARTS]

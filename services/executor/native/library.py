@@ -14,6 +14,7 @@ was told to.
 
 import ctypes
 import importlib.util
+import itertools
 import os
 from ctypes import POINTER, c_float, c_int, c_int8, c_int32, c_int64, c_long, c_size_t, c_uint16, c_void_p
 from functools import cache
@@ -361,16 +362,16 @@ _chosen = ""
 
 def choose_level(level: str) -> None:
     """Has `load_library` give the kernels of `level`; empty: of the environment's (`LEVEL`), or of the best that this
-    processor runs. Logs which levels failed their proof.
+    processor runs. Proves that, and logs which better ones failed.
 
     Raises `ConfigurationError` where the processor does not run `level`, or computes wrongly at it.
     """
     global _chosen
     asked = level or os.environ.get(LEVEL, "")
-    if asked and not why_not() and asked not in levels():
+    if asked and not why_not() and (asked not in _present() or _wrong_at(asked)):
         cause = "which is not a level that this CPU has"
-        if asked in wrong_levels():
-            cause = f"at which this CPU computes wrong {wrong_levels()[asked]}"
+        if asked in _present():
+            cause = f"at which this CPU computes wrong {_wrong_at(asked)}"
         raise ConfigurationError(
             f"{LEVEL} is {asked!r}, {cause}; leave it empty, or choose one of: {', '.join(levels())}."
         )
@@ -385,7 +386,7 @@ def load_library() -> Any | None:
         return None
     if not _chosen:
         choose_level("")
-    return kernels_at(_chosen or levels()[0])
+    return kernels_at(_chosen or best_level())
 
 
 @cache
@@ -399,7 +400,7 @@ def why_not() -> str:
             "the package again: pip install --force-reinstall --no-deps --no-cache-dir ryzanstein (in a checkout: "
             "--no-deps --editable .)"
         )
-    if levels():
+    if best_level():
         return ""
     if wrong := wrong_levels():
         told = "; ".join(f"at {level} {kernels}" for level, kernels in wrong.items())
@@ -407,29 +408,38 @@ def why_not() -> str:
     return "this processor has neither AVX2 nor Arm's dot products"
 
 
-@cache
 def levels() -> tuple[str, ...]:
-    """The levels of the library that this processor runs and computes rightly at, the best first."""
-    return tuple(level for level, wrong in _proofs().items() if not wrong)
+    """The levels of the library that this processor runs and computes rightly at, the best first. All are proven."""
+    return tuple(level for level in _present() if not _wrong_at(level))
+
+
+def best_level() -> str:
+    """The first of `levels`, without a proof of those behind it; empty: there is none."""
+    return next((level for level in _present() if not _wrong_at(level)), "")
 
 
 def wrong_levels() -> dict[str, str]:
     """The levels that this processor has and computes something wrongly at: what."""
-    return {level: wrong for level, wrong in _proofs().items() if wrong}
+    return {level: wrong for level in _present() if (wrong := _wrong_at(level))}
+
+
+def _present() -> tuple[str, ...]:
+    """The levels of the library that this processor has, the best first."""
+    library = compiled()
+    return _levels_of(library) if library else ()
 
 
 @cache
-def _proofs() -> dict[str, str]:
-    """Of each level that this processor has, the best first, the kernels that compute otherwise than plain C; empty:
-    none. Takes less than a millisecond for a level."""
-    library = compiled()
-    return {level: PROOFS[kernels_at(level).rz_prove()] for level in _levels_of(library)} if library else {}
+def _wrong_at(level: str) -> str:
+    """The kernels that compute otherwise than plain C at `level`; empty: none. Takes less than a millisecond."""
+    return PROOFS[kernels_at(level).rz_prove()]
 
 
 @cache
 def _tell_wrong_levels() -> None:
-    for level, kernels in wrong_levels().items():
-        log.error("cpu_level_computes_wrongly", cpu_level=level, kernels=kernels, instead=levels()[:1])
+    for level in itertools.takewhile(_wrong_at, _present()):
+        wrong = _wrong_at(level)
+        log.error("cpu_level_computes_wrongly", cpu_level=level, kernels=wrong, instead=levels()[:1])
 
 
 def _levels_of(library: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from shared.process import die_with_parent
 
@@ -73,7 +73,7 @@ def start() -> Started:
 def take_arguments() -> None:
     """What a waiting executor is, from standard input: a line of JSON of its arguments, its environment, and the file
     that it writes its output to; `BUILDS` may come before it. Without it whoever has started us has ended: so do we."""
-    told: object = BUILDS
+    told: Any = BUILDS
     while told == BUILDS:
         line = sys.stdin.buffer.readline()
         if not line:
@@ -82,7 +82,7 @@ def take_arguments() -> None:
         if told == BUILDS and _early:
             with contextlib.suppress(OSError):  # ranks import what they miss
                 _early[0].line.send(json.dumps({"type": "import", "modules": BUILDERS}).encode())
-    sys.argv[1:], environment, log = told  # type: ignore[misc]
+    sys.argv[1:], environment, log = told
     os.environ.update(environment)
     with open(os.devnull, "rb") as nothing, open(log, "ab") as output:  # noqa: PTH123  # before pathlib
         for number, file in enumerate((nothing, output, output)):

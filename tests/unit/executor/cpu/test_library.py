@@ -195,8 +195,9 @@ def test_tiles_are_shaped_by_what_was_stored_before(functions: list[Function]) -
 def proofs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """What this processor computes wrongly, by level."""
     told = {"best": "", "plain": ""}
-    cached = (library.levels, library.why_not, library._tell_wrong_levels)
-    monkeypatch.setattr(library, "_proofs", lambda: told)
+    cached = (library.why_not, library._tell_wrong_levels)
+    monkeypatch.setattr(library, "_present", lambda: tuple(told))
+    monkeypatch.setattr(library, "_wrong_at", told.__getitem__)
     monkeypatch.setattr(library, "compiled", lambda: object())
     monkeypatch.setattr(library, "kernels_at", lambda level: SimpleNamespace(level=level))
     monkeypatch.setattr(library, "_chosen", "")
@@ -246,6 +247,16 @@ def test_the_environment_chooses_a_level_where_nothing_else_does(
     monkeypatch.setenv(library.LEVEL, "other")
     with pytest.raises(ConfigurationError, match="'other', which is not a level that this CPU has"):
         library.choose_level("")
+
+
+def test_levels_behind_the_one_that_is_chosen_are_not_proven(
+    proofs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proven: list[str] = []
+    monkeypatch.setattr(library, "_wrong_at", lambda level: proven.append(level) or proofs[level])
+    library.choose_level("")
+    assert library.load_library().level == "best"
+    assert {*proven} == {"best"}
 
 
 def test_every_level_of_this_processor_proves_itself() -> None:

@@ -99,13 +99,13 @@ def test_codes_do_not_depend_on_level_threads_or_dtype(name: str, monkeypatch: p
     expected = quantized(CODECS[name], weight.float())
     monkeypatch.setattr(quantizing, "_WORTH_A_THREAD", 1000)
     for level in library.levels():
-        monkeypatch.setattr(quantizing, "levels", lambda level=level: (level,))
+        monkeypatch.setattr(quantizing, "best_level", lambda level=level: level)
         made = quantized(CODECS[name], weight)
         assert torch.equal(made.codes, expected.codes)
         assert torch.equal(made.dequantized(), expected.dequantized())
 
 
 def test_without_kernels_nothing_is_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantizing, "levels", lambda: ())
+    monkeypatch.setattr(quantizing, "best_level", lambda: "")
     with pytest.raises(ConfigurationError, match="compiled kernels"):
         quantized(CODECS["q4_k"], rows())
