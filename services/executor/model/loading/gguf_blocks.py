@@ -71,7 +71,7 @@ def _by_kernels(library: Any, raw: Tensor, kind: GGMLQuantizationType) -> Quanti
     }
     places = [made[name].data_ptr() if name in made else None for name in _PARTS]
     library.rz_block_codes(int(kind), raw.data_ptr(), raw.stride(0), rows, blocks, size, *places)
-    return replace(like, **made)
+    return replace(like, **made)  # type: ignore[arg-type]
 
 
 _PARTS = ("codes", "scales", "mins", "supers", "super_mins")

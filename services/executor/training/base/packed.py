@@ -48,12 +48,16 @@ def packed_model(
     cache = WeightCache(packed_directory(settings), settings.weight_cache_bytes, directory, share)
     if found := _mapped(cache, threads):
         return found
-    facts, model = _packed(library, directory, settings, config, threads, collectives)
+    how = (library, directory, settings, config, threads, collectives)
+    facts, model = _packed(*how)
     cache.keep(facts, model)
-    if found := _mapped(cache, threads):
-        del model
+    if (kept := cache.find()) is not None:
+        kept.close()
+        del model  # not in memory and in the file's pages at a time
         give_back()
-        return found
+        if found := _mapped(cache, threads):
+            return found
+        _, model = _packed(*how)
     log.warning(
         "packed_weights_in_memory", reason="the weight cache has no room for them", bytes=_size_of(model)
     )

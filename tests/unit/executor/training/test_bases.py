@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
+from services.executor.cpu.packed_model import PackedModel
 from services.executor.model.loading.loader import load_config, load_model
 from services.executor.model.parallel.layers import WeightShard
 from services.executor.model.quantized import QuantizedRows
@@ -195,6 +197,29 @@ def test_the_base_is_in_the_pages_of_a_file_alone(tmp_path: Path, codec: str) ->
         file, anonymous = page_of(address)
         assert file.endswith(ending)
         assert anonymous == 0, "a page that is written to becomes the process's own"
+
+
+@natively
+def test_what_is_packed_is_let_go_before_its_file_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[PackedModel]] = []
+    held: list[bool] = []
+    pack, mapped = packed.pack, packed._mapped
+
+    def packing(*arguments: Any) -> PackedModel:
+        model = pack(*arguments)
+        made.append(weakref.ref(model))
+        return model
+
+    def mapping(*arguments: Any) -> PackedModel | None:
+        held.extend(model() is not None for model in made)
+        return mapped(*arguments)
+
+    monkeypatch.setattr(packed, "pack", packing)
+    monkeypatch.setattr(packed, "_mapped", mapping)
+    trainable(in_bf16(tmp_path / "model", "llama"), weight_dtype="q4_k", model_cache=tmp_path, **CACHED)
+    assert held == [False]
 
 
 def page_of(address: int) -> tuple[str, int]:
