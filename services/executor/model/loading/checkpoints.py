@@ -183,7 +183,8 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     stage("header")
     file, header = files[0].path, files[0].header.metadata
     check_described(file, files[0].header)
-    ends = end_tokens(file, header)
+    with read_once(files[0]):
+        ends = end_tokens(file, header)
     architecture = header.get("general.architecture")
     if unpack and _rope_scaling(files) and architecture not in _UNPACKED_SCALED:
         raise ModelLoadError(
@@ -194,7 +195,7 @@ def _convert(files: "Sequence[GgufFile]", made: Path, progress: ConversionProgre
     stage("weights")
     model = unpacked_model(files[0], named) if unpack else None
     with read_once(files[0]):
-        _describe(files, made, named, model, stage)
+        _describe(files, made, named, model, ends, stage)
 
 
 def _describe(
@@ -202,9 +203,11 @@ def _describe(
     made: Path,
     named: dict[str, Any],
     model: Any | None,
+    ends: list[int],
     stage: Callable[[str], None],
 ) -> None:
-    """Writes all but the weights, and them too where they are those of a `model` that was unpacked."""
+    """Writes all but the weights, and them too where they are those of a `model` that was unpacked. `ends`: tokens that
+    end an answer."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file, header = files[0].path, files[0].header.metadata

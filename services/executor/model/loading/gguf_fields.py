@@ -26,6 +26,12 @@ class _Field:
     def data(self) -> range:
         return range(len(self.parts))
 
+    def contents(self) -> Any:
+        """Its value; of an array a list of them."""
+        texts = self.types[-1] == STRING
+        values = [str(part, "utf-8") if texts else part[0] for part in self.parts]
+        return values if self.types[0] == ARRAY else values[0]
+
 
 class _Reader:
     """As `gguf.GGUFReader`, without what no model's configuration or tokenizer is made of."""

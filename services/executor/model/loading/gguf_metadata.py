@@ -119,12 +119,12 @@ def end_tokens(file: Path, header: "Mapping[str, Value]") -> list[int]:
 
 
 def _ends_by_name(file: Path) -> list[int]:
-    from gguf import GGUFReader, TokenType
+    import gguf
 
-    fields = GGUFReader(file).fields
+    fields = gguf.GGUFReader(file).fields
     tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
     ids = {token: number for number, token in enumerate(tokens)}
-    return [ids[name] for name in _ENDS if name in ids and kinds[ids[name]] == TokenType.CONTROL]
+    return [ids[name] for name in _ENDS if name in ids and kinds[ids[name]] == gguf.TokenType.CONTROL]
 
 
 def unsaid(file: Path, key: str) -> ModelLoadError:
