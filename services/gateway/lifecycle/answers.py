@@ -237,10 +237,7 @@ class Answers:
                 self._generations.cancellations.cancel(generation, by_owner=False)
             return
         error = Unavailable("The generation was cancelled; send the request again.", retry_after=1)
-        self._generations.cancel(going, error, by_owner=by_owner)
-        if answer.resumable:
-            for generation in going:
-                self._generations.conclude(generation, error, "cancelled")
+        self._generations.cancel(going, error, by_owner=by_owner, conclude=answer.resumable)
         if not answer.readers:
             self._drop(answer)
 

@@ -134,10 +134,10 @@ class Generations:
 
         Raises `QueueFull`, `PayloadTooLarge`, `BrokerUnavailable`.
         """
-        self.add(generations)
-        for generation in generations:
-            generation.begins_behind(self.journal.number)
         try:
+            self.add(generations)
+            for generation in generations:
+                generation.begins_behind(self.journal.number)
             if len(generations) == 1:
                 await self._submit(generations[0])
             else:
@@ -208,7 +208,7 @@ class Generations:
         self._recover_lost(item for item in generations if not item.ended)
 
     def conclude(
-        self, generation: Generation, error: RyzansteinError, finish: FinishReason = "error"
+        self, generation: Generation, error: RyzansteinError | None, finish: FinishReason = "error"
     ) -> None:
         """Writes an end that no ring has said into the log: whoever reads it later must not wait for more. Unless
         another gateway has claimed the generation, which then ends as that one says."""
@@ -218,18 +218,22 @@ class Generations:
             len(generation.tokens),
             [],
             finish,
-            error_code=error.code,
-            error=error.message,
+            error_code=error.code if error is not None else "",
+            error=error.message if error is not None else "",
         )
         self._background.spawn(self._write_end(TokenFrame("", 0, 0, [entry])))
 
     async def _write_end(self, frame: TokenFrame) -> None:
-        try:
-            if await self.claims.rival(of_choice(frame.entries[0].generation_id)) is not None:
+        generation_id = frame.entries[0].generation_id
+        for last in (False, True):
+            try:
+                if await self.claims.rival(of_choice(generation_id)) is None:
+                    await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
                 return
-            await self._bus.publish_durable(subjects.tokens(self._consumer), frame)
-        except RyzansteinError as error:
-            log.info("end_write_failed", generation_id=frame.entries[0].generation_id, error=str(error))
+            except RyzansteinError as error:
+                if last or not isinstance(error, LinkLost):  # else it may not be there: the same again
+                    log.info("end_write_failed", generation_id=generation_id, error=str(error))
+                    return
 
     async def _hand_in(self, generation: Generation) -> None:
         request = generation.request
@@ -245,14 +249,19 @@ class Generations:
         error: RyzansteinError | None = None,
         *,
         by_owner: bool = False,
+        conclude: bool = False,
     ) -> None:
         """Ends those that have not ended, here and in the rings; at once here, soon there. Readers get `error`.
-        `by_owner`: this gateway decides so and no client, which holds only while it owns them."""
+        `by_owner`: this gateway decides so and no client, which holds only while it owns them. `conclude`: the end is
+        written here for those that a ring has too. For others nobody else would write one: they were refused, or are
+        taken out of the queue, and whoever took over their records would compute them."""
         for generation in generations:
             if not generation.ended:
                 generation.cancel(error)
                 self._metrics.cancelled.inc()
                 self.cancellations.cancel(generation, by_owner=by_owner)
+                if conclude or not generation.group:
+                    self.conclude(generation, error, "cancelled")
             self._remove(generation)
 
     # --- from rings and the journal --------------------------------------------------------------

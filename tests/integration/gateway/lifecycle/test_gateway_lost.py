@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from nats.js.api import DiscardPolicy
 
 from shared.config import CommonSettings
 from shared.messages import ServiceRecord
@@ -326,6 +327,42 @@ async def test_what_has_run_for_long_is_found_by_the_list(
             await until(nothing_goes_on)  # the journal has the end a moment after the gateway
         await heirs.write_list()
         assert (await lists.items())[gateway.service.instance].identities == []
+
+
+async def refuse_all(bus: Bus) -> None:
+    """The queue has no room for any request."""
+    jetstream = bus.jetstream()
+    intake = (await jetstream.stream_info(subjects.INTAKE_STREAM)).config
+    await jetstream.update_stream(intake.evolve(max_bytes=1, discard=DiscardPolicy.NEW))
+
+
+@pytest.mark.parametrize("end", ["refused by the queue", "withdrawn from the queue"])
+async def test_what_no_ring_has_spoken_for_is_not_computed_by_an_heir(
+    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, bus: Bus, end: str
+) -> None:
+    """It has a record, and no ring or scheduler that would say how it ended."""
+    ring.taking.clear()
+    answers = gateway.service.work.answers
+    assert answers is not None
+    async with gateway.http() as http:
+        await http.post(CHAT, json=body(stream=False))  # the last one that the ring takes
+        if end == "refused by the queue":
+            await refuse_all(bus)
+            assert (await http.post(CHAT, json=body(stream=False))).status_code == 503
+        else:
+            leaving = asyncio.create_task(http.post(CHAT, json=body(stream=False)))
+            await until(lambda: any(one.generations[0].state == "queued" for one in answers.all()))
+            leaving.cancel()
+    async with run_gateway(nats_settings) as other:
+        heir = other.service.work.heirs
+        assert heir is not None
+
+        async def all_have_ended() -> bool:
+            left = await heir._left_by(gateway.service.instance, time.time())
+            assert len(left) == 2
+            return await heir._going(gateway.service.instance, list(left.values())) == []
+
+        await until(all_have_ended)
 
 
 async def test_a_loss_has_one_heir(gateway: RunningGateway, nats_settings: CommonSettings, bus: Bus) -> None:
