@@ -19,7 +19,14 @@ from services.scheduler.placement import Decision, Placement, SessionPins
 from services.scheduler.rejections import Rejections
 from services.scheduler.request import WaitingRequest
 from services.scheduler.settings import SchedulerSettings
-from shared.errors import BrokerUnavailable, DeadlineExceeded, NoGroupAvailable, QueueFull, error_from_code
+from shared.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    NoGroupAvailable,
+    QueueFull,
+    UnknownModel,
+    error_from_code,
+)
 from shared.messages import Cancel, CancelRequest, ControlReply, Lane, ModelPlacement, Refusal, SessionPin
 from shared.nats import subjects
 from shared.nats.bus import Bus
@@ -112,6 +119,10 @@ class Models(Protocol):
 
     def placement(self, model: str) -> ModelPlacement | None: ...
 
+    def removed(self, model: str) -> bool: ...
+
+    async def still_removed(self, model: str) -> bool: ...
+
 
 class Router:
     """One scheduler's work. Synchronous where it decides; replies and pins come back as tasks."""
@@ -148,6 +159,8 @@ class Router:
         )
         self._tasks = TaskSet()
         self._claiming = 0
+        self._ending: set[str] = set()
+        """Removed models about which the registry is asked."""
         self._woken = False
         self._stopped = False
         self._work_waiting = asyncio.Event()
@@ -167,7 +180,7 @@ class Router:
         elif (refused := self._refused(item)) is not None:
             self._models.arrived(item.model, served=False)
             self._refuse(item, refused)
-        elif crowded and not self._is_late(item) and not self._is_served(item.model):
+        elif crowded and not self._is_late(item) and self._waits_for_group(item.model):
             self._models.deferred(item.model)
             return False
         elif self._is_full(item):
@@ -197,6 +210,27 @@ class Router:
         retryable = error_from_code(placement.code, "").retryable
         self._rejections.fail(item, placement.code, placement.reason, retryable=retryable)
 
+    def _is_removed(self, model: str) -> bool:
+        """Whether its requests would wait in vain, those of lost rings too: it is out of the registry, and its last
+        group is gone."""
+        return self._models.removed(model) and all(group.status == "gone" for group in self._table.of(model))
+
+    async def _end_removed(self, model: str) -> None:
+        """Ends what waits for `model`, once the registry says that it is not there again."""
+        try:
+            removed = await self._models.still_removed(model) and self._is_removed(model)
+        except BrokerUnavailable as error:
+            log.info("registry_not_read", model=model, error=str(error))
+            return
+        finally:
+            self._ending.discard(model)
+        error = UnknownModel(
+            f"The model {model} was removed from the registry and unloaded; GET /v1/models shows what is served."
+        )
+        for item in self._queue.of(model) if removed else ():
+            self._queue.remove(item.generation_id)
+            self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
+
     def placed(self, model: str, placement: ModelPlacement | None) -> None:
         """It was decided where the model is loaded, or that no host can take it."""
         self._table.cordon(model, placement.cordoned if placement is not None else ())
@@ -220,6 +254,10 @@ class Router:
 
     def _is_served(self, model: str) -> bool:
         return bool(self._table.open(model)) or any(group.up for group in self._table.of(model))
+
+    def _waits_for_group(self, model: str) -> bool:
+        """Whether nobody serves it and somebody may later."""
+        return not self._is_served(model) and not self._is_removed(model)
 
     def _is_full(self, item: WaitingRequest) -> bool:
         waiting = self._queue.depth_of(item.model, item.lane)
@@ -427,6 +465,10 @@ class Router:
         self.wake()
 
     def _expire(self) -> None:
+        for model in filter(self._is_removed, self._queue.models()):
+            if model not in self._ending:
+                self._ending.add(model)
+                self._tasks.spawn(self._end_removed(model))
         now = asyncio.get_running_loop().time()
         for item in self._queue.expire(time.time()):
             if not item.delivery.ours(now):

@@ -80,6 +80,8 @@ class ModelController:
         self._metrics = metrics
         self._on_placement = on_placement
         self._specs: dict[str, ModelSpec] = {}
+        self._removed: set[str] = set()
+        """Models that were in the registry and are not; `MAX_MODELS` of them at most."""
         self._cluster = ClusterView()
         self._placer = ModelPlacer(self._cluster)
         self._demand = DemandTracker()
@@ -159,6 +161,16 @@ class ModelController:
         """What was said of it last; None: it is in no registry, or nobody has decided yet."""
         return self._said.get(model)
 
+    def removed(self, model: str) -> bool:
+        """Whether it was taken out of the registry: groups that have it go, and none comes."""
+        return model in self._removed
+
+    async def still_removed(self, model: str) -> bool:
+        """As `removed`, by the registry itself: what is heard of it may be behind. Raises `BrokerUnavailable`."""
+        if await self._registry.get(model) is not None:
+            self._removed.discard(model)
+        return model in self._removed
+
     # --- what is followed ------------------------------------------------------------------------
 
     async def _follow_registry(self) -> None:
@@ -171,8 +183,12 @@ class ModelController:
                 self._specs.pop(name, None)
                 self._arrived.pop(name, None)
                 self._arrived_at.pop(name, None)
+                if len(self._removed) >= MAX_MODELS:
+                    self._removed.pop()
+                self._removed.add(name)
             elif name in self._specs or len(self._specs) < MAX_MODELS:
                 self._specs[name] = spec
+                self._removed.discard(name)
             self._cluster.keep({spec.name: spec.source for spec in self._specs.values()})
             self._demand.keep(self._specs, time.time())
             if self._specs:

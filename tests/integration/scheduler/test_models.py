@@ -238,6 +238,37 @@ async def test_a_failed_load_is_told_and_a_removed_model_is_forgotten(
                 await yard.bus.flush()
 
 
+async def test_what_waits_for_a_model_that_was_removed_ends_and_for_one_that_is_back_does_not(
+    nats_settings: CommonSettings, house: House, yard: Yard
+) -> None:
+    """Among it may be what was answered long ago, and is delivered again since its acknowledgement was lost."""
+    host = await yard.host()
+    host.loads.clear()
+    for name in ("a", "b"):
+        await yard.register(name)
+        await yard.registry.delete(name)
+    async with scheduler(nats_settings) as service:
+        await house.ask("r1", model="a")
+        await house.ask("r2", model="a", attempt=1, lane="recovery")
+        await house.until(lambda: len(house.entries) == 2)
+        assert {(entry.error_code, entry.retryable) for entry in house.entries} == {
+            ("model_not_found", False)
+        }
+        await house.until_settled()
+        await yard.register("b")
+        models = service._models
+        assert models is not None
+        async with asyncio.timeout(15):
+            while models.removed("b"):
+                await yard.bus.flush()
+        models._removed.add("b")  # as before the news of it
+        await house.ask("r3", model="b")
+        await house.until(lambda: bool(host.told))
+        host.loads.set()
+        await house.until(lambda: "h1/b" in host.leaders and bool(host.leaders["h1/b"].requests))
+        assert len(house.entries) == 2
+
+
 async def test_another_takes_the_lease_of_one_that_has_died_and_repeats_harm_nobody(
     nats_settings: CommonSettings, house: House, yard: Yard
 ) -> None:
