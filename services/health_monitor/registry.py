@@ -3,17 +3,22 @@
 Several monitors write side by side, each over what it knows to stand there (compare-and-set): what is written
 already is not written again, and a monitor that was stopped cannot bring back what it last believed.
 
-    due ──▶ update(revision) ──▶ written
+    due ──▶ update(revision) ──▶ written ──▶ a ring that is up is told of
                  └─ somebody was first ──▶ read, merge into the detector ──▶ due again, if they differ
+
+Bad news is told at once: it must not wait, and whoever was given up in error is heard again. That a ring is up is told
+once the record which says so was written, at the revision that is known here: a monitor that was stopped would tell it
+of a ring that is lost by now.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
 import structlog
 
+from services.health_monitor.detector import SERVING
 from services.health_monitor.metrics import HealthMetrics
 from shared.errors import RyzansteinError
 from shared.messages import GroupEvent, GroupRecord, HostRecord, ServiceRecord
@@ -47,9 +52,11 @@ class Changes(Generic[Record]):
         """These records stand in the bucket already."""
         self._written = {key: (record, now) for key, record in records.items()}
 
-    def due(self, records: Mapping[str, Record], now: float) -> Due[Record]:
-        """What the bucket lacks at `now` (monotonic seconds)."""
-        put = {key: record for key, record in records.items() if self._is_due(key, record, now)}
+    def due(self, records: Mapping[str, Record], now: float, anyway: Collection[str] = ()) -> Due[Record]:
+        """What the bucket lacks at `now` (monotonic seconds), and the records `anyway`."""
+        put = {
+            key: record for key, record in records.items() if key in anyway or self._is_due(key, record, now)
+        }
         return Due(put, [key for key in self._written if key not in records])
 
     def written(self, key: str, record: Record, now: float) -> None:
@@ -125,11 +132,22 @@ class SharedRecords(Generic[Record]):
                 key, record, revision = update
                 self._learn(key, record, revision, clock())
 
-    async def write(self, records: Mapping[str, Record], now: float, stamp: float) -> None:
-        """Brings the bucket up to date. Raises `BrokerUnavailable`: the rest is due again at the next call."""
-        due = self._changes.due(records, now)
+    async def write(
+        self,
+        records: Mapping[str, Record],
+        now: float,
+        stamp: float,
+        *,
+        anyway: Collection[str] = (),
+        put: Callable[[Record], Awaitable[object]] | None = None,
+    ) -> None:
+        """Brings the bucket up to date. `anyway`: records that are written though they may stand there; `put` is told
+        of each that was written. Raises `BrokerUnavailable`: the rest is due again at the next call."""
+        due = self._changes.due(records, now, anyway)
         for key, record in due.put.items():
-            await self._put(key, msgspec.structs.replace(record, updated_at=stamp), now)
+            written = await self._put(key, msgspec.structs.replace(record, updated_at=stamp), now)
+            if written and put is not None:
+                await put(record)
         for key in due.delete:
             if await self._bucket.delete(key, self._revisions.get(key)):
                 self._revisions.pop(key, None)
@@ -137,7 +155,8 @@ class SharedRecords(Generic[Record]):
             else:
                 await self._read(key, now)
 
-    async def _put(self, key: str, record: Record, now: float) -> None:
+    async def _put(self, key: str, record: Record, now: float) -> bool:
+        """False: another monitor was first."""
         known = self._revisions.get(key)
         if known is None:
             revision = await self._bucket.create(key, record)
@@ -145,13 +164,13 @@ class SharedRecords(Generic[Record]):
             revision = await self._bucket.update(key, record, known)
         if revision is None:
             await self._read(key, now)
-            return
+            return False
         self._revisions[key] = max(revision, self._revisions.get(key, 0))
         self._changes.written(key, record, now)
         self._metrics.writes.inc()
+        return True
 
     async def _read(self, key: str, now: float) -> None:
-        """Another monitor was first."""
         entry = await self._bucket.get(key)
         if entry is None:
             self._learn(key, None, 0, now)
@@ -167,6 +186,11 @@ class SharedRecords(Generic[Record]):
             self._revisions[key] = revision
             self._changes.written(key, record, now)
             self._wrote(record)
+
+
+def _is_up(record: GroupRecord | None, event: GroupEvent) -> bool:
+    """Whether `record` says the same as an event that the ring is up."""
+    return record is not None and record.epoch == event.epoch and record.state in SERVING
 
 
 class Registry:
@@ -185,23 +209,39 @@ class Registry:
         self.groups = groups
         self.services = services
         self.hosts = hosts
+        self._up: dict[str, GroupEvent] = {}
+        """By group: that it is up, while its record is not written yet."""
 
     async def announce(self, events: list[GroupEvent]) -> None:
-        """Publishes group events; everybody reads them."""
+        """Publishes group events, which everybody reads: at once, but for those of rings that are up."""
         for event in (msgspec.structs.replace(event, at=time.time()) for event in events):
-            log.info(
-                "group_event",
-                group=event.group,
-                kind=event.kind,
-                epoch=event.epoch,
-                reason=event.reason,
-                cause=event.death.cause if event.death is not None else "",
-            )
-            self._metrics.events.labels(event.kind).inc()
-            try:
-                await self._bus.publish(subjects.HEALTH_EVENTS, event)
-            except RyzansteinError as error:
-                log.warning("event_publish_failed", group=event.group, error=str(error))
+            if event.kind == "up":
+                self._up[event.group] = event
+            else:
+                self._up.pop(event.group, None)
+                await self._publish(event)
+
+    async def _tell_up(self, record: GroupRecord, up: Mapping[str, GroupEvent]) -> None:
+        """`record` was written; `up`: what was to be told when it was taken."""
+        event = up.get(record.group)
+        if event is not None and self._up.get(record.group) is event:
+            del self._up[record.group]
+            await self._publish(event)
+
+    async def _publish(self, event: GroupEvent) -> None:
+        log.info(
+            "group_event",
+            group=event.group,
+            kind=event.kind,
+            epoch=event.epoch,
+            reason=event.reason,
+            cause=event.death.cause if event.death is not None else "",
+        )
+        self._metrics.events.labels(event.kind).inc()
+        try:
+            await self._bus.publish(subjects.HEALTH_EVENTS, event)
+        except RyzansteinError as error:
+            log.warning("event_publish_failed", group=event.group, error=str(error))
 
     async def write(
         self, services: list[ServiceRecord], groups: list[GroupRecord], hosts: list[HostRecord], now: float
@@ -213,7 +253,12 @@ class Registry:
         """
         stamp = time.time()
         try:
-            await self.groups.write({group.group: group for group in groups}, now, stamp)
+            known = {group.group: group for group in groups}
+            up = {name: event for name, event in self._up.items() if _is_up(known.get(name), event)}
+            self._up = dict(up)
+            await self.groups.write(
+                known, now, stamp, anyway=up, put=lambda record: self._tell_up(record, up)
+            )
             await self.services.write({one.instance: one for one in services}, now, stamp)
             await self.hosts.write({host.instance: host for host in hosts}, now, stamp)
         except RyzansteinError as error:

@@ -41,7 +41,7 @@ TICK = 0.25
 SOONEST = 0.02
 """Seconds before the next look, where somebody's time is up at once."""
 GATHER = 0.05
-"""Seconds in which changes are gathered before they are written: events do not wait for it."""
+"""Seconds in which changes are gathered before they are written: bad news does not wait for it."""
 
 
 class HealthMonitorService(Service):
