@@ -263,7 +263,7 @@ class Dispatcher:
             refusal = refusals.get(item.generation_id)
             if item.generation_id in taken:
                 self._outcome.accepted(item, group.name, reply.epoch)
-            elif refusal is not None and not refusal.retryable:
+            elif refusal is not None and self._is_final(item, group, reply, refusal):
                 self._metrics.refusals.labels(code_label(refusal.code)).inc()
                 self._outcome.rejected(item, refusal)
             else:
@@ -277,6 +277,12 @@ class Dispatcher:
             self._table.accepted(group)
         for item in again:
             self._outcome.returned(item)
+
+    def _is_final(self, item: WaitingRequest, group: Group, reply: DispatchReply, refusal: Refusal) -> bool:
+        """Whether no group would take it. A ring that began anew may compute less than the one before, or a group that
+        computes more has come meanwhile."""
+        another = self._table.another_computes(group.name, reply.epoch, item.model, item.sparse)
+        return not refusal.retryable and not another
 
     def _on_no_answer(self, group: Group, batch: list[WaitingRequest]) -> None:
         self._metrics.unanswered.inc()

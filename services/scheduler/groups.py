@@ -317,6 +317,14 @@ class GroupTable:
             return found
         return self.open(model)
 
+    def another_computes(self, name: str, epoch: int, model: str, kind: str) -> bool:
+        """Whether a request which the ring `epoch` of a group has refused is for another group: it asks for a kind of
+        sparse attention that this one, as far as is known of that ring, does not compute, and another one may."""
+        group = self.get(name)
+        if not kind or (group is not None and group.epoch >= epoch and group.computes(kind)):
+            return False
+        return any(other.may_compute(kind) for other in self.of(model) if other.name != name)
+
     def breakers(self) -> Iterator[tuple[str, State]]:
         """Every group's name and the state of its breaker."""
         return ((group.name, group.breaker.state) for group in self._groups.values())

@@ -101,6 +101,27 @@ async def test_sparse_attention_waits_for_a_group_that_computes_it(
     assert [(entry.generation_id, entry.error) for entry in house.entries] == [("never", "No pages here.")]
 
 
+async def test_what_a_ring_does_not_compute_any_more_goes_to_another_group(
+    house: House, nats_settings: CommonSettings
+) -> None:
+    """The ring has begun anew without page summaries, and its record says so later."""
+    starting, changed = await house.leader("starting", state="starting"), await house.leader("changed")
+    changed.traits = GroupTraits(["pages", "window"])
+    await changed.record("ready")
+    changed.epoch = 2
+    changed.refuse = lambda request: Refusal(
+        request.generation_id, "invalid_request", "No pages here.", False
+    )
+    async with scheduler(nats_settings):
+        await house.ask("asks", sparse=SparseAttention())
+        await house.until(lambda: bool(changed.batches))
+        starting.traits = GroupTraits(["pages", "window"])
+        await starting.record("ready")
+        await house.until(lambda: starting.ids == ["asks"])
+        await house.until_settled()
+    assert house.entries == []
+
+
 async def until_state(house: House, service: Scheduler, name: str, state: str) -> None:
     """A scheduler has read so of a group."""
     async with asyncio.timeout(15):
