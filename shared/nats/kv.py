@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -210,8 +211,8 @@ class Bucket(Generic[T]):
                 return Change(known, Entry(key, value, given))
             contention.lost()
 
-    async def items(self) -> dict[str, T]:
-        """All keys and values.
+    async def items(self, before: datetime | None = None) -> dict[str, T]:
+        """All keys and values; `before`: those that were written before then alone.
 
         A watcher says that all has been shown while what changed in the meantime is still to come, so a key that
         is being written could be missing. The stream has one message for each key, deleted ones too: while fewer
@@ -222,12 +223,12 @@ class Bucket(Generic[T]):
         with translated(f"read the bucket {self._name}"):
             for _ in range(READINGS):
                 held = (await self._store.status()).values
-                await self._read(found, seen)
+                await self._read(found, seen, before)
                 if len(seen) >= held:
                     break
         return found
 
-    async def _read(self, found: dict[str, T], seen: set[str]) -> None:
+    async def _read(self, found: dict[str, T], seen: set[str], before: datetime | None) -> None:
         """Adds what a new watcher shows: values to `found`, keys to `seen`."""
         async with asyncio.timeout(READ_TIMEOUT), self._watcher() as watcher:
             async for update in watcher:
@@ -235,7 +236,8 @@ class Bucket(Generic[T]):
                     return
                 key = self._key_of(update)
                 seen.add(key)
-                value = None if _deleted(update) else self._decode(key, update.data)
+                left_out = before is not None and update.metadata.timestamp >= before
+                value = None if left_out or _deleted(update) else self._decode(key, update.data)
                 if value is None:
                     found.pop(key, None)
                 else:

@@ -16,6 +16,7 @@ from nats.js.api import (
     RetentionPolicy,
     StorageType,
     StreamConfig,
+    StreamInfo,
 )
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
@@ -61,15 +62,20 @@ async def ensure_streams(bus: Bus, *, change: bool = True) -> None:
         await ensure_stream(bus, config, change=change)
 
 
-async def messages_in(bus: Bus, stream: str) -> int | None:
-    """How many it has; None: there is no such stream. Raises `BrokerUnavailable`."""
+async def info_of(bus: Bus, stream: str) -> StreamInfo | None:
+    """What the broker says of it; None: there is no such stream. Raises `BrokerUnavailable`."""
     try:
-        info = await when_led(bus, lambda: bus.jetstream().stream_info(stream))
+        return await when_led(bus, lambda: bus.jetstream().stream_info(stream))
     except NotFoundError:
         return None
     except BROKER_ERRORS as error:
         raise broker_error(f"look for the stream {stream}", error) from error
-    return info.state.messages
+
+
+async def messages_in(bus: Bus, stream: str) -> int | None:
+    """How many it has; None: there is no such stream. Raises `BrokerUnavailable`."""
+    info = await info_of(bus, stream)
+    return None if info is None else info.state.messages
 
 
 async def made_by_others(bus: Bus, stream: str) -> bool:

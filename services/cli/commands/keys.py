@@ -19,7 +19,7 @@ from shared.keys import KeyLimits, KeyRecord, NewKey, new_key, parse
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from shared.nats.kv import Bucket, Entry
-from shared.nats.streams import messages_in
+from shared.nats.streams import info_of, messages_in
 
 T = TypeVar("T")
 
@@ -188,14 +188,17 @@ def _with_bucket(
 
 async def open_keys(bus: Bus) -> Bucket[KeyRecord]:
     """The bucket of keys. An empty one gets those of an older release; from then on gateways read the others no more,
-    and neither does this."""
+    and neither does this, but for what an interrupted copy left there: older than this bucket, and never in it."""
     bucket = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
-    if not await messages_in(bus, f"KV_{subjects.KEYS_BUCKET}") and await messages_in(
-        bus, f"KV_{subjects.OLD_KEYS_BUCKET}"
-    ):
+    if await messages_in(bus, f"KV_{subjects.OLD_KEYS_BUCKET}"):
+        made = await info_of(bus, f"KV_{subjects.KEYS_BUCKET}")
+        assert made is not None, "it is open"
+        before = made.created if made.state.messages else None
         older = await Bucket.open(bus, subjects.OLD_KEYS_BUCKET, KeyRecord)
-        for identity, record in (await older.items()).items():
-            await bucket.create(identity, record)
+        copied = await bucket.items()
+        for identity, record in (await older.items(before)).items():
+            if identity not in copied:
+                await bucket.update(identity, record, 0)  # `create` would bring back a deleted one
     return bucket
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from services.cli.commands.keys import open_keys
@@ -55,6 +56,25 @@ async def test_they_are_good_until_they_are_copied_and_what_is_written_there_lat
     await until(lambda: first.identity not in authenticator.records)
     assert authenticator.records.keys() == {new.identity}
     assert not lets_in(authenticator, forged)
+
+
+async def test_a_copy_that_was_interrupted_goes_on(bus: Bus, older: Bucket[KeyRecord]) -> None:
+    """Without what was deleted or changed since, and without what was written to the older bucket later."""
+    deleted, revoked, left, forged = (new_key("acme", 1.0) for _ in range(4))
+    for key in (deleted, revoked, left):
+        await older.put(key.identity, key.record)
+    keys = await Bucket.open(bus, subjects.KEYS_BUCKET, KeyRecord)
+    for key in (deleted, revoked):  # here it is interrupted
+        await keys.create(key.identity, key.record)
+    await keys.delete(deleted.identity)
+    now_revoked = msgspec.structs.replace(revoked.record, revoked=2.0)
+    await keys.put(revoked.identity, now_revoked)
+    await older.put(forged.identity, forged.record)
+    for _ in range(2):
+        assert await (await open_keys(bus)).items() == {
+            revoked.identity: now_revoked,
+            left.identity: left.record,
+        }
 
 
 async def test_without_any_key_everybody_is_let_in(authenticator: Authenticator) -> None:
