@@ -20,6 +20,10 @@ BACKGROUND = 600.0
 More than a fault lasts."""
 HEADERS = {"X-Ryzanstein-Background": f"{BACKGROUND:g}"}
 
+LOST_TOO_OFTEN = "ring_lost"
+"""Code of the end of a generation whose rings were lost more often than it is tried again: to resume it would show that
+end once more, so it is asked for anew."""
+
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a client behaves; what is drawn, is drawn between two numbers."""
@@ -133,6 +137,8 @@ class Client:
                 if not (error.again or tried.replaced) or request.cancel_asked:
                     self.end_refused(request, error)
                     return False
+                if error.code == LOST_TOO_OFTEN:
+                    request.identity, request.position = "", ""
                 wait = error.retry_after
             else:
                 tried.ending = tried.ending or "ended"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
+from services.gateway.core.settings import GatewaySettings
+from tests.simulation.clients.client import LOST_TOO_OFTEN
 from tests.simulation.clients.history import Request, Try
 from tests.simulation.promises.evidence import Evidence
 from tests.simulation.promises.promise import Finding, Promise
@@ -19,6 +21,7 @@ NEVER = ("internal_error",)
 """Codes that no page allows."""
 FATAL = "fatal_request"
 """Of one that seems to end the rings that compute it."""
+ATTEMPTS: int = GatewaySettings.model_fields["recovery_attempts"].default
 LIMITED = ("rate_limit_exceeded", "8")
 """Codes of what is beyond the limits of a key or tenant; the second is gRPC's RESOURCE_EXHAUSTED."""
 FULL = ("queue_full", "8")
@@ -77,6 +80,11 @@ class AllowedRefusals(Promise):
         faults = evidence.during(request.started, until, AFTERMATH * evidence.patience)
         return sum(one.name == "rank_fault" for one in faults) > 1
 
+    def _lost_often(self, evidence: Evidence, request: Request, tried: Try) -> bool:
+        """More executors than it has attempts were in trouble meanwhile."""
+        faults = evidence.during(request.started, tried.until, AFTERMATH * evidence.patience)
+        return sum(one.target.startswith("executor") for one in faults) > ATTEMPTS
+
     def _allowed(self, evidence: Evidence, request: Request, tried: Try) -> bool:
         if tried.code in NEVER:
             return False
@@ -84,7 +92,7 @@ class AllowedRefusals(Promise):
             return True
         if tried.code == FATAL:
             return self._looks_guilty(evidence, request)
-        if tried.replaced:
+        if tried.replaced or (tried.code == LOST_TOO_OFTEN and self._lost_often(evidence, request, tried)):
             return True
         if self._limited(evidence, request, tried):
             return True

@@ -169,6 +169,7 @@ SOUND = evidence(
     refused_later("rate_limit_exceeded", 429),
     refused_later("8", 503),
     refused_later("invalid_api_key", 401, replaced=True),
+    refused("ring_lost"),
     batches=[
         batch(),
         batch(ends=("failed",), status="failed", statuses=["failed"], output=[], counts={"completed": 0}),
@@ -180,6 +181,7 @@ SOUND = evidence(
         Fault("kill", "broker-1", 90.0, 95.0),
         Fault("lower_limits", "", 280.0, 290.0, "limits"),
         Fault("new_key", "", 280.0, 299.0, "nothing"),
+        *(Fault("rank_crash", "executor-1", at, at) for at in (72.0, 80.0, 90.0, 99.0)),
     ],
     readings=[Reading("gateway-1", "open connections", 0), Reading("gateway-1", "keys", 5, 10, always=True)],
     holdings=together(110.0),
@@ -252,6 +254,11 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         "allowed_refusals",
         "fatal_request, and nothing",
         lambda: evidence(refused("fatal_request", 400), faults=[Fault("rank_fault", "executor-1", 99, 101)]),
+    ),
+    (
+        "allowed_refusals",
+        "ring_lost, and nothing",
+        lambda: evidence(refused("ring_lost"), faults=[Fault("rank_crash", "executor-1", 99, 99)] * 3),
     ),
     ("allowed_refusals", "429", lambda: evidence(refused("queue_full", 429))),
     (
