@@ -164,7 +164,7 @@ STALL = 1.0
 SAME = 0.5
 """Seconds by which two monitors may have heard the same heartbeat at different times."""
 
-SERVING = ("ready", "busy")
+_SERVING = ("ready", "busy")
 _CUT_OFF = "its leader has lost its connection to NATS"
 
 
@@ -199,7 +199,7 @@ class _Group:
         if state != "gone":
             self.lost = False
         elif self.record.state != "gone":
-            self.lost = self.record.state in (*SERVING, "hung")
+            self.lost = self.record.state in (*_SERVING, "hung")
         self.record = replace(self.record, state=state, **changes)
 
 
@@ -478,7 +478,7 @@ class Detector:
 
     def _set_state(self, entry: _Group, state: GroupStatus, **changes: Any) -> list[GroupEvent]:
         entry.become(state, **changes)
-        if state in SERVING:
+        if state in _SERVING:
             return _announce(entry, "up")
         if state == "draining":
             return _announce(entry, "draining") if entry.announced else []
@@ -523,7 +523,7 @@ def _leader_of(group: _Group) -> str:
 
 def _announced(state: GroupStatus) -> Literal["", "up", "draining"]:
     """What was last said of a ring in `state`."""
-    if state in SERVING:
+    if state in _SERVING:
         return "up"
     return "draining" if state == "draining" else ""
 

@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 import msgspec
 import structlog
 
-from services.health_monitor.detector import SERVING
 from services.health_monitor.metrics import HealthMetrics
 from shared.errors import RyzansteinError
 from shared.messages import GroupEvent, GroupRecord, HostRecord, ServiceRecord
@@ -190,7 +189,7 @@ class SharedRecords(Generic[Record]):
 
 def _is_up(record: GroupRecord | None, event: GroupEvent) -> bool:
     """Whether `record` says the same as an event that the ring is up."""
-    return record is not None and record.epoch == event.epoch and record.state in SERVING
+    return record is not None and record.epoch == event.epoch and record.state in ("ready", "busy")
 
 
 class Registry:

@@ -224,12 +224,10 @@ class Router:
             return
         finally:
             self._ending.discard(model)
-        error = UnknownModel(
-            f"The model {model} was removed from the registry and unloaded; GET /v1/models shows what is served."
-        )
+        reason = f"The model {model} was removed from the registry and unloaded; GET /v1/models shows what is served."
         for item in self._queue.of(model) if removed else ():
             self._queue.remove(item.generation_id)
-            self._rejections.fail(item, error.code, str(error), retryable=error.retryable)
+            self._rejections.fail(item, UnknownModel.code, reason, retryable=UnknownModel.retryable)
 
     def placed(self, model: str, placement: ModelPlacement | None) -> None:
         """It was decided where the model is loaded, or that no host can take it."""
