@@ -236,7 +236,8 @@ async def test_a_ring_that_is_starting_and_one_that_is_not_there_are_told(
     bus: Bus, nats_settings: CommonSettings, tmp_path: Path
 ) -> None:
     async with executor(bus, nats_settings, tmp_path, "--tp", "2") as process:
-        await process.wait_for(lambda beat: beat.group is not None)
+        # Before that nobody may listen yet: heartbeats begin before the group does.
+        await process.wait_for(lambda beat: beat.group is not None and beat.group.epoch > 0)
         starting = await fetch_dump(nats_settings, "g", 0.3, 30)
         assert starting.state in ("starting", "ready", "none")
         before = (await process.wait_ready()).group

@@ -194,7 +194,11 @@ async def test_limits_are_told_in_each_apis_words(
 
 
 async def gateway_knows(http: httpx.AsyncClient, key: NewKey) -> bool:
-    return (await http.get("/v1/models", headers=bearer(key))).status_code == 200
+    """Not where it lets everybody in, since it has read of no key yet."""
+    stranger = await http.get("/v1/models")
+    return (
+        stranger.status_code == 401 and (await http.get("/v1/models", headers=bearer(key))).status_code == 200
+    )
 
 
 async def test_what_generates_nothing_is_refused_and_counted_alike(

@@ -13,6 +13,7 @@ from websockets.asyncio.client import connect
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from tests.integration.gateway.api.test_rest import until_listed
+from tests.integration.gateway.api_keys import changes_to
 from tests.integration.gateway.auth.test_limits import make
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, saying, stub_card, until
@@ -346,6 +347,7 @@ async def test_versions_and_limits_are_told(
         assert answer.status_code == 200
         assert ("x-ryzanstein-warning" in answer.headers) is warned
     key = await make(bus, requests_per_minute=2)
+    await changes_to(gateway, {}, 401)  # it has read that there is a key
     async with gateway.http(headers={"x-api-key": key.token}) as limited:
         answer = await limited.post(MESSAGES, json=BODY)
         assert answer.headers["anthropic-ratelimit-requests-limit"] == "2"
