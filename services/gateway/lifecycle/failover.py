@@ -16,7 +16,7 @@ the records of an hour.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import structlog
 
@@ -119,21 +119,19 @@ class Heirs:
             return
         left = await self._left_by(lost, lost_at)
         records = await self._going(lost, list(left.values()))
+        going: set[str] = set()
         for begin in range(0, len(records), SLICE):
-            await self._take(records[begin : begin + SLICE])
+            going |= await self._take(records[begin : begin + SLICE])
         if records:
             log.info("generations_taken_over", of=lost, generations=len(records))
-        await self._keep_ended(left, records)
+        await self._keep_ended(left, going)
         await self._settle(lost, lost_at)
         for heirless in await self._unsettled(lost):
             await self._inherit(*heirless)
 
-    async def _keep_ended(self, left: dict[str, GenerationRecord], going: Sequence[GenerationRecord]) -> None:
-        """What had ended and outlives the journal; its gateway may not have kept it any more."""
-        unfinished = {record.identity for record in going}
-        ended = [
-            record for identity, record in left.items() if record.outlives and identity not in unfinished
-        ]
+    async def _keep_ended(self, left: dict[str, GenerationRecord], going: Collection[str]) -> None:
+        """What had ended and outlives the journal; its gateway may not have kept it any more. `going`: identities."""
+        ended = [record for identity, record in left.items() if record.outlives and identity not in going]
         for begin in range(0, len(ended), SLICE):
             await asyncio.gather(*map(self._keep, ended[begin : begin + SLICE]))
 
@@ -225,7 +223,9 @@ class Heirs:
             )
         ]
 
-    async def _take(self, records: list[GenerationRecord]) -> None:
-        """Reads the logs of some generations, and takes over what has not ended and has no owner."""
+    async def _take(self, records: list[GenerationRecord]) -> set[str]:
+        """Reads the logs of some generations, and takes over what has not ended and has no owner. Returns what goes
+        on, by identity: of some the end comes into the journal only now."""
         answers = await asyncio.gather(*(self._answers.inherit(record, keep=KEEP) for record in records))
         await self._owners.take([answer for answer in answers if not answer.ended])
+        return {answer.identity for answer in answers if answer.owned or not answer.ended}

@@ -13,6 +13,7 @@ import pytest
 
 from shared.config import CommonSettings
 from shared.messages import TokenFrame
+from shared.messages.records import GenerationRecord
 from shared.nats import subjects
 from shared.nats.bus import Bus
 from tests.integration.gateway.conftest import RunningGateway, run_gateway
@@ -102,10 +103,17 @@ async def test_a_background_response_is_driven_to_its_end_and_kept(
     assert not ring.commanded
 
 
+async def going(lost: str, records: list[GenerationRecord]) -> list[GenerationRecord]:
+    """Of none the end is known yet."""
+    return records
+
+
+@pytest.mark.parametrize("late", [False, True])
 async def test_an_heir_keeps_what_had_ended(
-    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing
+    gateway: RunningGateway, nats_settings: CommonSettings, ring: FakeRing, late: bool
 ) -> None:
-    """Its gateway was lost between the response's end and the store."""
+    """Its gateway was lost between the response's end and the store. `late`: the end comes into the journal when the
+    heir has read there what goes on."""
     async with run_gateway(nats_settings) as lost:
         answers, heirs = lost.service.work.answers, gateway.service.work.heirs
         assert answers is not None
@@ -113,6 +121,8 @@ async def test_an_heir_keeps_what_had_ended(
         answers._keep = lambda answer: None  # type: ignore[method-assign]
         async with lost.http() as http:
             made = (await http.post(RESPONSES, json={"model": MODEL, "input": "Hi"})).json()
+        if late:
+            heirs._going = going  # type: ignore[method-assign]
         await heirs._try_to_inherit(lost.service.instance, time.time() + 1)
         stored = await kept(gateway, made["id"])
     assert json.loads(stored.response) == made
