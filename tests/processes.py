@@ -133,7 +133,8 @@ async def service_process(
     start = (
         (await _executed(module, arguments, environment, log))
         if alone
-        else fork(module, arguments, environment, log)
+        # The first one waits for the imports: too long for whatever else goes on in this event loop.
+        else await asyncio.to_thread(fork, module, arguments, environment, log)
     )
     running = ServiceProcess(start, log)
     subscription = await bus.subscribe(
