@@ -8,7 +8,7 @@ already is not written again, and a monitor that was stopped cannot bring back w
 
 Bad news is told at once: it must not wait, and whoever was given up in error is heard again. That a ring is up is told
 once the record which says so was written, at the revision that is known here: a monitor that was stopped would tell it
-of a ring that is lost by now.
+of a ring that is lost by now. One that is stopped between the two tells it late, with the time at which it was so.
 """
 
 import time

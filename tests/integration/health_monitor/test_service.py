@@ -99,6 +99,8 @@ class Seen:
 
     def __init__(self, bus: Bus) -> None:
         self.events: list[tuple[str, int, str]] = []
+        self.times: list[float] = []
+        """Of the events: when each was so, as it says."""
         self.groups: dict[str, GroupRecord] = {}
         self.services: dict[str, ServiceRecord] = {}
         self._bus = bus
@@ -134,6 +136,7 @@ class Seen:
     async def _on_event(self, event: GroupEvent) -> None:
         async with self._news:
             self.events.append((event.group, event.epoch, event.kind))
+            self.times.append(event.at)
             self._news.notify_all()
 
     async def _follow(self, bucket: Bucket, into: dict) -> None:  # type: ignore[type-arg]
