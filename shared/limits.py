@@ -488,6 +488,13 @@ TEMPLATES_WAITING = Limit(
 TEXT_WAITING = Limit(
     "text_waiting", 64 << 20, "bytes", "texts that wait to be tokenized, a quarter for each tenant", "gateway"
 )
+LARGE_WAITING = Limit(
+    "large_waiting",
+    256 << 20,
+    "bytes",
+    "requests of more than 64 KiB that wait to be decoded, a quarter for each tenant",
+    "gateway",
+)
 TOKENIZED_SEGMENTS = Limit(
     "tokenized_segments",
     8 << 20,

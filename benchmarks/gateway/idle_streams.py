@@ -29,7 +29,15 @@ from benchmarks.peers.servers import free_port
 from benchmarks.serve.workloads import WORDS
 from services.cli.supervision.nats_server import LocalNats
 from shared.errors import RyzansteinError
-from shared.messages import GenerationRequest, Heartbeat, ModelCard, TokenEntry, TokenFrame, TokenizerBundle
+from shared.messages import (
+    FinishReason,
+    GenerationRequest,
+    Heartbeat,
+    ModelCard,
+    TokenEntry,
+    TokenFrame,
+    TokenizerBundle,
+)
 from shared.nats import subjects
 from shared.nats.bus import Bus, encode
 from shared.nats.kv import Bucket
@@ -61,10 +69,11 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class SilentRing:
-    """Takes every request of the queue, and answers with one token."""
+    """Takes every request of the queue, and answers with one token, which may be its last (`finish`)."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, finish: FinishReason = "") -> None:
         self._bus = bus
+        self._finish: FinishReason = finish
         self.prompt_tokens = 0
         """Of the last request."""
 
@@ -92,7 +101,9 @@ class SilentRing:
                 await message.ack()
                 request = msgspec.msgpack.decode(message.data, type=GenerationRequest)
                 self.prompt_tokens = len(request.prompt)
-                entry = TokenEntry(request.generation_id, request.attempt, 0, [request.prompt[0]])
+                entry = TokenEntry(
+                    request.generation_id, request.attempt, 0, [request.prompt[0]], self._finish
+                )
                 frames.setdefault(request.consumer, []).append(entry)
             for consumer, entries in frames.items():
                 frame = TokenFrame("silent", 1, step, entries)
@@ -108,7 +119,7 @@ class Gateway:
         self._log = folder / "gateway.log"
         self._streams = streams
         self._ready = asyncio.Event()
-        self.port = free_port()
+        self.port, self.grpc_port = free_port(), free_port()
         self.pid = 0
 
     async def __aenter__(self) -> "Gateway":
@@ -131,6 +142,7 @@ class Gateway:
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "services.gateway", "--host", HOST, "--port", str(self.port)),
+                *("--grpc-port", str(self.grpc_port)),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

@@ -24,6 +24,7 @@ from services.gateway.batches.uploads import Uploads
 from services.gateway.core.asgi import read_body, send_json
 from services.gateway.core.catalog import Catalog
 from services.gateway.core.errors import RouteError
+from services.gateway.core.large_requests import LargeRequests
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.decoding import read_query
 from services.gateway.intake.intake import Intake
@@ -92,6 +93,7 @@ class Backend:
 
     def __init__(self, authenticator: Authenticator) -> None:
         self.authenticator = authenticator
+        self.large = LargeRequests()
         self._parts: Parts | None = None
         self._draining = self._closed = False
         self._active = _Active()
@@ -174,8 +176,10 @@ class Ask:
         return read_query(self.scope["query_string"], kind)
 
     async def body(self, limit: int) -> bytes:
-        """Raises as `read_body`."""
-        return await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
+        """In its turn, where it is a large one. Raises as `read_body`; `QueueFull`."""
+        body = await read_body(self.scope, self.receive, limit, self.settings.body_timeout)
+        await self.backend.large.turn(self.tenant, len(body))
+        return body
 
     async def counted(self) -> Intake:
         """The intake, of which it asks for something that generates nothing. Raises `RateLimited`."""

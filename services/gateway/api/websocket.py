@@ -147,6 +147,7 @@ class _Connection(Session[ClientMessage]):
 
     async def _handle(self, text: str | bytes) -> None:
         try:
+            await self._backend.large.turn(self._context.tenant, len(text))
             message = decode(text.encode() if isinstance(text, str) else text, _decoder)
             if message.type == "ping":
                 await self.send(b'{"type":"pong"}')

@@ -86,6 +86,11 @@ class Call:
         """Whether somebody waits for its answer."""
         return self._ended is None
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of messages that nobody has taken yet."""
+        return self._waiting
+
     def take(self) -> bytes:
         """The one message of a call that has one; once."""
         return self._take()

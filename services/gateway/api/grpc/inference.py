@@ -1,5 +1,7 @@
 """ryzanstein.v1.InferenceService: each method from its request to its answer."""
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -21,6 +23,7 @@ from services.gateway.api.grpc.session import (
     view_of,
 )
 from services.gateway.core.errors import missing
+from services.gateway.core.large_requests import LARGE
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
@@ -53,8 +56,18 @@ class Inference:
             "CancelBatch": batches.cancel,
             "ListBatches": batches.listed,
         }
-        found = {f"/{SERVICE}/{name}": Method(answer) for name, answer in unary.items()}
+        found = {f"/{SERVICE}/{name}": Method(self._in_turn(answer)) for name, answer in unary.items()}
         return found | {f"/{SERVICE}/ChatSession": Method(self.chat_session, streamed=True)}
+
+    def _in_turn(self, answer: Callable[[Call], Awaitable[None]]) -> Callable[[Call], Awaitable[None]]:
+        """`answer`, which decodes a large message in its turn."""
+
+        async def answered(call: Call) -> None:
+            if call.waiting > LARGE:
+                await self._backend.large.turn(call.principal.tenant, call.waiting)
+            await answer(call)
+
+        return answered
 
     async def generate(self, call: Call) -> None:
         """Generate."""

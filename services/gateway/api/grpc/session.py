@@ -122,6 +122,7 @@ class ChatSession(Session[pb.ChatSessionRequest]):
         self._call.watch(self.end)
         try:
             while (data := await self._call.receive()) is not None:
+                await self._backend.large.turn(self._call.principal.tenant, len(data))
                 await self._handle(decode(pb.ChatSessionRequest, data))
             await self.finished()
         finally:
