@@ -5,6 +5,7 @@ the latter. To add a bound: a row here, and `Limit.length` or `Limit.up_to` in t
 a check that refuses by `Limit.cited` where it is held.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -547,7 +548,17 @@ RECENT_FRAMES = Limit(
 )
 RECENT_FRAME_BYTES = Limit("recent_frame_bytes", 64 << 20, "bytes", "these frames together", "executor")
 
+_CITED = re.compile(r"limit ([a-z_]+): ")
+
+
+def limit_of(refusal: str) -> "Limit | None":
+    """The bound for which something was refused, as `Limit.cited` has named it; None: it was for something else."""
+    cited = _CITED.search(refusal)
+    return _BY_NAME.get(cited[1]) if cited is not None else None
+
+
 LIMITS: tuple[Limit, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
+_BY_NAME = {limit.name: limit for limit in LIMITS}
 """All of them."""
 
 

@@ -202,7 +202,7 @@ class GatewayApp:
             return
         seconds = time.perf_counter() - exchange.began
         route, model = _route(scope), scope["state"].get("model", "")
-        self._metrics.answered(route, model, exchange.status, seconds)
+        self._metrics.answered(route, model, exchange.status, seconds, exchange.error)
         if logs.threshold() <= logging.INFO:
             log.info(
                 "request",
@@ -217,11 +217,12 @@ class GatewayApp:
 class _Exchange:
     """One request and its answer."""
 
-    __slots__ = ("_more_headers", "_scope", "_send", "began", "request_id", "status")
+    __slots__ = ("_more_headers", "_scope", "_send", "began", "error", "request_id", "status")
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.began = time.perf_counter()
         self.status = 0
+        self.error: Exception | None = None
         self._scope = scope
         self._send = send
         self.request_id = f"req-{secrets.token_hex(12)}"
@@ -257,6 +258,7 @@ class _Exchange:
 
     async def fail(self, error: Exception) -> None:
         """Answers with `error`, if there was no answer yet."""
+        self.error = error
         if isinstance(error, ClientGone):
             self.status = CLIENT_GONE
             return

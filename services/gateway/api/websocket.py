@@ -225,7 +225,7 @@ class _Connection(Session[ClientMessage]):
             return
         status = 200 if error is None else status_of(ClientGone() if isinstance(error, Cancelled) else error)
         model = turn.run.model if turn.run else ""
-        self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began)
+        self._metrics.answered(self.route, model, status, time.perf_counter() - turn.began, error)
 
     async def send_end(self, name: str | None, error: Exception | None) -> None:
         message: dict[str, Any] = {"type": "done", "id": name}

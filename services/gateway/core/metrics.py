@@ -5,6 +5,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from shared.errors import RyzansteinError
+from shared.limits import LIMITS, limit_of
 from shared.messages import RING_CAUSES
 from shared.service.endpoints import (
     LATENCY,
@@ -65,6 +67,10 @@ class GatewayMetrics:
             return QuickHistograms(f"{PREFIX}_{name}", about, ["model"], bounds, registry)
 
         self._requests = counter("requests", "Requests answered.", ["route", "model", "status"])
+        self._refusals = counter(
+            "limit_refusals", "Requests refused for a bound of docs/security.md.", ["limit"]
+        )
+        begin_at_zero(self._refusals, [one.name for one in LIMITS if one.holder in ("tenant", "gateway")])
         self._duration = QuickHistograms(
             f"{PREFIX}_request_seconds",
             "From the request's head to its last byte.",
@@ -146,8 +152,13 @@ class GatewayMetrics:
         )
         self._by_model: dict[str, ModelMetrics] = {}
 
-    def answered(self, route: str, model: str, status: int, seconds: float) -> None:
-        """A request is over; `seconds` from its head to the last byte of its answer. All but those are few."""
+    def answered(
+        self, route: str, model: str, status: int, seconds: float, error: BaseException | None = None
+    ) -> None:
+        """A request is over; `seconds` from its head to the last byte of its answer. `error`: what it has ended with.
+        All but those are few."""
+        if isinstance(error, RyzansteinError) and (limit := limit_of(error.message)) is not None:
+            self._refusals.labels(limit.name).inc()
         known = self._answered.get((route, model, status))
         if known is None:
             requests = self._requests.labels(route, model, status)

@@ -67,7 +67,7 @@ def account(call: Call, route: str, metrics: GatewayMetrics) -> None:
     structlog.contextvars.bind_contextvars(request_id=call.request_id)  # also where it never began
     if isinstance(error, Exception) and not isinstance(error, (ClientGone, InvalidRequest)):
         log_failure(error)
-    metrics.answered(route, call.model, status, seconds)
+    metrics.answered(route, call.model, status, seconds, error)
     log.info(
         "request",
         method="gRPC",

@@ -122,3 +122,14 @@ async def test_vllms_names_can_be_left_out(nats_settings: CommonSettings, aliase
     assert GatewaySettings().metrics_aliases is True
     async with run_gateway(nats_settings, metrics_aliases=aliases) as gateway, gateway.http() as http:
         assert ("vllm:" in (await http.get("/metrics")).text) is aliases
+
+
+async def test_a_refusal_for_a_bound_is_counted_by_its_name(http: httpx.AsyncClient, ring: FakeRing) -> None:
+    async def refusals(name: str) -> float:
+        key = "ryzanstein_gateway_limit_refusals_total", frozenset({("limit", name)})
+        return (await samples(http)).get(key, 0)
+
+    before = await refusals("choices")
+    assert (await http.post(COMPLETIONS, json=body(n=129))).status_code == 400
+    assert (await http.post(COMPLETIONS, json=body(n=-1))).status_code == 400
+    assert await refusals("choices") == before + 1
