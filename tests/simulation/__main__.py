@@ -3,7 +3,7 @@
 python -m tests.simulation COMMAND:
 
 run       --scenario X --seed N [--schedule FILE] [--story]
-search    --scenario X --seeds 1000 [--first N] [--jobs J] [--minutes M] [--coverage]
+search    --scenario X [--scenario Y] --seeds 1000 [--first N] [--jobs J] [--minutes M] [--coverage]
 reduce    --scenario X --seed N [--runs R] [--out FILE]
 list      scenarios, faults, bugs that can be put back
 """

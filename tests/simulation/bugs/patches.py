@@ -17,6 +17,7 @@ from shared.errors import LinkLost
 from shared.messages.records import Idempotency
 from shared.nats import subjects
 from shared.nats.bus import Bus
+from shared.nats.objects import Objects
 
 
 def split_brain() -> None:
@@ -87,3 +88,17 @@ def models_unknown_elsewhere() -> None:
         return self._catalog.resolve(name, tenant)
 
     ColdStarts._resolve = resolve  # type: ignore[method-assign]
+
+
+def output_without_content() -> None:
+    """As before 24a956b3: who is stopped, or loses the broker, while an object's name is stored removes its content."""
+    write_meta = Objects._write_meta
+
+    async def removing(self: Objects, name: str, nuid: str, size: int, count: int, digest: bytes) -> None:
+        try:
+            await write_meta(self, name, nuid, size, count, digest)
+        except BaseException:
+            await self._try_to_purge(nuid)
+            raise
+
+    Objects._write_meta = removing  # type: ignore[method-assign]

@@ -89,5 +89,13 @@ _ALL = (
         "allowed_refusals",
         (15, 23),
     ),
+    Bug(
+        "output_without_content",
+        "A gateway that is stopped while a batch's output gets its name removes the content, and the name stays.",
+        _patch("output_without_content"),
+        "batches",
+        "no_surprises",
+        (1, 2, 3),
+    ),
 )
 BUGS: dict[str, Bug] = {bug.name: bug for bug in _ALL}

@@ -23,9 +23,8 @@ def ensure() -> None:
     Where the machine forbids to give addresses out in the same order (containers with a filter of system calls), the
     process goes on without; `fixed_addresses` says so, for whoever sees two digests of a seed.
     """
-    if os.environ.get("PYTHONHASHSEED") == "0" and (
-        fixed_addresses() or ENVIRONMENT.items() <= os.environ.items()
-    ):
+    as_wanted = ENVIRONMENT.items() <= os.environ.items()
+    if as_wanted and (fixed_addresses() or _TRIED in os.environ):
         return
     _personality(_personality(_ASK) | _NO_RANDOMIZE)
     sys.stdout.flush()

@@ -1,8 +1,10 @@
 """The command line. Exit status: 0, or 1 where a promise is broken, or 2 where what was asked for cannot be run."""
 
 import argparse
+import operator
 import tempfile
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import msgspec
@@ -49,7 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(act=_run)
 
     search = acts.add_parser("search", help="many seeds")
-    search.add_argument("--scenario", default="everything", help="a name or a file (default: everything)")
+    search.add_argument(
+        "--scenario",
+        action="append",
+        help="a name or a file (default: everything); may be given several times",
+    )
     search.add_argument("--bug", action="append", default=[], metavar="NAME", help="put a mended bug back")
     search.add_argument("--seeds", type=_from(1), default=100, metavar="N", help="how many (default: 100)")
     search.add_argument(
@@ -111,9 +117,24 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    scenario = _scenario(options.scenario)
-    bugs = _bugs(options.bug)
-    found, totals, seen = [], _Totals(), coverage.Coverage()
+    names = options.scenario or ["everything"]
+    found = [_scenario(name) for name in names]
+    totals, seen = [], coverage.Coverage()
+    for name, scenario in zip(names, found, strict=True):
+        totals.append(_search_one(options, name, scenario, seen))
+        console.print(f"{scenario.name}: {totals[-1]}", markup=False)
+    if len(totals) > 1:
+        console.print(f"all: {sum(totals, _Totals())}", markup=False)
+    if options.coverage:
+        for table in seen.tables():
+            console.print(table)
+    return int(any(one.failed for one in totals))
+
+
+def _search_one(
+    options: argparse.Namespace, name: str, scenario: Scenario, seen: coverage.Coverage
+) -> "_Totals":
+    bugs, totals = _bugs(options.bug), _Totals()
     seeds = range(options.first, options.first + options.seeds)
     with _progress() as progress:
         task = progress.add_task(scenario.name, total=len(seeds))
@@ -125,19 +146,14 @@ def _search(options: argparse.Namespace) -> int:
             timeout=options.timeout,
             change=lambda schedule: msgspec.structs.replace(schedule, bugs=bugs),
         ):
-            totals.add(outcome)
+            totals += _Totals.of(outcome)
             seen.add(outcome.seen)
-            progress.update(task, advance=1, description=f"{scenario.name}: {len(found)} failed")
+            progress.update(task, advance=1, description=f"{scenario.name}: {totals.failed} failed")
             if outcome.fails:
-                found.append(outcome)
-                _report_failure(options.scenario, outcome)
-                if len(found) >= options.failures:
+                _report_failure(name, outcome)
+                if totals.failed >= options.failures:
                     break
-    console.print(str(totals), markup=False)
-    if options.coverage:
-        for table in seen.tables():
-            console.print(table)
-    return int(bool(found))
+    return totals
 
 
 def _reduce(options: argparse.Namespace) -> int:
@@ -232,21 +248,26 @@ def _report_failure(scenario: str, outcome: Outcome) -> None:
     )
 
 
+@dataclass
 class _Totals:
-    def __init__(self) -> None:
-        self.runs = self.requests = self.failed = 0
-        self.simulated = self.seconds = 0.0
+    runs: int = 0
+    failed: int = 0
+    faults: int = 0
+    requests: int = 0
+    simulated: float = 0.0
+    seconds: float = 0.0
 
-    def add(self, outcome: Outcome) -> None:
-        self.runs += 1
-        self.failed += outcome.fails
-        self.requests += outcome.requests
-        self.simulated += outcome.simulated
-        self.seconds += outcome.seconds
+    @classmethod
+    def of(cls, outcome: Outcome) -> "_Totals":
+        faults = sum(outcome.faults.values())
+        return cls(1, int(outcome.fails), faults, outcome.requests, outcome.simulated, outcome.seconds)
+
+    def __add__(self, other: "_Totals") -> "_Totals":
+        return _Totals(*map(operator.add, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
         return (
-            f"{self.runs} runs, {self.failed} failed; {self.requests} requests;"
+            f"{self.runs} runs, {self.failed} failed; {self.faults} faults, {self.requests} requests;"
             f" {self.simulated / 3600:.2f} hours simulated in {self.seconds:.0f} s of a core:"
             f" {_hours(self.simulated, self.seconds)}"
         )

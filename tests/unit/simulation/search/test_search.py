@@ -1,11 +1,14 @@
 """The search itself, on the toy: in processes of its own, for a simulation replaces the machine's clock."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.simulation.core import reproducible
 from tests.simulation.faults.schedule import Schedule, load
 from tests.simulation.scenarios import scenario as scenarios
 from tests.simulation.scenarios.drawing import draw
@@ -49,18 +52,44 @@ def test_a_bug_that_is_put_back_is_found_made_short_and_told(
     assert "fault: is " in story
 
 
+def test_a_run_has_its_addresses_where_each_run_has_them(tmp_path: Path) -> None:
+    """What is hashed by its address comes in the same order in each of them."""
+    with Worker() as worker:
+        assert not one(worker, COUNTER, draw(COUNTER, 1)).fails
+        assert worker._process is not None
+        personality = int(Path(f"/proc/{worker._process.pid}/personality").read_text(), 16)
+    code = "from tests.simulation.core import reproducible as r; r.ensure(); print(int(r.fixed_addresses()))"
+    script = tmp_path / "it.py"
+    script.write_text(code)
+    given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=given)
+    assert bool(personality & reproducible._NO_RANDOMIZE) == bool(
+        int(alone.stdout)
+    )  # where the machine allows it
+
+
 def test_what_breaks_no_promise_is_not_reduced(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reduce", "--scenario", "counter", "--seed", "1"]) == 0
     assert "nothing to reduce" in capsys.readouterr().out
 
 
 def test_a_search_prints_its_coverage_and_its_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["search", "--scenario", "counter", "--seeds", "3", "--jobs", "2", "--coverage"]) == 0
+    twice = ["--scenario", "counter"] * 2
+    assert main(["search", *twice, "--seeds", "3", "--jobs", "2", "--coverage"]) == 0
     said = capsys.readouterr().out
-    assert "3 runs, 0 failed" in said
+    one, other, both = [_numbers(line) for line in said.splitlines() if " runs, 0 failed; " in line]
+    assert one == other
+    assert both == [2 * number for number in one]
+    assert one[0] == 3
+    assert min(one[2:]) > 0
     assert "simulated hours an hour of one core" in said
     assert "received → queued" in said
     assert "NEVER" in said
+
+
+def _numbers(line: str) -> list[int]:
+    """Runs, failed, faults, requests."""
+    return [int(number) for number in re.findall(r"(\d+) (?:runs|failed|faults|requests)", line)]
 
 
 @pytest.mark.parametrize(
