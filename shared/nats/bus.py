@@ -157,6 +157,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=as_list)
 DEFAULT_PENDING_MESSAGES = 65_536
 DEFAULT_PENDING_BYTES = 64 << 20
 CLOSE_TIMEOUT = 2.0
+FLUSH_TIMEOUT = 10.0
+"""Seconds within which the server answers whether it has read what was sent."""
 CLUSTER_REPLICAS = 3
 LEADER_PAUSE = 0.1
 """Seconds between two questions to a cluster that has no leader."""
@@ -445,9 +447,17 @@ class Bus:
             await asyncio.shield(self._flush())
 
     async def _flush(self) -> None:
-        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that.
-        await self._client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
-        await self._client.flush()
+        # nats-py's own flush sends its question ahead of what it still holds: the answer says nothing about that. And
+        # it cancels a question that has no answer in time: where that comes late, it ends all reading.
+        client = self._client
+        await client._flush_pending(force_flush=True)  # noqa: SLF001  # there is no other way to have it sent
+        if client.is_closed or client._reading_task is None or client._reading_task.done():  # noqa: SLF001
+            await client.flush()  # which asks nobody
+            return
+        answered = asyncio.get_running_loop().create_future()
+        await client._send_ping(answered)  # noqa: SLF001
+        if not (await asyncio.wait([answered], timeout=FLUSH_TIMEOUT))[0]:
+            raise nats.errors.FlushTimeoutError
 
     def on_reconnect(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Calls `callback` whenever the connection was lost and is back, until what is returned is called."""

@@ -95,6 +95,25 @@ async def test_a_flush_that_is_cancelled_ends_its_caller_and_nothing_else(bus: B
     assert not logs
 
 
+async def test_a_flush_that_is_answered_late_ends_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, process = asyncio.Event(), bus.client._process_pong
+
+    async def late() -> None:
+        await read.wait()
+        await process()
+
+    monkeypatch.setattr(bus.client, "_process_pong", late)
+    with capture_logs() as logs:
+        with monkeypatch.context() as patched:
+            patched.setattr("shared.nats.bus.FLUSH_TIMEOUT", 0.01)
+            with pytest.raises(BrokerUnavailable, match="has read what was sent"):
+                await bus.flush()
+        read.set()
+        await bus.flush()
+        await bus.jetstream().stream_info(subjects.INTAKE_STREAM)
+    assert not logs
+
+
 async def test_a_flush_that_nobody_answers_says_that_the_broker_is_away(bus: Bus) -> None:
     await bus.close()
     with pytest.raises(BrokerUnavailable, match="has read what was sent"):
