@@ -7,17 +7,18 @@ import functools
 import time
 from typing import Any
 
-from services.gateway.batches import line_runner
+from services.gateway.batches import line_runner, states
 from services.gateway.core.cold_starts import ColdStarts
 from services.gateway.lifecycle.answers import Answers
 from services.gateway.lifecycle.cancellation import Cancellations
 from services.gateway.lifecycle.idempotency import IdempotencyKeys
 from services.gateway.lifecycle.records import RecordWriter
+from services.scheduler.fair_queue import FairQueue
 from shared.errors import LinkLost
 from shared.messages.records import Idempotency
 from shared.nats import subjects
 from shared.nats.bus import Bus
-from shared.nats.objects import Objects
+from shared.nats.tenants import Holdings
 
 
 def split_brain() -> None:
@@ -90,15 +91,27 @@ def models_unknown_elsewhere() -> None:
     ColdStarts._resolve = resolve  # type: ignore[method-assign]
 
 
-def output_without_content() -> None:
-    """As before 24a956b3: who is stopped, or loses the broker, while an object's name is stored removes its content."""
-    write_meta = Objects._write_meta
+def one_turn_for_all() -> None:
+    """Requests wait in the order in which they came, whosever they are."""
+    push = FairQueue.push
 
-    async def removing(self: Objects, name: str, nuid: str, size: int, count: int, digest: bytes) -> None:
-        try:
-            await write_meta(self, name, nuid, size, count, digest)
-        except BaseException:
-            await self._try_to_purge(nuid)
-            raise
+    def together(self: FairQueue, item: Any) -> None:
+        item.tenant = ""
+        push(self, item)
 
-    Objects._write_meta = removing  # type: ignore[method-assign]
+    FairQueue.push = together  # type: ignore[method-assign]
+
+
+def lines_never_struck() -> None:
+    """As before 06206ee2: nobody counts the gateways that a batch's line has ended."""
+    states.losses = lambda job, line: 0
+
+
+def one_quota_for_all() -> None:
+    """What all tenants have together is held against the quota of each."""
+
+    def of(self: Holdings, tenant: str) -> tuple[int, int]:
+        sums = list(self._sums.values())
+        return sum(entries for entries, _ in sums), sum(size for _, size in sums)
+
+    Holdings.of = of  # type: ignore[method-assign]

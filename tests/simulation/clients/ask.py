@@ -21,6 +21,8 @@ PAUSE = (0.1, 1.0)
 """Seconds before a client that nobody served tries again, from and to."""
 AGAIN = (408, 409, 429, 500, 502, 503, 504, 507)
 """Statuses after which OpenAI's own client tries again."""
+QUOTA = "quota_exceeded"
+"""The code of an error about what a tenant keeps: waiting does not help."""
 NO_KEY = ("invalid_api_key", "16")
 """Codes of an error about a key: the API's, and gRPC's UNAUTHENTICATED."""
 
@@ -120,7 +122,12 @@ class Surroundings:
         async with exchange(gateway, method, path, body, headers, self.token) as asked:
             status, found = await _start(asked, silence)
             data = b"".join([part async for part in _parts(asked, silence)])
-        return _checked(Reply(status, found, data))
+        try:
+            return _checked(Reply(status, found, data))
+        except Refused as error:
+            if error.code == QUOTA:
+                self.history.quotas.append((self.now, self.tenant, str(error)))
+            raise
 
 
 def exchange(

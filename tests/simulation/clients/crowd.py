@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from tests.simulation.clients import grpc, jobs, registry, sessions, streams, whole
+from tests.simulation.clients import grpc, jobs, registry, sessions, streams, tenants, whole
 from tests.simulation.clients.ask import Refused, Surroundings
 from tests.simulation.clients.client import Client, Plan
 from tests.simulation.clients.history import Acknowledged, History
@@ -33,6 +33,9 @@ KINDS: dict[str, type[Client]] = {
         jobs.Batches,
         jobs.Training,
         registry.Models,
+        tenants.Flooding,
+        tenants.Poison,
+        tenants.Filling,
     )
 }
 """Clients as scenarios name them."""

@@ -1,5 +1,6 @@
 """What clients saw. Only they write it; promises read it, during the run and after it. Times are virtual seconds."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -127,6 +128,8 @@ class BatchSeen:
     cancel_asked: bool = False
     ends: tuple[str, ...] = ("completed",)
     """How it may end, unless it is cancelled."""
+    fatal: str = ""
+    """The custom_id of a line that ends every gateway that computes it; empty: there is none."""
 
 
 @dataclass(eq=False)
@@ -160,6 +163,21 @@ class JobSeen:
 
 
 @dataclass(eq=False)
+class Filled:
+    """That a tenant has filled a quota."""
+
+    client: str
+    tenant: str
+    what: Literal["files", "jobs"]
+    most: int
+    """That it may have."""
+    since: float
+    made: int = 0
+    """Beside what others of the tenant had made."""
+    refused: bool = False
+
+
+@dataclass(eq=False)
 class KeySeen:
     """An API key that was revoked during the run."""
 
@@ -180,6 +198,11 @@ class History:
         self.batches: list[BatchSeen] = []
         self.jobs: list[JobSeen] = []
         self.keys: list[KeySeen] = []
+        self.filled: list[Filled] = []
+        self.quotas: list[tuple[float, str, str]] = []
+        """When which tenant was refused for what it keeps, and in which words."""
+        self.poisoned: Counter[str] = Counter()
+        """Gateways that a line has ended, by its batch."""
         self.faults: list[tuple[float, str]] = []
         """What clients of other things than requests found wrong."""
         self.observers: list[Callable[[Request], None]] = []

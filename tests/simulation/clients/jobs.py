@@ -76,23 +76,30 @@ class Long(Client):
 
 class Batches(Long):
     kind: ClassVar[str] = "batches"
+    may_be_cancelled: ClassVar[bool] = True
+
+    def made(self) -> tuple[dict[str, str], list[Any], tuple[str, ...], str, str]:
+        """Texts that are wanted, lines, how it may end, the window, and the line that is fatal."""
+        wanted, lines = self.lines()
+        chance = self.draw.random()
+        if chance < WRONG:
+            return wanted, [*lines, "this is no request"], ("failed",), "24h", ""
+        if chance < WRONG + HURRIED:
+            return wanted, lines, ("completed", "expired"), f"{self.draw.randint(3, 30)}s", ""
+        return wanted, lines, ("completed",), "24h", ""
 
     async def once(self) -> None:
-        wanted, lines = self._lines()
-        ends, window, chance = ("completed",), "24h", self.draw.random()
-        if chance < WRONG:
-            ends, lines = ("failed",), [*lines, "this is no request"]
-        elif chance < WRONG + HURRIED:
-            ends, window = ("completed", "expired"), f"{self.draw.randint(3, 30)}s"
+        wanted, lines, ends, window, fatal = self.made()
         file = await self.upload("batch", lines)
         body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": window}
         made, gateway = await self.create(BATCHES, body)
         batch = BatchSeen(
-            self.name, made["id"], self.around.tenant, wanted, started=self.around.now, ends=ends
+            self.name, made["id"], self.around.tenant, wanted, started=self.around.now, ends=ends, fatal=fatal
         )
         self.acknowledged("batch", batch.identity, gateway)
         self.history.batches.append(batch)
-        cancel_at = self.around.now + self.draw.uniform(0, 60.0) if self.draw.random() < 0.15 else None
+        cancels = self.draw.random() < 0.15 and self.may_be_cancelled
+        cancel_at = self.around.now + self.draw.uniform(0, 60.0) if cancels else None
         shown = made
         while True:
             if batch.statuses[-1:] != [shown["status"]]:
@@ -108,7 +115,7 @@ class Batches(Long):
         batch.errors = await self._results(shown["error_file_id"])
         batch.ended = self.around.now
 
-    def _lines(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    def lines(self) -> tuple[dict[str, str], list[dict[str, Any]]]:
         wanted, lines = {}, []
         for number in range(self.draw.randint(*self.plan.size)):
             seed, name = self.seed(), f"line-{number}"
@@ -129,7 +136,7 @@ class Training(Long):
     kind: ClassVar[str] = "training"
 
     async def once(self) -> None:
-        seed, lines = self.draw.randint(1, 2), _examples(self.draw.randint(1, 2), self.plan.size)
+        seed, lines = self.draw.randint(1, 2), examples(self.draw.randint(1, 2), self.plan.size)
         file = await self.upload("fine-tune", lines)
         method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 2}}}
         body = {"model": self.around.model, "training_file": file, "method": method, "seed": seed}
@@ -206,7 +213,7 @@ class Training(Long):
         await self.until_answered(request, send)
 
 
-def _examples(seed: int, size: tuple[int, int]) -> list[dict[str, Any]]:
+def examples(seed: int, size: tuple[int, int]) -> list[dict[str, Any]]:
     """Conversations of two messages: the same for the same seed, so that jobs of several clients are alike."""
     draw = random.Random(seed)
 

@@ -5,6 +5,7 @@
     executor        rank_crash, rank_fault, rank_hang, trainer_crash
     broker          store_full, stream_full, lost_acks, slow_consumer
     operator        drain, rolling_restart, upgrade, new_key, lower_limits
+    tenant          flood, poison_line, full_quotas
 
 A process that was killed is started again by the deployment, as its supervisor would.
 """
@@ -251,7 +252,32 @@ _OPERATOR = (
         refuses="limits",
     ),
 )
-_ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR)
+_TENANTS = (
+    Kind(
+        "flood",
+        "is sent many requests with large prompts at once by a tenant",
+        (),
+        _operate,
+        parameters={"tenant": (0.0, 1.0), "requests": (40.0, 80.0)},
+        refuses="nothing",
+    ),
+    Kind(
+        "poison_line",
+        "is sent a batch with a line that ends every gateway that computes it",
+        (),
+        _operate,
+        parameters={"tenant": (0.0, 1.0), "lines": (2.0, 40.0)},
+    ),
+    Kind(
+        "full_quotas",
+        "has a tenant that fills its quotas",
+        (),
+        _operate,
+        parameters={"tenant": (0.0, 1.0)},
+        refuses="nothing",
+    ),
+)
+_ALL = (*_PROCESSES, *_NETWORK, *_RINGS, *_BROKER, *_OPERATOR, *_TENANTS)
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
 

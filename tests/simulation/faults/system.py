@@ -21,13 +21,15 @@ CLIENTS = (
     "conversation",
     "stored",
     "limited",
-    "models",
     "probing",
     "websocket",
     "grpc",
     "batches",
     "training",
     "models",
+    "flooding",
+    "poison",
+    "filling",
 )
 """Kinds of clients of the deployment (`tests/simulation/clients`), as a test holds them against."""
 PLANS = ("pause", "tokens", "prompt", "size", "wait")

@@ -6,6 +6,7 @@ from tests.simulation.promises.keys import OneAnswerPerKey, RevokedKeys
 from tests.simulation.promises.owners import OneLeaseHolder, OneOwner
 from tests.simulation.promises.promise import Promise
 from tests.simulation.promises.state import Bounded, Durable, Released
+from tests.simulation.promises.tenants import FatalLines, OthersServed, QuotasApart
 from tests.simulation.promises.tokens import RightFigures, RightTokens
 
 KINDS: tuple[type[Promise], ...] = (
@@ -24,6 +25,9 @@ KINDS: tuple[type[Promise], ...] = (
     Bounded,
     OneOwner,
     OneLeaseHolder,
+    OthersServed,
+    FatalLines,
+    QuotasApart,
 )
 
 

@@ -33,7 +33,7 @@ class OneResultPerLine(Promise):
             yield f"has {lines[twice[0]]} results of {twice[0]}"
         if batch.status == "completed" and (lost := sorted(batch.wanted.keys() - lines.keys())):
             yield f"has no result of {lost[0]}, and of {len(lost)} lines in all"
-        if batch.status == "completed" and batch.errors:
+        if batch.status == "completed" and batch.errors and not batch.fatal:
             yield f"has an error for {batch.errors[0]['custom_id']}: {batch.errors[0]['error']}"
         if batch.counts.get("completed") != len(batch.output):
             yield f"counts {batch.counts.get('completed')} completed lines and has {len(batch.output)}"

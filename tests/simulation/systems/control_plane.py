@@ -9,6 +9,7 @@ from tests.simulation.bugs.table import BUGS
 from tests.simulation.clients.client import Plan
 from tests.simulation.clients.crowd import Crowd
 from tests.simulation.clients.registry import REGISTRY
+from tests.simulation.clients.tenants import watch_poison
 from tests.simulation.core.loop import Failure
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
@@ -40,6 +41,8 @@ SERVED_WITHIN = 300.0
 """Virtual seconds in which an undisturbed deployment serves its model."""
 LOOK = 5.0
 """Virtual seconds between two looks at who has what."""
+MOST_POISONED = 6
+"""Gateways that one line ends: more than it may, and few enough for a run in which nobody strikes it to end."""
 SECONDS = ("pause", "wait")
 """Of plans: what may have fractions."""
 
@@ -64,6 +67,7 @@ class ControlPlane:
         self.crowd = Crowd(schedule.seed, self._gateways, self._start_client)
         self._store, self._records = StoreLog(), Records(transitions)
         watch_store(self._stored)
+        watch_poison(self._poisoned)
         self._watch = Watch(self.crowd.history, promises())
         self._keys = Keys(self.crowd, self.deployment, self._start_client)
         self._holdings, self._readings = Holdings(), list[Reading]()
@@ -90,6 +94,11 @@ class ControlPlane:
     def _stored(self, subject: str, header: bytes, payload: bytes) -> None:
         self._store.wrote(self.world.now, subject, header, payload)
         self._records.stored(subject, payload)
+
+    def _poisoned(self, batch: str) -> bool:
+        lost = self.crowd.history.poisoned
+        lost[batch] += 1
+        return lost[batch] <= MOST_POISONED
 
     def _logged(self, process: str, level: str, event: str, fields: Mapping[str, object]) -> None:
         told = " ".join(f"{name}={value}" for name, value in fields.items())

@@ -82,6 +82,15 @@ class Keys:
             self._shared[at] = tenant, key
             await self._operate(f"limit-{tenant}", lambda operator: operator.change(key))
 
+    async def trouble(self, kind: str, which: float, plan: Plan) -> None:
+        """A client of that kind, of one of the tenants, with a key of its own; to its end."""
+        if not self._shared:
+            return
+        self._made += 1
+        tenant, name = self._shared[self._at(which)][0], f"{kind}-{self._made}"
+        key = await self._make(tenant, name)
+        await self.run(self._crowd.add(kind, plan, name=name, tenant=tenant, token=key.token))
+
     async def run(self, client: Client) -> None:
         """In a process of its own, to its end."""
         over = asyncio.get_running_loop().create_future()

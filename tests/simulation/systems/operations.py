@@ -4,6 +4,7 @@ rank_crash, rank_fault, rank_hang, trainer_crash      children of an executor
 store_full, stream_full, lost_acks, slow_consumer     a broker
 drain, rolling_restart, upgrade                       services, one operation at a time
 new_key, lower_limits                                 keys, while their clients ask
+flood, poison_line, full_quotas                       tenants that make trouble for others
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tests.simulation.broker.jetstream import JetStream
+from tests.simulation.clients.client import Plan
 from tests.simulation.core.processes import Process
 from tests.simulation.core.world import World
 from tests.simulation.deployment import versions
@@ -19,6 +21,8 @@ from tests.simulation.deployment.brokers import disk_of
 from tests.simulation.deployment.deployment import Deployment
 from tests.simulation.systems.keys import Keys
 
+FLOODING_TOKENS = (60, 120)
+"""Of each answer of a flood."""
 Parameters = Mapping[str, Any]
 Wrong = Callable[[str], None]
 """Is told, in a sentence, of an operation that did not come to its end."""
@@ -142,3 +146,29 @@ class Operations:
 
     async def _end_lower_limits(self, target: str, parameters: Parameters) -> None:
         await self._keys.limit(float(parameters.get("tenant", 0.0)), 0, 0)
+
+    # --- tenants ---------------------------------------------------------------------------------------
+
+    async def _flood(self, target: str, parameters: Parameters) -> None:
+        count = int(parameters.get("requests", 60))
+        await self._trouble("flooding", parameters, (count, count), tokens=FLOODING_TOKENS)
+
+    async def _poison_line(self, target: str, parameters: Parameters) -> None:
+        count = int(parameters.get("lines", 8))
+        await self._trouble("poison", parameters, (count, count))
+
+    async def _full_quotas(self, target: str, parameters: Parameters) -> None:
+        """Nothing where the scenario has no quotas that could be filled within it."""
+        given = self._deployment.gateways()[0].settings
+        if "tenant_files" in given and "tenant_training_jobs" in given:
+            await self._trouble("filling", parameters, (given["tenant_files"], given["tenant_training_jobs"]))
+
+    async def _trouble(
+        self,
+        kind: str,
+        parameters: Parameters,
+        size: tuple[int, int],
+        tokens: tuple[int, int] = Plan().tokens,
+    ) -> None:
+        plan = Plan(requests=1, pause=(0.0, 0.0), size=size, tokens=tokens)
+        await self._keys.trouble(kind, float(parameters.get("tenant", 0.0)), plan)

@@ -15,6 +15,7 @@ from tests.chaos.expected import stub_text
 from tests.simulation.clients.history import (
     Acknowledged,
     BatchSeen,
+    Filled,
     History,
     JobSeen,
     KeySeen,
@@ -88,6 +89,19 @@ def batch(**changes: Any) -> BatchSeen:
     return made
 
 
+def struck(code: str) -> BatchSeen:
+    """Its last line is fatal."""
+    *output, last = batch().output
+    response = {"status_code": 400, "body": {"error": {"code": code}}}
+    errors = [{"custom_id": last["custom_id"], "response": response, "error": None}]
+    return batch(output=output, errors=errors, counts={"completed": 2}, fatal="line-2", identity="batch_2")
+
+
+def beside_a_flood(**changes: Any) -> list[Request]:
+    flood = stream(kind="flooding", tenant="a", started=1000.0, ended=1100.0)
+    return [flood, stream(**{"tenant": "b", "started": 1010.0, "ended": 1012.0, **changes})]
+
+
 def job(**changes: Any) -> JobSeen:
     made = JobSeen("training-1", "ftjob-1", "", 5, 6, started=10.0, ended=300.0, status="succeeded")
     made.statuses, made.model, made.results = ["validating_files", "running", "succeeded"], "ft:a", ["file-1"]
@@ -119,7 +133,8 @@ def batch_job(owner: str, beat: int) -> bytes:
 def evidence(*requests: Request, **more: Any) -> Evidence:
     history = History()
     history.requests += requests
-    for name in ("batches", "jobs", "keys", "acknowledged", "faults_of_clients"):
+    history.poisoned.update(more.pop("poisoned", {}))
+    for name in ("batches", "jobs", "keys", "acknowledged", "filled", "quotas", "faults_of_clients"):
         found = more.pop(name, [])
         getattr(history, "faults" if name == "faults_of_clients" else name).extend(found)
     stored = more.pop("stored", [])
@@ -158,8 +173,10 @@ GONE = Acknowledged("chat", "chatcmpl-1", 50.0, "", "", "gateway-1:8000", gone_a
 REVOKED = KeySeen("0123456789ab", 100.0, "acme", [(104.0, "gateway-1:8000")], [(103.0, "gateway-2:8000")])
 LEASES, BATCH = "$KV.leases.models", "$KV.batches.batch_1"
 CLAIM = f"$KV.generations.{IDENTITY}"
+FULL = (200.0, "a", "429 quota_exceeded: You have 12 files (RYZANSTEIN_TENANT_FILES changes it)")
 SOUND = evidence(
     stream(),
+    *beside_a_flood(),
     response(stub_text(9, 12)),
     with_logprobs(12),
     keyed(),
@@ -170,8 +187,12 @@ SOUND = evidence(
     refused_later("8", 503),
     refused_later("invalid_api_key", 401, replaced=True),
     refused("ring_lost"),
+    filled=[Filled("filling-1", "a", "files", 12, 190.0, made=12, refused=True)],
+    quotas=[FULL],
+    poisoned={"batch_2": 3},
     batches=[
         batch(),
+        struck("fatal_request"),
         batch(ends=("failed",), status="failed", statuses=["failed"], output=[], counts={"completed": 0}),
     ],
     jobs=[job(), job(identity="ftjob-2")],
@@ -422,6 +443,21 @@ CASES: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: evidence(
             stored=[(2.0, BATCH, batch_job("gateway-1", 1)), (9.5, BATCH, batch_job("gateway-2", 2))]
         ),
+    ),
+    ("others_served", "of b took 30.0 s", lambda: evidence(*beside_a_flood(ended=1040.0))),
+    ("fatal_lines", "has ended 4 gateways", lambda: evidence(poisoned={"batch_2": 4})),
+    ("fatal_lines", "where line-2 is fatal", lambda: evidence(batches=[struck("internal_error")])),
+    ("fatal_lines", "where line-2 is fatal", lambda: evidence(batches=[batch(fatal="line-2")])),
+    (
+        "quotas_apart",
+        "a made 15 files",
+        lambda: evidence(filled=[Filled("filling-1", "a", "files", 12, 190.0, made=15)]),
+    ),
+    ("quotas_apart", "a, which had filled no quota", lambda: evidence(quotas=[FULL])),
+    (
+        "quotas_apart",
+        "without the setting's name",
+        lambda: evidence(quotas=[(200.0, "a", "429 quota_exceeded: no")]),
     ),
 ]
 
