@@ -240,6 +240,12 @@ class TrainingJob(msgspec.Struct, frozen=True, omit_defaults=True):
     storage: int = 0
     """Bytes that it may keep in the object stores while it is not clean (`shared.training_storage`), of its tenant's
     quota; 0: an older gateway has queued it, and nobody counts."""
+    runner: str = ""
+    """The executor whose trainer is at work on it; an attempt that begins and finds one knows that it was lost."""
+    losses: int = 0
+    """Executors that were lost so."""
+    resumed_from: int = 0
+    """The step whose state the last of these attempts went on from."""
 
     @property
     def hosts(self) -> list[str]:

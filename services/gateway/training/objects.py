@@ -131,6 +131,8 @@ def _progress(job: TrainingJob) -> dict[str, Any] | None:
         "state_step": 0 if job.state is None else job.state.step,
         "attempt": job.attempt,
         "host": job.host or None,
+        "executors_lost": job.losses,
+        "resumed_from_step": job.resumed_from if job.losses else None,
         "metrics": None if job.metrics is None else metrics_data(job.metrics),
     }
 

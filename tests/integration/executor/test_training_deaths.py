@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.integration.executor.training_cluster import Cluster
 pytestmark = pytest.mark.slow
 
 EXAMPLES = 400
+LOST = r"Executor host-\d lost, resumed at step [1-9]\d* on host-\d"
 
 
 def done(job: TrainingJob) -> bool:
@@ -67,6 +69,10 @@ async def test_whoever_dies_the_adapter_is_the_same(tmp_path: Path) -> None:
             await server.start()
             hit = await cluster.until("hit", done)
             assert hit.attempt >= before.attempt >= 2
+            lost = [event for event in await cluster.said("hit") if event.kind == "executor_lost"]
+            assert (hit.losses, len(lost), calm.losses) == (2, 2, 0)
+            assert all(re.fullmatch(LOST, event.message) and event.level == "warn" for event in lost)
+            assert f"resumed at step {hit.resumed_from} on" in lost[-1].message
             assert digest_of(hit) == digest_of(calm)
             assert hit.state is not None
             assert sorted(await cluster.left("hit")) == sorted([hit.state.object_name, hit.metrics_object])

@@ -399,6 +399,7 @@ def _rows(job: Job) -> list[tuple[str, str]]:
         ("waits", job.get("waiting_for")),
         ("error", what_is_wrong(job) if job["status"] == "failed" else ""),
         ("steps", f"{done:,} of {steps:,}" if steps else ""),
+        ("executor", _executor(job.get("progress") or {})),
         ("tokens", f"{job['trained_tokens']:,}" if job["trained_tokens"] else ""),
         ("method", method.get("type")),
         ("settings", ", ".join(settings)),
@@ -410,6 +411,14 @@ def _rows(job: Job) -> list[tuple[str, str]]:
         ("expected", local_time(job["estimated_finish"]) if job["estimated_finish"] else ""),
     ]
     return rows + [(name, value) for name, value in optional if value]
+
+
+def _executor(progress: dict[str, Any]) -> str:
+    """Who trains it, and whether others were lost on the way."""
+    host, lost = progress.get("host") or "", progress.get("executors_lost")
+    if not lost:
+        return host
+    return f"{host or '-'} ({lost} lost, resumed at step {progress['resumed_from_step']:,})"
 
 
 def _print_json(found: Job | list[Job] | list[Event] | list[Checkpoint]) -> None:

@@ -42,9 +42,11 @@ def is_mine(job: TrainingJob | None, host: str, attempt: int) -> bool:
     )
 
 
-def begun(job: TrainingJob, threads: int, now: float, secret: str = "") -> TrainingJob:
-    """Its trainer is being started. `threads`: what its first host chooses; `secret`: of its replicas, if there are
-    several."""
+def begun(
+    job: TrainingJob, runner: str, before: TrainingJob, threads: int, now: float, secret: str = ""
+) -> TrainingJob:
+    """Its trainer is being started by the executor `runner`, which has found it as `before`. `threads`: what its first
+    host chooses; `secret`: of its replicas, if there are several."""
     examples = job.data.examples if job.data is not None else 0
     return _replace(
         job,
@@ -55,7 +57,15 @@ def begun(job: TrainingJob, threads: int, now: float, secret: str = "") -> Train
         threads=job.threads or threads,
         meeting="",
         secret=secret,
+        runner=runner,
+        losses=before.losses + (before.runner != ""),
+        resumed_from=state_step(job) if before.runner else job.resumed_from,
     )
+
+
+def state_step(job: TrainingJob) -> int:
+    """The step that it goes on from after a death."""
+    return job.state.step if job.state is not None else 0
 
 
 def _steps(hyperparameters: Hyperparameters, examples: int) -> int:
@@ -71,8 +81,7 @@ def stepped(job: TrainingJob, metrics: TrainingMetrics, expected_at: float, wait
 
 def state_written(job: TrainingJob, state: TrainingState) -> TrainingJob:
     """It goes on from there after a death."""
-    before = job.state.step if job.state is not None else 0
-    return _replace(job, state=state, crashes=0 if state.step > before else job.crashes)
+    return _replace(job, state=state, crashes=0 if state.step > state_step(job) else job.crashes)
 
 
 def adapter_written(job: TrainingJob, adapter: TrainedAdapter) -> tuple[TrainingJob, list[TrainedAdapter]]:
@@ -103,7 +112,7 @@ def finished(
 
 def paused(job: TrainingJob) -> TrainingJob:
     """As its tenant wants it."""
-    return _replace(job, status="paused", host="", waiting_for="", expected_at=0.0)
+    return _replace(job, status="paused", host="", waiting_for="", expected_at=0.0, runner="")
 
 
 def cancelled(job: TrainingJob, now: float) -> TrainingJob:
@@ -121,7 +130,9 @@ def failed(job: TrainingJob, code: str, message: str, now: float) -> TrainingJob
 
 def given_back(job: TrainingJob, reason: str, retry_at: float) -> TrainingJob:
     """By no fault of its own: another host, or this one later, goes on."""
-    return _replace(job, host="", waiting_for=reason[:MAX_REASON], expected_at=0.0, retry_at=retry_at)
+    return _replace(
+        job, host="", waiting_for=reason[:MAX_REASON], expected_at=0.0, retry_at=retry_at, runner=""
+    )
 
 
 def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
@@ -129,8 +140,7 @@ def crashed(job: TrainingJob, reason: str, now: float) -> TrainingJob:
     `reason`: one sentence, with its last words after it."""
     crashes = job.crashes + 1
     if crashes >= MOST_CRASHES:
-        step = job.state.step if job.state is not None else 0
-        message = f"The trainer has ended by a fault {crashes} times after step {step}. {reason}"
+        message = f"The trainer has ended by a fault {crashes} times after step {state_step(job)}. {reason}"
         return failed(job, InternalError.code, message, now)
     pause = min(FIRST_PAUSE * 2.0 ** (crashes - 1), LONGEST_PAUSE)
     waiting = f"It is tried again in {pause:g} s. {reason}"

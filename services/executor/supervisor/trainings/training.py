@@ -82,6 +82,7 @@ class Base(NamedTuple):
 class TrainingHost(Protocol):
     """What a training needs of the host whose it is."""
 
+    instance: str
     threads: int
     """That a job is computed with which begins here."""
     start_trainer: StartTrainer
@@ -335,19 +336,22 @@ class Training:
     async def _begun(self, files: JobFiles) -> TrainingJob:
         """As the first replica, or the only one: what it goes on from is there, and the record says that it runs.
         Raises as `_start`."""
-        job = await patiently(self._record.read)
+        before = job = await patiently(self._record.read)
         await files.fetch_examples(job)
         if job.state is not None and not await files.fetch_state(job):
             job = await patiently(
                 lambda: self._record.write(lambda known: msgspec.structs.replace(known, state=None))
             )
         await patiently(lambda: files.clear_earlier(job))
-        now, threads = time.time(), self._host.threads
+        now, threads, runner = time.time(), self._host.threads, self._host.instance
         secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
         job = await patiently(
-            lambda: self._record.write(lambda known: job_changes.begun(known, threads, now, secret))
+            lambda: self._record.write(lambda known: job_changes.begun(known, runner, before, threads, now, secret))
         )
         self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
+        if before.runner:
+            text = f"Executor {before.runner} lost, resumed at step {job.resumed_from} on {runner}"
+            self._say("executor_lost", text, attempt=job.losses)
         return job
 
     async def _joined(self, files: JobFiles) -> TrainingJob:
@@ -406,7 +410,7 @@ class Training:
 
     def _say(self, kind: str, message: str, metrics: TrainingMetrics | None = None, attempt: int = 0) -> None:
         """An event of the job. `attempt`: 0 for what every attempt says alike."""
-        level: Literal["info", "error"] = "error" if kind == "job_failed" else "info"
+        level = _LEVELS.get(kind, "info")
         event = TrainingEvent(self.job, self._step, kind, level, message, time.time(), metrics)
         self._untold.append((event, attempt))
 
@@ -511,5 +515,7 @@ def _meeting_at(job: TrainingJob, address: str) -> TrainingJob:
 
 DONE = "code 0"
 """How a trainer ends that has done all, or was paused."""
+_LEVELS: dict[str, Literal["warn", "error"]] = {"job_failed": "error", "executor_lost": "warn"}
+"""Of events that are no mere news, by their kind."""
 _RESULTS = {"failed": "failed", "cancelled": "cancelled", "paused": "paused"}
 """What comes of a job, by its state."""

@@ -66,12 +66,25 @@ def test_a_job_is_a_hosts_in_one_attempt_and_until_it_is_done() -> None:
 
 
 def test_the_first_host_chooses_the_threads_and_says_when_it_began() -> None:
-    first = begun(JOB, 4, NOW)
+    first = begun(JOB, "h", JOB, 4, NOW)
     assert (first.status, first.steps, first.threads, first.started_at) == ("running", 8, 4, NOW)
-    again = begun(first, 16, NOW + 100)
+    again = begun(first, "h", first, 16, NOW + 100)
     assert (again.threads, again.started_at) == (4, NOW)
     shown = stepped(again, TrainingMetrics(3), NOW + 0.4, "It is full.")
     assert (shown.metrics, shown.expected_at, shown.waiting_for) == (TrainingMetrics(3), NOW, "It is full.")
+
+
+def test_an_executor_that_was_lost_is_counted_once_and_one_that_gave_it_back_is_not() -> None:
+    first = state_written(begun(JOB, "h", JOB, 4, NOW), TrainingState(5, "o", 1, "d"))
+    assert (first.runner, first.losses) == ("h", 0)
+    again = begun(first, "i", first, 4, NOW)
+    assert (again.runner, again.losses, again.resumed_from) == ("i", 1, 5)
+    assert begun(again, "i", first, 4, NOW) == again, "written once more, for the broker's answer was lost"
+    for end in (End("given_back", MESSAGE), End("crashed", MESSAGE)):
+        left = ended(again, end, NOW)
+        assert begun(left, "h", left, 4, NOW).losses == 1
+    paused = ended(msgspec.structs.replace(again, wanted="pause"), End("given_back"), NOW)
+    assert begun(paused, "h", paused, 4, NOW).losses == 1
 
 
 def test_the_last_adapters_are_named_and_what_is_written_again_keeps_its_name() -> None:

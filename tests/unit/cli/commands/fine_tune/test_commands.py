@@ -234,7 +234,7 @@ def test_jobs_are_shown(gateway: FakeGateway) -> None:
     failed = job(
         "failed",
         error={"code": "invalid", "message": "line 3: no messages.", "param": "training_file"},
-        progress={"step": 1, "steps": 4},
+        progress={"step": 1, "steps": 4, "host": "e-2", "executors_lost": 1, "resumed_from_step": 0},
         trained_tokens=1234,
         finished_at=1_700_000_100,
         waiting_for="",
@@ -245,6 +245,7 @@ def test_jobs_are_shown(gateway: FakeGateway) -> None:
         r"status +failed",
         r"error +line 3: no messages\. \(training_file\)",
         r"steps +1 of 4",
+        r"executor +e-2 \(1 lost, resumed at step 0\)",
         r"tokens +1,234",
         r"settings +n_epochs 2, batch_size auto, rank 16",
         r"finished +2023-11-1",
