@@ -11,15 +11,17 @@
 # Nothing is fetched at run time but models, by `ryzanstein models pull` into the volume /models. What an image
 # writes lies in /tmp and in its volumes, so the root file system can be read-only.
 #
-# BASE_IMAGE  any Debian or Ubuntu with Python 3.11 or newer and its venv module; by digest where that matters.
+# BASE_IMAGE  any Debian or Ubuntu with Python 3.11 or newer and its venv module.
 #             One that has gcc needs no package of Debian's.
 # NATS_IMAGE  any image with the program nats-server, and wget for its health check.
 # TORCH_INDEX package index that torch alone comes from: that of PyTorch's CPU wheels makes the executor a
 #             tenth of the size. Empty: the one that pip is set to use, whose torch brings CUDA and NCCL for GPUs.
+# VERIFY      empty: packages are held to constraints.txt by version alone, not by hash, as a torch of any other index
+#             needs it.
 #
 # Version and revision are labels that whoever builds gives (`make images`, compose/): here they would make every
 # layer after them anew.
-ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 ARG NATS_IMAGE=nats:2.15.1-alpine
 
 # --- what is installed ---------------------------------------------------------------------------------------
@@ -35,8 +37,11 @@ WORKDIR /src
 # Two environments: what builds, and what is shipped, which has no pip but where a service needs it.
 ENV PATH=/opt/build/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 COPY constraints.txt ./
+ARG VERIFY=1
 RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/build \
-    && pip install --constraint constraints.txt mypy pip setuptools \
+    && sed -n '/^pip==/,/[^\\]$/p' constraints.txt > pip.txt && pip install --require-hashes --requirement pip.txt \
+    && { test -n "${VERIFY}" || sed -i 's/ \\$//; /^ *--/d' constraints.txt; } \
+    && pip install --constraint constraints.txt mypy setuptools \
     && python3 -m venv --without-pip /opt/venv
 
 # Each extra of pyproject.toml as a file of its own: what is installed from it stays in the cache until it changes.

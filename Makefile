@@ -33,11 +33,19 @@ EXAMPLES ?= 1000
 # Package index that torch alone comes from; empty: the one that pip is set to use, whose torch may bring
 # gigabytes of CUDA. Without a GPU name the index of PyTorch's CPU wheels: make serve TORCH_INDEX=...
 TORCH_INDEX ?=
+# Empty: packages are held to constraints.txt by version alone, not by hash. It has torch's hashes of PyPI and of PyTorch's
+# index for CPUs; a build of any other index needs make install TORCH_INDEX=... VERIFY=
+VERIFY ?= 1
 PYTEST = $(BIN)/$(if $(COVERED),coverage run,python) -m pytest
 FAILED := .pytest_cache/v/cache/lastfailed
 COMPILED := build/compiled
 COMPILED_TESTS := tests/unit/shared/test_compiled.py tests/unit/executor/kv_cache tests/unit/executor/leader \
   tests/unit/executor/scheduler tests/unit/scheduler
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint $(VENV)/constraints.txt
+# What the extras all, dev and docs ask for, as lines: pip checks hashes of requirements, not of a project.
+REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  extras = project["optional-dependencies"]; names = extras.keys() - {"all", "clients", "training"}; \
+  print(*project["dependencies"], *(line for name in sorted(names) for line in extras[name]), sep="\n")
 PIP_PROGRESS = awk '/Downloading .* (MB|GB)/ { print; fflush() }'
 # Name before / and tag of the images; more for `docker build`, such as --build-arg BASE_IMAGE=... --network host.
 IMAGES ?= ryzanstein
@@ -52,17 +60,27 @@ help: ## Show this list
 .PHONY: install
 install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
 
-# torch goes first: a range that another package asks for must find the pinned build in place. Its own index
-# gives it alone; what it depends on comes with the rest. Of pip's hundreds of lines the large downloads are shown; what
-# it warns of goes to standard error.
+# All packages are files that constraints.txt names by hash; the project itself is built by these, not in an environment
+# that pip fills for it. An older pip takes hashes from requirements alone, so pip's own is one. torch goes first: a
+# range that another package asks for must find the pinned build in place. Its own index gives it alone; what it depends
+# on comes with the rest. Of pip's hundreds of lines the large downloads are shown; what it warns of goes to standard
+# error.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
 	@echo "Installing dependencies into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pip
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch | $(PIP_PROGRESS)
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[all,dev,docs]' | $(PIP_PROGRESS)
+	@sed -n '/^pip==/,/[^\\]$$/p' constraints.txt > $(VENV)/pip.txt
+	@sed '$(if $(VERIFY),,s/ \\$$//; /^ *--/d)' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
+	@$(BIN)/python -m pip install --quiet --require-hashes --requirement $(VENV)/pip.txt
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch | $(PIP_PROGRESS)
+	@$(PIP_INSTALL) --requirement $(VENV)/requirements.txt | $(PIP_PROGRESS)
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+.PHONY: lock
+lock: $(INSTALLED) ## Renew constraints.txt (make lock ARGS="--upgrade-package NAME", --upgrade: all)
+	@$(BIN)/python -m tests.release.lock $(ARGS)
 
 .PHONY: serve
 serve: $(INSTALLED) ## Serve the default model on http://127.0.0.1:8000 until Ctrl-C
@@ -184,6 +202,10 @@ images: ## Build the container images (make images TORCH_INDEX=... IMAGE_ARGS="-
 	    --label org.opencontainers.image.revision=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
 	    --build-arg TORCH_INDEX=$(TORCH_INDEX) $(IMAGE_ARGS) .; \
 	done
+
+.PHONY: pin-images
+pin-images: $(INSTALLED) ## Write the digests that others' images have now into Dockerfile, compose/ and k8s/ (needs docker)
+	@$(BIN)/python -m tests.release.images
 
 .PHONY: lint-images
 lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the compose stack as files

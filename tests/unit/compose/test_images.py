@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.release.images import FILES, images, with_digests
 from tests.unit.compose.dockerfile import Dockerfile
 
 ROOT = Path(__file__).parents[3]
@@ -104,6 +105,32 @@ def test_every_base_is_an_argument_with_an_exact_tag() -> None:
     assert outside == {"${BASE_IMAGE}", "${NATS_IMAGE}"}
     for name in ("BASE_IMAGE", "NATS_IMAGE"):
         assert re.search(r":\d+\.\d+\.\d+", FILE.arguments[name]), name
+
+
+def test_an_image_is_the_same_wherever_it_is_named() -> None:
+    """And named in no other file than those which `make pin-images` changes."""
+    digests: dict[str, set[str]] = {}
+    for _, name, digest in images():
+        digests.setdefault(name, set()).add(digest)
+    assert all(len(found) == 1 for found in digests.values()), digests
+    assert FILE.arguments["BASE_IMAGE"].partition("@")[0] in digests
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    others = [path for path in tracked.stdout.split() if path not in FILES and not path.startswith("tests/")]
+    words = re.compile("|".join(rf"(?<![\w/]){re.escape(name)}(?![\w.])" for name in digests))
+    assert not [path for path in others if words.search((ROOT / path).read_text(errors="replace"))]
+    manifests = (path for path in others if path.startswith(("k8s/", "compose")) and path.endswith("yaml"))
+    foreign = re.compile(r"^ +image: (?!ryzanstein/|\$\{)", re.MULTILINE)
+    assert not [path for path in manifests if foreign.search((ROOT / path).read_text())]
+
+
+def test_digests_are_written_and_renewed_in_place() -> None:
+    text = "ARG BASE_IMAGE=python:3\nX_IMAGE=a/b:1@sha256:" + "0" * 64 + "\n    image: ryzanstein/cli:1\n"
+    made = with_digests(text, {"python:3": "sha256:new", "a/b:1": "sha256:newer"})
+    assert made.splitlines() == [
+        "ARG BASE_IMAGE=python:3@sha256:new",
+        "X_IMAGE=a/b:1@sha256:newer",
+        "    image: ryzanstein/cli:1",
+    ]
 
 
 def test_nothing_needs_a_frontend_that_would_have_to_be_fetched() -> None:

