@@ -100,6 +100,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # --- what runs -----------------------------------------------------------------------------------------------
 
 FROM ${BASE_IMAGE} AS runtime
+ARG BASE_IMAGE
 RUN groupadd --gid 10001 ryzanstein \
     && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home --shell /usr/sbin/nologin ryzanstein \
     && install -d -o 10001 -g 10001 /models /spill /weights
@@ -111,7 +112,8 @@ ENV PATH=/opt/ryzanstein/bin:/opt/venv/bin:$PATH \
     RYZANSTEIN_LOG_FORMAT=json
 LABEL org.opencontainers.image.title="Ryzanstein" \
       org.opencontainers.image.description="Distributed LLM inference on your own machines" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}"
 WORKDIR /tmp
 USER 10001:10001
 
@@ -179,6 +181,8 @@ RUN mkdir -p /tmp/data/jetstream && ryzanstein nats-config --listen 0.0.0.0:4222
 
 # Volume: /data. Secret: /run/secrets/nats-passwords, as `ryzanstein nats-config --help` describes it.
 FROM ${NATS_IMAGE} AS nats
+ARG NATS_IMAGE
+LABEL org.opencontainers.image.base.name="${NATS_IMAGE}"
 COPY --from=nats-files --chown=10001:10001 /tmp/data /data
 COPY --from=nats-files /tmp/nats.conf /etc/nats/nats.conf
 USER 10001:10001

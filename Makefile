@@ -194,13 +194,21 @@ fuzz: $(INSTALLED) ## Requests made from the OpenAPI document, valid and not (ma
 	@RYZANSTEIN_FUZZ_EXAMPLES=$(EXAMPLES) RYZANSTEIN_FUZZ_SEED=$(or $(SEED),$$RANDOM) \
 	  $(BIN)/pytest tests/integration/gateway/api/test_fuzz.py -s $(ARGS)
 
+# Each with its SBOM in build/sbom: what the image itself says that it holds; that of NATS has no Python, and is its base.
 .PHONY: images
-images: ## Build the container images (make images TORCH_INDEX=... IMAGE_ARGS="--build-arg BASE_IMAGE=...")
+images: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+images: $(INSTALLED) ## Build the container images (make images TORCH_INDEX=... IMAGE_ARGS="--build-arg BASE_IMAGE=...")
+	@mkdir -p build/sbom
 	@for target in $(IMAGE_TARGETS); do \
-	  docker build --target $$target --tag $(IMAGES)/$$target:$(IMAGE_VERSION) \
+	  image=$(IMAGES)/$$target:$(IMAGE_VERSION); \
+	  docker build --target $$target --tag $$image \
 	    --label org.opencontainers.image.version=$(IMAGE_VERSION) \
 	    --label org.opencontainers.image.revision=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
-	    --build-arg TORCH_INDEX=$(TORCH_INDEX) $(IMAGE_ARGS) .; \
+	    --build-arg TORCH_INDEX=$(TORCH_INDEX) --build-arg VERIFY=$(VERIFY) $(IMAGE_ARGS) .; \
+	  base=$$(docker inspect --format '{{index .Config.Labels "org.opencontainers.image.base.name"}}' $$image); \
+	  { [ $$target = nats ] && echo '{}' \
+	    || docker run --rm --interactive --network none --entrypoint python3 $$image - < tests/release/inventory.py; } \
+	  | $(BIN)/python -m tests.release.sbom image $$image $$base > build/sbom/$$target.cdx.json; \
 	done
 
 .PHONY: pin-images
@@ -217,7 +225,7 @@ lint-images: $(INSTALLED) ## Lint the Dockerfile, and check the images and the c
 # REPOSITORY gives the metadata its addresses, and makes the README's links absolute, as a package index wants them.
 .PHONY: dist
 dist: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
-dist: $(INSTALLED) ## Make the wheel and the sdist in dist/ (make dist REPOSITORY=https://github.com/OWNER/NAME)
+dist: $(INSTALLED) ## Make the wheel, its SBOM and the sdist in dist/ (make dist REPOSITORY=https://github.com/OWNER/NAME)
 	@rm -rf build/release dist && mkdir -p build/release/source dist
 	@git archive HEAD | tar -x -C build/release/source
 	@if [ -n "$(REPOSITORY)" ]; then \
@@ -231,6 +239,7 @@ dist: $(INSTALLED) ## Make the wheel and the sdist in dist/ (make dist REPOSITOR
 	  $(BIN)/python -m build --no-isolation --outdir build/release build/release/source > build/release/log 2>&1 \
 	  || { tail -50 build/release/log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --wheel-dir dist build/release/*.whl >> build/release/log 2>&1
+	@$(BIN)/python -m tests.release.sbom wheel dist/*.whl > dist/ryzanstein-$(IMAGE_VERSION).cdx.json
 	@cp build/release/*.tar.gz dist/ && ls dist
 
 .PHONY: clean

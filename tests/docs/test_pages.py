@@ -12,7 +12,7 @@ WIDTH = 120
 GENERATED = {"openai-compatibility.md"}
 """By commands that wrap nothing."""
 
-MADE = {"dist/", "wheels/"}
+MADE = {"build/sbom/", "dist/", "wheels/"}
 """By commands on the pages."""
 PATHS = all_paths()
 

@@ -6,6 +6,7 @@ Versions stay unless uv is told otherwise: make lock ARGS="--upgrade-package NAM
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -81,8 +82,11 @@ def with_builds_for_cpus(now: list[Pin], before: list[Pin]) -> list[Pin]:
 def main(arguments: list[str]) -> None:
     before = pins(CONSTRAINTS.read_text())
     extras = [word for extra in ("all", "dev", "docs") for word in ("--extra", extra)]
-    resolved("pyproject.toml", *extras, "--universal", "--output-file", str(CONSTRAINTS), *arguments)
-    now = with_builds_for_cpus(pins(CONSTRAINTS.read_text()), before)
+    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as file:
+        file.writelines(f"{pin.requirement}\n" for pin in before)  # without the hashes, which uv would keep
+        file.flush()
+        resolved("pyproject.toml", *extras, "--universal", "--output-file", file.name, *arguments)
+        now = with_builds_for_cpus(pins(Path(file.name).read_text()), before)
     CONSTRAINTS.write_text(HEADER + "".join(f"{pin}\n" for pin in now))
 
 
