@@ -115,7 +115,24 @@ _NO_MODEL = re.compile(r"(mmproj|imatrix)|.*[-._](mmproj|imatrix)\b", re.IGNOREC
 _LISTED = 30
 """Models that an error names, at most."""
 HUB = "hf://"
+_PATHS = ("/", "./", "../", "~")
 _LINK = re.compile(r"model(-\d{5}-of-\d{5})?\.gguf")
+
+
+def path_of(name: str) -> Path | None:
+    """The path that a model's name is; None: it is a name. One that does not begin as a path is one for command lines
+    alone (`here`): of a name of the hub a service would else take a directory that lies in its own."""
+    return Path(name).expanduser() if name in (".", "..") or name.startswith(_PATHS) else None
+
+
+def here(name: str) -> str:
+    """A model's name as a command line means it: what exists from there as its absolute path, which services in other
+    directories understand; other names as they are."""
+    try:
+        path = Path(name).expanduser()
+        return str(path.resolve()) if name and path.exists() else name
+    except (OSError, RuntimeError):  # too long for a path, or of no user
+        return name
 
 
 def pulled_name(name: str) -> str:

@@ -15,11 +15,14 @@ import shared.lean_imports  # noqa: F401  # isort: skip  # before all others
 from services.executor.core.settings import ExecutorSettings
 from services.executor.supervisor.multinode.node import RingNode
 from services.executor.supervisor.service import ExecutorService
+from shared.models import here
 from shared.service import lifecycle
 
 
 def make(settings: ExecutorSettings) -> ExecutorService | RingNode:
     """Host 0 speaks for the ring."""
+    named = {"model": here(settings.model), "draft_model": here(settings.draft_model)}
+    settings = settings.model_copy(update=named)
     return RingNode(settings) if settings.node_rank else ExecutorService(settings)
 
 

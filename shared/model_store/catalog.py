@@ -37,7 +37,7 @@ from shared.model_store.repository import (
     served_name,
 )
 from shared.model_store.settings import Store
-from shared.models import choose_gguf, converted_name, hub_name, linked_gguf, relink_gguf
+from shared.models import choose_gguf, converted_name, hub_name, linked_gguf, path_of, relink_gguf
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
@@ -91,8 +91,8 @@ def ensure_adapter(
     """The directory of the LoRA adapter `name` as peft writes it (adapter_config.json, adapter_model.safetensors): a
     directory, or a hub name, of which these two files are fetched. What is in them is not looked at. Raises as
     `ensure_model` does."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = path_of(name)
+    if path is not None and path.is_dir():
         return _whole_adapter(path.resolve())
     _check_hub_name(name, revision)
     directory = store.cache / ADAPTERS / directory_name(name, revision)
@@ -108,12 +108,12 @@ def ensure_adapter(
 
 def is_ready(name: str, store: Store, revision: str = "") -> bool:
     """Whether `ensure_model` would find nothing to fetch or to convert."""
-    path = Path(name).expanduser()
     if (built_in := _built_in(name)) is not None:
         return _is_whole(store.cache / built_in.name)
-    if path.is_dir():
+    if (path := path_of(name)) is not None and path.is_dir():
         return _is_whole(path)
     if _is_file(name):
+        path = Path(name).expanduser()
         return path.is_file() and _is_whole(store.cache / converted_name(path))
     return _is_whole(store.cache / directory_name(name, revision))
 
@@ -149,14 +149,15 @@ def _ensure_model(
         )
         recommend(directory, built_in.sampling, built_in.weight_dtype)
         return built_in.name, directory
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = path_of(name)
+    if path is not None and path.is_dir():
         return path.resolve().name, _checked_directory(path.resolve())
     if _is_file(name):
+        path = Path(name).expanduser()
         directory = _converted(store.cache / converted_name(path), progress, lambda scratch: path)
         relink_gguf(directory, path)
         return path.stem, directory
-    if path.exists():
+    if path is not None and path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a GGUF file; name a directory that holds config.json, "
             "or a file that ends in .gguf."
@@ -248,7 +249,8 @@ def _fetched(
 
 def _is_file(name: str) -> bool:
     """A file's path, whether it is there or not, and not a hub name with a file of the repository."""
-    return name.endswith(".gguf") and not (":" in name and not Path(name).expanduser().exists())
+    path = path_of(name)
+    return name.endswith(".gguf") and not (":" in name and (path is None or not path.exists()))
 
 
 def _built_in(name: str) -> WheelModel | None:

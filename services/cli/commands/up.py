@@ -17,7 +17,7 @@ from shared.config import load_settings
 from shared.errors import ConfigurationError
 from shared.messages import ModelSpec
 from shared.model_store import catalog as model_store
-from shared.models import REASONING_PARSERS, TOOL_PARSERS
+from shared.models import REASONING_PARSERS, TOOL_PARSERS, here
 
 if TYPE_CHECKING:
     from shared.registry import DeclaredAdapter
@@ -180,7 +180,7 @@ def up(
         dtype=dtype,
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
-        draft_model=_absolute(draft_model),
+        draft_model=here(draft_model),
         weights_memory=weights_memory,
         engine=engine,
         tool_parser=tool_parser,
@@ -229,12 +229,6 @@ def _check_served_name(name: str, model: str, further: list[ModelSpec]) -> None:
         )
     if problems := check_all([*further, ModelSpec(name, model)]):
         raise ConfigurationError(f"--served-model-name: {problems[0]}")
-
-
-def _absolute(model: str) -> str:
-    """A path of a model as executors in other directories understand it; other names as they are."""
-    path = Path(model).expanduser()
-    return str(path.resolve()) if model and path.exists() else model
 
 
 def main() -> None:

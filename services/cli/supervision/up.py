@@ -47,6 +47,7 @@ from shared.model_store.catalog import is_ready
 from shared.model_store.packed import packed_files
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import CONVERSION
+from shared.models import here
 from shared.service.listener import bind, reserve
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -268,7 +269,7 @@ class Up:
                     fetched.set()
                 report(stage, done, total)
 
-            name, directory = await prepare_model(plan.model, store, reported)
+            name, directory = await prepare_model(here(plan.model), store, reported)
         if not any(file.model == directory.resolve() for file in packed_files(store.packed)):
             expect_building()
         return name, str(directory)

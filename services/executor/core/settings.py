@@ -21,7 +21,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from shared.errors import ConfigurationError
 from shared.model_store.packed import ENDING
 from shared.model_store.settings import ModelStoreSettings
-from shared.models import HUB, ReasoningParser, ToolParser
+from shared.models import HUB, ReasoningParser, ToolParser, path_of
 
 BlockDType = Literal["bf16", "fp8", "int8"]
 """`bf16` means uncompressed: keys and values stay as the model computes them."""
@@ -481,8 +481,7 @@ def served_name(settings: ExecutorSettings) -> str:
         return settings.served_model_name
     if not settings.model:
         return STUB_MODEL
-    path = Path(settings.model).expanduser()
-    if path.exists():
+    if (path := path_of(settings.model)) is not None and path.exists():
         return path.resolve().name.removesuffix(".gguf")
     return settings.model.removeprefix(HUB)
 

@@ -22,7 +22,7 @@ from shared.model_store.disk import unfinished_downloads
 from shared.model_store.packed import Packed, packed_files
 from shared.model_store.preparation import prepare_model
 from shared.model_store.programs import Progress, run_module
-from shared.models import hub_name
+from shared.models import here, hub_name
 
 models_app = typer.Typer(
     help="Models: of a running stack, and on this machine.", no_args_is_help=True, rich_markup_mode=None
@@ -61,7 +61,7 @@ def models_pull(
 
     async def prepare(report: Progress) -> tuple[str, Path]:
         named = await registered(data_dir, nats_url) if store.cache_bytes else None
-        return await prepare_model(name, store, report, revision=revision, named=named)
+        return await prepare_model(here(name), store, report, revision=revision, named=named)
 
     with model_bars(screen) as report:
         served, directory = asyncio.run(prepare(report))

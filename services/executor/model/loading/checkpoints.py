@@ -33,6 +33,7 @@ from shared.models import (
     converted_name,
     link_gguf,
     linked_gguf,
+    path_of,
     relink_gguf,
 )
 
@@ -92,21 +93,22 @@ def resolve_model(name_or_path: str, store: Store, progress: ConversionProgress,
     pulled = cache_dir / directory_name(name_or_path, revision)
     if (pulled / "config.json").is_file():
         return pulled
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path = path_of(name_or_path)
+    if path is not None and path.is_dir():
         if gone := next((link for link in linked_gguf(path) if not link.exists()), None):
             raise ModelLoadError(
                 f"The file {gone.resolve()}, which holds the weights of the model in {path}, is not there any more; "
                 "give the GGUF file by its own path, where it is now."
             )
         return path
-    if path.suffix == ".gguf" and (path.exists() or ":" not in name_or_path):
-        return _of_gguf(path, cache_dir, progress)
-    if path.exists():
+    file = path or Path(name_or_path)
+    if file.suffix == ".gguf" and ((path is not None and path.exists()) or ":" not in name_or_path):
+        return _of_gguf(file, cache_dir, progress)
+    if path is not None and path.exists():
         raise ModelLoadError(
             f"{path} is neither a model directory nor a .gguf file; give one of these or a hub name."
         )
-    if name_or_path.startswith(("/", "~", ".")):
+    if path is not None:
         raise ModelLoadError(f"The model {name_or_path} does not exist; check the path.")
     from shared.model_store.catalog import ensure_model
 

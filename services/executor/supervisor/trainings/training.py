@@ -346,7 +346,9 @@ class Training:
         now, threads, runner = time.time(), self._host.threads, self._host.instance
         secret = secrets.token_hex() if job.hyperparameters.replicas > 1 else ""
         job = await patiently(
-            lambda: self._record.write(lambda known: job_changes.begun(known, runner, before, threads, now, secret))
+            lambda: self._record.write(
+                lambda known: job_changes.begun(known, runner, before, threads, now, secret)
+            )
         )
         self._say("training_started", "Fine-tuning job started", attempt=self.attempt)
         if before.runner:

@@ -18,7 +18,7 @@ from shared.model_store.catalog import ensure_model, list_models
 from shared.model_store.locks import LOCKS, claimed, partial
 from shared.model_store.programs import WheelModel
 from shared.model_store.settings import Store
-from shared.models import converted_name, link_gguf, linked_gguf
+from shared.models import converted_name, here, link_gguf, linked_gguf
 
 
 def ignore(stage: str, done: int, total: int) -> None:
@@ -107,6 +107,23 @@ def test_what_is_nearly_a_built_in_name_asks_no_hub(
     assert ensure_model("SmolLM2-135M-Instrct", store, ignore)[1] == library
     with pytest.raises(AssertionError, match="the hub was asked"):
         ensure_model("gpt2", Store.at(tmp_path / "cache"), ignore)
+
+
+def test_a_name_of_the_hub_is_no_directory_that_happens_to_lie_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a command line may mean one."""
+    monkeypatch.chdir(tmp_path)
+    beside = tmp_path / "org" / "name"
+    beside.mkdir(parents=True)
+    (beside / "config.json").write_text("{}")
+    store = Store(cache=tmp_path / "cache")
+    assert not catalog.is_ready("org/name", store)
+    for path in (here("org/name"), "./org/name", str(beside)):
+        assert catalog.is_ready(path, store)
+        assert ensure_model(path, store, lambda *_: None) == ("name", beside)
+    assert (here("org/name"), here("org/other"), here("")) == (str(beside), "org/other", "")
+    assert here("x" * 5000) == "x" * 5000
 
 
 def test_an_empty_cache_is_an_empty_list(tmp_path: Path) -> None:
