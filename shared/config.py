@@ -60,7 +60,7 @@ class CommonSettings(BaseSettings):
     """Address to listen on: the gateway's API, and /health, /ready, /metrics of the others."""
     ops_port: int = Field(default=0, ge=0, le=65535)
     """Port of /health, /ready and /metrics (the gateway: its API port instead, and this one as well where it
-    shares that one); 0: the system chooses."""
+    shares that one); 0: the system chooses. `ryzanstein up` gives each service a free one, the same at each start."""
     metrics_aliases: bool = True
     """Whether /metrics has figures under vLLM's names too (`vllm:num_requests_running`), for autoscalers and
     dashboards that ask for these."""

@@ -23,8 +23,10 @@ class HealthMonitorSettings(CommonSettings):
     """What a health monitor needs to know beside the common settings."""
 
     hung_after: float = Field(default=2.5, gt=0)
-    """Seconds without progress after which a rank with a step in flight counts as hung. Detected from heartbeats:
-    within this time and two of them."""
+    """Seconds without progress after which a rank with a step in flight counts as hung, and its group gets no more
+    requests. Detected from heartbeats: within this time and two of them. Executors read the same variable, and kill
+    such a ring; where it is unset they wait half a second longer than the monitor. Progress is told layer by layer:
+    set it above what the longest layer takes."""
     gone_after: float = Field(default=4.0, gt=0)
     """Seconds without a heartbeat after which an instance counts as gone. A killed one is known at once where the
     broker reports closed connections."""

@@ -23,6 +23,7 @@ from services.cli.serve import MODULES
 from services.cli.supervision import early_executor
 from services.cli.supervision.early_executor import EarlyExecutor
 from services.cli.supervision.nats_server import LocalNats, StoreWatch, stop_process
+from services.cli.supervision.ops_ports import reserve_ops_ports
 from services.cli.target import StackSettings
 from shared.config import CommonSettings
 from shared.errors import ConfigurationError
@@ -215,10 +216,11 @@ class LocalStack:
         self._port = plan.port
         self._grpc_port = plan.grpc_port
         self._reserved: list[socket.socket] = []
-        """Ports that several gateways share, and then one for the operations of each."""
+        """Ports that several gateways share, and one for the operations of each service."""
         self.children: list[Child] = []
         self.beats: dict[str, Heartbeat] = {}
         """The last heartbeat of each instance, of its present process."""
+        self._ops_ports: dict[str, int] = {}
         self.ops_addresses: dict[str, str] = {}
         """Where each gateway answers for itself, by instance, when there are several."""
         self._news = asyncio.Event()
@@ -249,8 +251,7 @@ class LocalStack:
     async def start(self, *, executors: bool = True) -> None:
         """Starts every process, or all but the `executors`, whose model is not known yet; none of them need be ready
         when it returns. Raises `PortInUse`, and other errors."""
-        if self._settings.gateways > 1:
-            self._reserve_ports()
+        self._reserve_ports()
         self.logs.mkdir(parents=True, exist_ok=True)
         set_aside(self.logs)
         if self.plan.nats is None:
@@ -362,18 +363,22 @@ class LocalStack:
         return made
 
     def _reserve_ports(self) -> None:
-        """They stay the same, and nobody else's, while gateways end and start again."""
-        host = self.plan.host
-        self._reserved.append(reserve(host, self._port, shared=True))
-        self._port = _port_of(self._reserved[-1])
-        if self._grpc_port is not None:
-            self._reserved.append(reserve(host, self._grpc_port, option="--grpc-port", shared=True))
-            self._grpc_port = _port_of(self._reserved[-1])
-        for number in range(self._settings.gateways):
-            self._reserved.append(reserve(host, 0))
-            self.ops_addresses[f"gateway-{self._mark}{number}"] = (
-                f"{bracketed(host)}:{_port_of(self._reserved[-1])}"
-            )
+        """They stay the same, and nobody else's, while services end and start again."""
+        host, gateways = self.plan.host, self._settings.gateways
+        counts = {"health-monitor": 1, "scheduler": self._settings.schedulers, "executor": self.plan.replicas}
+        if gateways > 1:
+            self._reserved.append(reserve(host, self._port, shared=True))
+            self._port = _port_of(self._reserved[-1])
+            if self._grpc_port is not None:
+                self._reserved.append(reserve(host, self._grpc_port, option="--grpc-port", shared=True))
+                self._grpc_port = _port_of(self._reserved[-1])
+            counts["gateway"] = gateways
+        names = [f"{service}-{number}" for service, count in counts.items() for number in range(count)]
+        sockets, self._ops_ports = reserve_ops_ports(host, names, self.plan.data_dir / "ports.json")
+        self._reserved += sockets
+        for number in range(gateways if gateways > 1 else 0):
+            port = self._ops_ports[f"gateway-{number}"]
+            self.ops_addresses[f"gateway-{self._mark}{number}"] = f"{bracketed(host)}:{port}"
 
     def _gateway_arguments(self, number: int) -> list[str]:
         arguments = ["--host", self.plan.host, "--port", str(self._port)]
@@ -408,6 +413,9 @@ class LocalStack:
         self, service: str, number: int, arguments: list[str], environment: dict[str, str] | None = None
     ) -> Child:
         log = self.logs / f"{service}-{number}.log"
+        port = self._ops_ports.get(f"{service}-{number}", 0)
+        if port and service != "gateway":
+            arguments = [*arguments, "--ops-port", str(port)]
         return Child(service, f"{service}-{self._mark}{number}", arguments, log, environment)
 
     async def _start(self, child: Child) -> None:

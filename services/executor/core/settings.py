@@ -317,7 +317,9 @@ class ExecutorSettings(ModelStoreSettings):
     of other hosts that of a fine-tuning job's first replica; `auto`: the address of this host's name, as in a
     container."""
     hung_after: float = Field(default=3.0, ge=1.0)
-    """Seconds without progress, with work in flight, after which the ring is killed and restarted."""
+    """Seconds without progress, with work in flight, after which the ring is killed and restarted. Progress is told
+    layer by layer: set it above what the longest layer takes (a large expert layer in a long prompt on few cores).
+    The health monitor reads the same variable, and where it is unset takes 2.5."""
     start_timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a ring may take to load."""
     drain_grace: float = Field(default=10.0, ge=0)
