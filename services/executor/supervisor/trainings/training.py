@@ -82,13 +82,15 @@ class Base(NamedTuple):
 class TrainingHost(Protocol):
     """What a training needs of the host whose it is."""
 
-    instance: str
     threads: int
     """That a job is computed with which begins here."""
     start_trainer: StartTrainer
 
     @property
     def bus(self) -> Bus: ...
+
+    @property
+    def instance(self) -> str: ...
 
     def trainer_started(self, training: "Training") -> None:
         """Suspends it where somebody waits for an answer."""
@@ -412,7 +414,7 @@ class Training:
 
     def _say(self, kind: str, message: str, metrics: TrainingMetrics | None = None, attempt: int = 0) -> None:
         """An event of the job. `attempt`: 0 for what every attempt says alike."""
-        level = _LEVELS.get(kind, "info")
+        level: Literal["info", "warn", "error"] = _LEVELS.get(kind, "info")
         event = TrainingEvent(self.job, self._step, kind, level, message, time.time(), metrics)
         self._untold.append((event, attempt))
 
