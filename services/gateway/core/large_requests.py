@@ -15,7 +15,7 @@ from services.gateway.core.tenant_pool import Bound, TenantPool
 from shared.limits import LARGE_WAITING
 from shared.tasks import RoundRobin
 
-LARGE = 64 << 10
+LARGE_REQUEST = 64 << 10
 """Bytes from which a request has to wait for its turn: about a millisecond's work."""
 
 
@@ -29,7 +29,7 @@ class LargeRequests:
 
     async def turn(self, tenant: str, size: int) -> None:
         """Returns when a request of `size` bytes may be decoded, at once. Raises `QueueFull`."""
-        if size <= LARGE:
+        if size <= LARGE_REQUEST:
             return
         loop = asyncio.get_running_loop()
         self._waiting.take(tenant, size)

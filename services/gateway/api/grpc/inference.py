@@ -23,7 +23,7 @@ from services.gateway.api.grpc.session import (
     view_of,
 )
 from services.gateway.core.errors import missing
-from services.gateway.core.large_requests import LARGE
+from services.gateway.core.large_requests import LARGE_REQUEST
 from services.gateway.core.settings import GatewaySettings
 from services.gateway.intake.rules import check_token_ids
 from services.gateway.intake.schemas import ChatCompletionRequest, CompletionRequest
@@ -63,7 +63,7 @@ class Inference:
         """`answer`, which decodes a large message in its turn."""
 
         async def answered(call: Call) -> None:
-            if call.waiting > LARGE:
+            if call.waiting > LARGE_REQUEST:
                 await self._backend.large.turn(call.principal.tenant, call.waiting)
             await answer(call)
 

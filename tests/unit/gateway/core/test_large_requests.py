@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.gateway.core.large_requests import LARGE, LargeRequests
+from services.gateway.core.large_requests import LARGE_REQUEST, LargeRequests
 from shared.errors import QueueFull
 
 
@@ -19,7 +19,7 @@ async def test_tenants_take_turns_and_no_two_large_requests_are_decoded_in_a_row
         loop.call_soon(count)
 
     async def request(tenant: str) -> None:
-        await requests.turn(tenant, LARGE + 1)
+        await requests.turn(tenant, LARGE_REQUEST + 1)
         decoded.append(tenant)
         decoded_in.append(passes[0])
 
@@ -31,16 +31,16 @@ async def test_tenants_take_turns_and_no_two_large_requests_are_decoded_in_a_row
 
 async def test_a_small_request_waits_for_nobody() -> None:
     requests = LargeRequests()
-    waiting = [asyncio.create_task(requests.turn("a", LARGE + 1)) for _ in range(3)]
+    waiting = [asyncio.create_task(requests.turn("a", LARGE_REQUEST + 1)) for _ in range(3)]
     await asyncio.sleep(0)
-    await requests.turn("b", LARGE)
+    await requests.turn("b", LARGE_REQUEST)
     assert not waiting[-1].done()
     await asyncio.gather(*waiting)
 
 
 async def test_who_goes_away_has_no_turn() -> None:
     requests = LargeRequests()
-    first, second, third = (asyncio.create_task(requests.turn("a", LARGE + 1)) for _ in range(3))
+    first, second, third = (asyncio.create_task(requests.turn("a", LARGE_REQUEST + 1)) for _ in range(3))
     await asyncio.sleep(0)
     second.cancel()
     await asyncio.gather(first, third)
@@ -48,9 +48,9 @@ async def test_who_goes_away_has_no_turn() -> None:
 
 
 async def test_a_tenant_holds_a_quarter_of_what_may_wait() -> None:
-    requests = LargeRequests(waiting_bytes=12 * LARGE)
-    waiting = [asyncio.create_task(requests.turn("a", LARGE + 1)) for _ in range(3)]
+    requests = LargeRequests(waiting_bytes=12 * LARGE_REQUEST)
+    waiting = [asyncio.create_task(requests.turn("a", LARGE_REQUEST + 1)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull, match=r"large requests.*large_waiting"):
-        await requests.turn("a", LARGE + 1)
-    await asyncio.gather(requests.turn("b", LARGE + 1), *waiting)
+        await requests.turn("a", LARGE_REQUEST + 1)
+    await asyncio.gather(requests.turn("b", LARGE_REQUEST + 1), *waiting)
