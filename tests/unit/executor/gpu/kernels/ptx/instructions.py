@@ -272,3 +272,11 @@ def reduce(program: "Program", it: Statement) -> None:
     value = lanes.read(it.operands[1], kind).reshape(-1, _WARP)
     found = _REDUCED[it.opcode[2]].reduce(value, axis=1, dtype=value.dtype)
     lanes.write(it.operands[0], np.repeat(found, _WARP), kind)
+
+
+def ballot(program: "Program", it: Statement) -> None:
+    """vote.sync.ballot.b32, of whole warps: a bit for each lane."""
+    lanes = program.lanes
+    voted = lanes.truth(it.operands[1]).reshape(-1, _WARP).astype(np.uint64)
+    found = (voted << np.arange(_WARP, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
+    lanes.write(it.operands[0], np.repeat(found, _WARP), "b32")

@@ -150,7 +150,7 @@ DOES = {
     "mov": instructions.move, "shl": instructions.shift, "shr": instructions.shift, "prmt": instructions.permute,
     "lop3": instructions.logic, "bfe": instructions.extract, "popc": instructions.count_bits,
     "selp": instructions.select, "setp": instructions.compare, "cvt": instructions.convert,
-    "shfl": instructions.exchange, "redux": instructions.reduce,
+    "shfl": instructions.exchange, "redux": instructions.reduce, "vote": instructions.ballot,
     "mma": matrix.multiply, "ldmatrix": matrix.load, "stmatrix": matrix.store, "wgmma": matrix.multiply_by_group,
     "ld": Program.load, "st": Program.store, "atom": Program.atomic, "cp": Program.copy,
     "bar": Program.nothing, "fence": Program.nothing,
