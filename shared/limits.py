@@ -115,8 +115,8 @@ TRUNCATED_TEXT = Limit(
     "truncated_text",
     64,
     "characters",
-    "a text before `truncate_prompt_tokens` or `max_tokens_per_doc`, for each token of the longest prompt (256 Ki at "
-    "least)",
+    "a text before `truncate_prompt_tokens` or `max_tokens_per_doc`, and a conversation before its chat template, for "
+    "each token of the longest prompt (256 Ki at least)",
 )
 SCORED_CHARACTERS = Limit(
     "scored_characters",

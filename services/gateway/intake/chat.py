@@ -18,6 +18,7 @@ from services.gateway.intake.conversation import (
     with_instructions,
 )
 from services.gateway.intake.record import Context, OuterResponse
+from services.gateway.intake.sampling import LEAST_TRUNCATED, check_messages
 from services.gateway.intake.schemas import ChatCompletionRequest
 from services.gateway.intake.structured_output import Wanted, grammar_of_schema
 from services.gateway.intake.tools import Asked, asked_of
@@ -323,6 +324,16 @@ class Planned(NamedTuple):
 
 
 async def rendered(request: ChatCompletionRequest, card: ModelCard, tokenizer: Tokenizer) -> Planned:
-    """A request that was checked, in the model's own form. Raises `InvalidParameter`, `QueueFull`."""
+    """A request that was checked, in the model's own form. Raises `InvalidParameter`, `ContextLengthExceeded`,
+    `QueueFull`."""
     plan = plan_of(request, card, tokenizer.traits)
+    characters = 0
+    for message in plan.messages:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            characters += len(content)
+        else:
+            characters += sum([len(part.get("text") or "") for part in content])
+    if characters > LEAST_TRUNCATED:
+        check_messages(characters, card)
     return Planned(plan, await tokenizer.render_chat(plan.messages, plan.tools, plan.options))

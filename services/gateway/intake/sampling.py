@@ -100,6 +100,18 @@ def check_text(
         )
 
 
+def check_messages(characters: int, card: ModelCard) -> None:
+    """Refuses before it is rendered a conversation of so many that no template makes short enough. Raises
+    `ContextLengthExceeded`."""
+    room = max(card.context_length * TRUNCATED_TEXT.value, LEAST_TRUNCATED)
+    if characters > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {card.context_length} tokens, and your messages have "
+            f"{characters:,} characters where {room:,} may be; shorten them ({TRUNCATED_TEXT.cited()}).",
+            param="messages",
+        )
+
+
 def _shown(param: str) -> str:
     return f"your {param}" if param in ("prompt", "messages") else f"'{param}'"
 

@@ -187,6 +187,17 @@ async def test_what_is_truncated_is_refused_by_its_size(
     assert "limit truncated_text: 64 characters" in error["message"]
 
 
+@pytest.mark.parametrize("content", ["TEXT", [{"type": "text", "text": "TEXT"}] * 2])
+async def test_a_conversation_is_refused_by_its_size_before_it_is_rendered(
+    http: httpx.AsyncClient, tiny: str, content: Any
+) -> None:
+    body = msgspec.json.encode({"model": tiny, "messages": [{"role": "user", "content": content}]})
+    long = body.replace(b"TEXT", b"x" * (LEAST_TRUNCATED + 1))
+    error = (await http.post("/v1/chat/completions", content=long)).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "limit truncated_text: 64 characters" in error["message"]
+
+
 @pytest.mark.parametrize("endpoint", ["completions", "chat/completions", "responses", "embeddings"])
 async def test_what_cannot_fit_is_refused_by_its_size(
     http: httpx.AsyncClient, ring: FakeRing, tiny: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
