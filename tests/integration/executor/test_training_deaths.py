@@ -70,7 +70,9 @@ async def test_whoever_dies_the_adapter_is_the_same(tmp_path: Path) -> None:
             hit = await cluster.until("hit", done)
             assert hit.attempt >= before.attempt >= 2
             lost = [event for event in await cluster.said("hit") if event.kind == "executor_lost"]
-            assert (hit.losses, len(lost), calm.losses) == (2, 2, 0)
+            # What the second executor had not told yet when it was killed, nobody tells.
+            assert (hit.losses, calm.losses) == (2, 0)
+            assert 1 <= len(lost) <= 2
             assert all(re.fullmatch(LOST, event.message) and event.level == "warn" for event in lost)
             assert f"resumed at step {hit.resumed_from} on" in lost[-1].message
             assert digest_of(hit) == digest_of(calm)

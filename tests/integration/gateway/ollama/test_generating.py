@@ -205,7 +205,7 @@ async def test_what_is_refused_and_how(http: httpx.AsyncClient, client: ollama.A
     assert "'options.typical_p'" in (await refused(http, CHAT, messages=HI, options={"typical_p": 0.5}))[1]
     assert "'options.temperature'" in (await refused(http, CHAT, messages=HI, options={"temperature": 9}))[1]
     assert "'format'" in (await refused(http, CHAT, messages=HI, format={"type": "nonsense"}))[1]
-    assert "shorten the prompt" in (await refused(http, GENERATE, prompt="x" * 5000))[1]
+    assert "your prompt resulted in 5001 tokens" in (await refused(http, GENERATE, prompt="x" * 5000))[1]
     assert "'system'" in (await refused(http, GENERATE, prompt="Hi", raw=True, system="Be kind."))[1]
     assert (await refused(http, CHAT, messages=HI, think=True))[1] == f'"{MODEL}" does not support thinking'
     assert (await refused(http, CHAT, messages=HI, keep_alive="soon"))[0] == 400
