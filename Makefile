@@ -62,9 +62,9 @@ install: $(INSTALLED) ## Make the virtual environment with pinned dependencies
 
 # All packages are files that constraints.txt names by hash; the project itself is built by these, not in an environment
 # that pip fills for it. An older pip takes hashes from requirements alone, so pip's own is one. torch goes first: a
-# range that another package asks for must find the pinned build in place. Its own index gives it alone; what it depends
-# on comes with the rest. Of pip's hundreds of lines the large downloads are shown; what it warns of goes to standard
-# error.
+# range that another package asks for must find the pinned build in place. A file of it where PIP_FIND_LINKS points goes
+# before the package index's, which pip would prefer; its own index gives it alone; what it depends on comes with the
+# rest. Of pip's hundreds of lines the large downloads are shown; what it warns of goes to standard error.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV) || { echo "error: the virtual environment could not be made; on Debian and Ubuntu install the package python3-venv." >&2; exit 1; }
@@ -73,7 +73,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@sed '$(if $(VERIFY),,s/ \\$$//; /^ *--/d)' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -c '$(REQUIREMENTS)' > $(VENV)/requirements.txt
 	@$(BIN)/python -m pip install --quiet --require-hashes --requirement $(VENV)/pip.txt
-	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch | $(PIP_PROGRESS)
+	@$(if $(TORCH_INDEX),false,$(PIP_INSTALL) --quiet --no-index --no-deps torch 2> /dev/null) || \
+	  $(PIP_INSTALL) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch | $(PIP_PROGRESS)
 	@$(PIP_INSTALL) --requirement $(VENV)/requirements.txt | $(PIP_PROGRESS)
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
