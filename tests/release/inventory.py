@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Iterable
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,20 @@ def license_of(package: Distribution) -> str:
     return " OR ".join(one.rpartition(" :: ")[2] for one in listed)
 
 
-def requires(package: Distribution) -> list[str]:
-    """Names of what it depends on anywhere, without what its extras add."""
-    asked = [one for one in package.requires or [] if "extra ==" not in one]
+def requires(package: Distribution, extras: set[str]) -> list[str]:
+    """Names of what it depends on anywhere, with these extras of it."""
+    lines = [(one, re.search(r"extra == ['\"]([\w.-]+)", one)) for one in package.requires or []]
+    asked = [one for one, extra in lines if extra is None or normal(extra[1]) in extras]
     return [normal(re.split(r"[^\w.-]", one)[0]) for one in asked]
+
+
+def extras_asked(packages: Iterable[Distribution]) -> dict[str, set[str]]:
+    """Extras by the package that any other asks them of."""
+    asked: dict[str, set[str]] = {}
+    for line in (line for package in packages for line in package.requires or []):
+        if match := re.match(r"([\w.-]+) *\[([^]]+)\]", line):
+            asked.setdefault(normal(match[1]), set()).update(normal(one.strip()) for one in match[2].split(","))
+    return asked
 
 
 def libraries(package: Distribution) -> dict[str, str]:
@@ -56,9 +67,14 @@ def debian() -> list[dict[str, str]]:
 
 def inventory() -> dict[str, Any]:
     found = {normal(package.metadata["Name"]): package for package in distributions()}
+    extras = extras_asked(found.values())
     return {
         "python": {
-            name: {"version": one.version, "license": license_of(one), "requires": requires(one)}
+            name: {
+                "version": one.version,
+                "license": license_of(one),
+                "requires": requires(one, extras.get(name, set())),
+            }
             for name, one in sorted(found.items())
             if name != OURS
         },
