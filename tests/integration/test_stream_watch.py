@@ -53,7 +53,9 @@ async def test_a_consumer_that_the_broker_has_lost_is_missed(
 async def test_heartbeats_keep_a_watch_where_nothing_happens(
     bus: Bus, pins: Bucket[SessionPin], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For longer than a watch lives without them."""
     monkeypatch.setattr(streams, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(streams, "MISSED", 10)
     beats: asyncio.Queue[Msg] = asyncio.Queue()
     on_status = StreamWatch._on_status
 
@@ -63,7 +65,7 @@ async def test_heartbeats_keep_a_watch_where_nothing_happens(
 
     monkeypatch.setattr(StreamWatch, "_on_status", counted)
     async with watching(pins) as shown:
-        for _ in range(8):
+        for _ in range(12):
             await beats.get()
         await pins.put("written", SessionPin("g", 1))
         assert await anext(shown) == ("written", 1)

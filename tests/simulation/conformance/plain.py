@@ -275,7 +275,9 @@ class Plain:
         return [outcomes.of_message(message) for message in messages]
 
     async def ack(self, place: int) -> Any:
-        """Waits until the broker has done it."""
+        """Waits until the broker has done it. Raises `ValueError` where fewer were fetched."""
+        if place >= len(self._fetched):
+            raise ValueError(f"{len(self._fetched)} messages were fetched")
         return outcomes.of_message(await self._fetched[place].ack_sync(timeout=PATIENCE))
 
     async def acknowledge(self, place: int, kind: str) -> Any:

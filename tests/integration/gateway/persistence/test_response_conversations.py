@@ -6,8 +6,9 @@ import httpx
 import openai
 import pytest
 
+from shared.config import CommonSettings
 from shared.nats.bus import Bus
-from tests.integration.gateway.conftest import RunningGateway
+from tests.integration.gateway.conftest import RunningGateway, run_gateway
 from tests.integration.gateway.fake_ring import MODEL, FakeRing, silence
 from tests.integration.gateway.responding import drop_journal, kept, prompts
 
@@ -58,24 +59,25 @@ async def test_items_are_listed_and_referred_to(client: openai.AsyncOpenAI, ring
 
 
 async def test_a_reference_costs_what_it_stands_for_each_time(
-    client: openai.AsyncOpenAI, ring: FakeRing
+    nats_settings: CommonSettings, ring: FakeRing
 ) -> None:
-    parts: Any = [{"type": "input_text", "text": "a" * 450_000}] * 2
-    made = await client.responses.create(
-        model=MODEL,
-        input=[{"role": "user", "content": parts}, {"role": "user", "content": "Hi"}],
-        truncation="auto",
-    )
-    (first,) = (await client.responses.input_items.list(made.id, order="asc", limit=1)).data
-    reference: Any = {"type": "item_reference", "id": first.id}
-    counted = await client.responses.input_tokens.count(model=MODEL, input=[reference] * 2)
-    assert counted.input_tokens > 1_800_000
-    for ask in (client.responses.input_tokens.count, client.responses.create):
-        with pytest.raises(openai.APIStatusError, match="limit history_bytes") as caught:
-            await ask(model=MODEL, input=[reference] * 64)
-        assert (caught.value.status_code, caught.value.code) == (413, "payload_too_large")
-    with pytest.raises(openai.APIStatusError, match="limit history_bytes"):
-        await client.conversations.create(items=[reference] * 20)
+    async with run_gateway(nats_settings, history_bytes=1 << 20) as running, running.openai() as client:
+        parts: Any = [{"type": "input_text", "text": "a" * 50_000}] * 2
+        made = await client.responses.create(
+            model=MODEL,
+            input=[{"role": "user", "content": parts}, {"role": "user", "content": "Hi"}],
+            truncation="auto",
+        )
+        (first,) = (await client.responses.input_items.list(made.id, order="asc", limit=1)).data
+        reference: Any = {"type": "item_reference", "id": first.id}
+        counted = await client.responses.input_tokens.count(model=MODEL, input=[reference] * 2)
+        assert 200_000 <= counted.input_tokens < 200_100
+        for ask in (client.responses.input_tokens.count, client.responses.create):
+            with pytest.raises(openai.APIStatusError, match="limit history_bytes") as caught:
+                await ask(model=MODEL, input=[reference] * 12)
+            assert (caught.value.status_code, caught.value.code) == (413, "payload_too_large")
+        with pytest.raises(openai.APIStatusError, match="limit history_bytes"):
+            await client.conversations.create(items=[reference] * 12)
 
 
 async def test_old_items_make_room_where_that_is_wanted(client: openai.AsyncOpenAI, ring: FakeRing) -> None:

@@ -1,5 +1,6 @@
 """The trainer as a process, over a small transformer: whatever kills it, the adapter is that of an undisturbed run."""
 
+import contextlib
 import io
 import os
 import shutil
@@ -53,11 +54,18 @@ VOCABULARY = 131
 
 AT_ONCE = (
     "import os, sys; from services.executor.training import __main__ as trainer; trainer.give_way = lambda: None; "
-    "from services.executor.training import ranks; ranks.COMMAND = sys.orig_argv[:-1]; "
-    "os._exit(trainer.main(int(sys.argv[1])))"
+    "from services.executor.training import ranks; ranks.COMMAND = [*sys.orig_argv[:3], 'rank']; "
+    "os._exit(trainer.main(int(sys.argv[-1])))"
 )
 """A trainer that gives way to nobody, nor do the ranks that it starts: beside other tests it would hardly be
 scheduled."""
+
+
+def _command_line(pid: str) -> bytes:
+    """Empty: it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 class Process:
@@ -93,9 +101,10 @@ class Process:
         os.killpg(self._process.pid, number)
 
     def other_ranks(self) -> list[int]:
-        """Their process ids."""
+        """Their process ids. What libraries start while they are imported are children too."""
         pid = self._process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if b"\0rank\0" in _command_line(child)]
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.told if isinstance(event, kind)]
