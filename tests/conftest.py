@@ -22,6 +22,7 @@ from services.executor.native import library
 from shared.config import CommonSettings
 from shared.nats.bus import Bus
 from shared.nats.streams import ensure_streams
+from tests.durations import Durations
 from tests.unit.executor.cpu.emulation import compilers, emulate_amx
 
 # Before anything imports Triton, transformers among it: what is decorated first decides for the whole process.
@@ -39,6 +40,11 @@ def pytest_report_header() -> list[str]:
         f"CPU levels: {', '.join(library.levels()) or library.why_not()}",
         f"C compilers: {', '.join(compilers())}",
     ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # those report to this one
+        config.pluginmanager.register(Durations())
 
 
 def pytest_sessionstart() -> None:
