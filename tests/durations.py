@@ -28,7 +28,9 @@ class Durations:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if len(self._seconds) > SLOWEST:
             self._kept.parent.mkdir(exist_ok=True)
-            self._kept.write_text(json.dumps({name: round(each, 2) for name, each in sorted_by(self._seconds)}))
+            self._kept.write_text(
+                json.dumps({name: round(each, 2) for name, each in sorted_by(self._seconds)})
+            )
             terminalreporter.section(f"slowest {SLOWEST} of {len(self._seconds)} tests")
             for line in slowest(self._seconds, SLOWEST):
                 terminalreporter.write_line(line)
@@ -60,7 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__)
     parser.add_argument("--depth", type=int, default=3, help="folders below the root that are told apart (3)")
     parser.add_argument("--slowest", type=int, default=SLOWEST, help=f"tests that are listed ({SLOWEST})")
-    parser.add_argument("file", type=Path, nargs="?", default=KEPT, help="the kept durations (build/durations.json)")
+    parser.add_argument(
+        "file", type=Path, nargs="?", default=KEPT, help="the kept durations (build/durations.json)"
+    )
     asked = parser.parse_args()
     try:
         seconds: dict[str, float] = json.loads(asked.file.read_text())

@@ -43,7 +43,9 @@ def extras_asked(packages: Iterable[Distribution]) -> dict[str, set[str]]:
     asked: dict[str, set[str]] = {}
     for line in (line for package in packages for line in package.requires or []):
         if match := re.match(r"([\w.-]+) *\[([^]]+)\]", line):
-            asked.setdefault(normal(match[1]), set()).update(normal(one.strip()) for one in match[2].split(","))
+            asked.setdefault(normal(match[1]), set()).update(
+                normal(one.strip()) for one in match[2].split(",")
+            )
     return asked
 
 
