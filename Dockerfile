@@ -11,7 +11,8 @@
 # Nothing is fetched at run time but models, by `ryzanstein models pull` into the volume /models. What an image
 # writes lies in /tmp and in its volumes, so the root file system can be read-only.
 #
-# BASE_IMAGE  any Debian or Ubuntu with Python 3.11 or newer and its venv module.
+# BASE_IMAGE  any Debian or Ubuntu with Python 3.11 or newer, its venv module and its headers (Debian: python3-venv,
+#             python3-dev).
 #             One that has gcc needs no package of Debian's.
 # NATS_IMAGE  any image with the program nats-server, and wget for its health check.
 # TORCH_INDEX package index that torch alone comes from: that of PyTorch's CPU wheels makes the executor a

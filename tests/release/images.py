@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,9 +41,16 @@ def with_digests(text: str, digests: dict[str, str]) -> str:
 
 
 def digest_of(name: str) -> str:
-    """Of the image for all its platforms, as its registry says."""
+    """Of the image for all its platforms, as its registry says. Exits where it does not say."""
     command = ["docker", "buildx", "imagetools", "inspect", name, "--format", "{{.Manifest.Digest}}"]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+    try:
+        asked = subprocess.run(command, text=True, capture_output=True)
+    except FileNotFoundError:
+        sys.exit("error: There is no `docker` on the path; install it with its plugin buildx.")
+    if asked.returncode:
+        reason = asked.stderr.strip().rpartition("\n")[2]
+        sys.exit(f"error: docker cannot tell the digest of {name} ({reason}); is its registry reached from here?")
+    return asked.stdout.strip()
 
 
 def main() -> None:
