@@ -48,8 +48,10 @@ def digest_of(name: str) -> str:
     except FileNotFoundError:
         sys.exit("error: There is no `docker` on the path; install it with its plugin buildx.")
     if asked.returncode:
-        reason = asked.stderr.strip().rpartition("\n")[2]
-        sys.exit(f"error: docker cannot tell the digest of {name} ({reason}); is its registry reached from here?")
+        reason = asked.stderr.strip().partition("\n")[0]
+        sys.exit(
+            f"error: docker cannot tell the digest of {name} ({reason}); is its registry reached from here?"
+        )
     return asked.stdout.strip()
 
 
