@@ -144,6 +144,7 @@ lint: $(INSTALLED) ## Format, lint, types, import rules, and the documentation's
 .PHONY: docs
 docs: $(INSTALLED) ## Renew pages that are made of the code, and build the documentation into build/site
 	@$(BIN)/python -m tests.docs
+	@$(BIN)/python -m tests.compatibility
 	@$(MKDOCS)
 	@echo "Open build/site/index.html"
 

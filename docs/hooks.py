@@ -2,10 +2,22 @@
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 _KIND = re.compile(r"^(```\w+) .+$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)\s]+)\)")
+
+
+_TABLES = "openai-parameters.md"
+
+
+def on_config(config: Any) -> Any:
+    """The tables of every parameter are in the site where `make docs` has written them."""
+    if Path(config.docs_dir, _TABLES).exists():
+        reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+        reference.append({"OpenAI's parameters": _TABLES})
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

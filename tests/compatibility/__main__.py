@@ -1,4 +1,6 @@
-"""`python -m tests.compatibility`: writes docs/openai-compatibility.md. With `--url` it asks a running server."""
+"""`python -m tests.compatibility`: writes docs/openai-compatibility.md, and beside it, not committed, the tables of
+every parameter. With `--url` it asks a running server.
+"""
 
 import argparse
 import asyncio
@@ -13,11 +15,13 @@ from typing import Any
 import httpx
 import openai
 
-from tests.compatibility.page import Count, page
+from tests.compatibility.page import Count, page, tables
 from tests.compatibility.probe import Found, Prober
 from tests.e2e.stack import Stack
 
 PAGE = Path(__file__).parents[2] / "docs" / "openai-compatibility.md"
+TABLES = PAGE.with_name("openai-parameters.md")
+TABLES = PAGE.with_name("openai-parameters.md")
 STUB = ("--engine", "stub", "--no-smoke-test")
 REASONING = (*STUB, "--reasoning-parser", "think")
 """It reasons where the prompt ends so."""
@@ -68,6 +72,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             found = found_on_a_stack(Path(directory))
     PAGE.write_text(page(found, openai.__version__))
+    TABLES.write_text(tables(found, openai.__version__))
+    TABLES.write_text(tables(found, openai.__version__))
     count = Count(row for one in found for row in one.parameters)
     print(  # noqa: T201  # a command's result
         f"{PAGE}: {count.honoured} of {count.all} parameters taken ({count.share_of_all}); of the {count.meant} with a "

@@ -1,4 +1,4 @@
-"""The page `docs/openai-compatibility.md`, from what was found. Pure."""
+"""The page `docs/openai-compatibility.md` and the tables of `docs/openai-parameters.md`, from what was found. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -43,27 +43,32 @@ def _share(part: int, whole: int) -> str:
 
 def page(found: Sequence[Found], package: str) -> str:
     """`package`: the version of the official package whose types were walked."""
-    parts = [_head(package), _summary(found), _refused(found), _excluded()]
-    return "\n".join(parts + [_operation(one) for one in found])
+    return "\n".join([_head(package), _summary(found), _refused(found), _excluded()])
+
+
+def tables(found: Sequence[Found], package: str) -> str:
+    """Every parameter of every operation. Not committed: it has five times as many words as the page."""
+    head = f"# Every parameter of OpenAI's API\n\nMade by `{COMMAND}` from the types of openai {package}.\n"
+    return "\n".join([head, *(_operation(one) for one in found)])
 
 
 def _head(package: str) -> str:
-    return f"""# How compatible it is with OpenAI's API
+    return f"""# OpenAI compatibility
 
-Made by `{COMMAND}`, and held by a test: every parameter that the type definitions of the official Python package
-(openai {package}) have, nested ones too, is tried out against a server on the stub engine.
+Made by `{COMMAND}`, and held by a test: every parameter in the type definitions of the official Python
+package (openai {package}), nested ones included, is sent to a server on the stub engine. The same command, which
+`make docs` runs, writes the verdict of each parameter to `docs/openai-parameters.md`.
 
-- **taken**: a request with it is answered, with every value that its type lists. Fields of a body that nothing reads are
-  unknown, and refused, so what is taken has a use; that it has its *effect* is held by tests of each field
-  ([fields](fields.md)), not by this page, which asks for acceptance. A field of a query counts only where nonsense
-  in its place is refused, or finds something else.
-  What [changes nothing](fields.md#what-changes-nothing) (`defer_loading`, a `web_search` among the tools) is taken too,
-  and the answer's header names it. The stub's chat template looks at `reasoning_effort` and `verbosity`; of a model
-  whose template does not, the first is named so and the other refused.
+- **taken**: a request with it is answered, for every value that its type lists. Unknown fields of a body are refused,
+  so what is taken is read. This page tests acceptance; tests of each field ([fields](fields.md)) hold the *effect*. A
+  query field counts only where a nonsense value is refused or changes the result. What
+  [changes nothing](fields.md#what-changes-nothing) (`defer_loading`, a `web_search` tool) is taken too, and a header of
+  the answer names it. The stub's chat template reads `reasoning_effort` and `verbosity`; where a model's template does
+  not, the header names the first and the second is refused.
 - **taken in part**: some of its values are refused by name. It does not count as taken.
 - **refused by name**: the error names it. **missing**: there is no such operation or parameter.
-- What needs images, audio or a service of OpenAI's is named [below](#without-a-meaning-here) and left out of the last two columns. What
-  this server merely does not do is not left out, and [says why](#with-a-meaning-and-not-taken).
+- What needs images, audio or a service of OpenAI's is listed [below](#without-a-meaning-here) and left out of the last
+  two columns. What this server does not do counts, [with the reason](#with-a-meaning-and-not-taken).
 """
 
 
@@ -72,9 +77,14 @@ def _summary(found: Sequence[Found]) -> str:
         "| parameters of | there | in all | taken | in part | refused | missing | of all | with a meaning | of these |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
+    bare = [one for one in found if one.there and not one.parameters]
     for one in found:
-        lines.append(_summary_line(f"`{one.operation.name}`", "yes" if one.there else "no", one.parameters))
+        if one not in bare:
+            there = "yes" if one.there else "no"
+            lines.append(_summary_line(f"`{one.operation.name}`", there, one.parameters))
     lines.append(_summary_line("**all**", "", [row for one in found for row in one.parameters]))
+    names = ", ".join(f"`{one.operation.name}`" for one in bare)
+    lines += ["", f"There too, without parameters: {names}."]
     lines += _own(found)
     fields = [row for one in found for row in one.fields]
     events = [row for one in found for row in one.events]

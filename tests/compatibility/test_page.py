@@ -5,7 +5,7 @@ import pytest
 
 from tests.compatibility.__main__ import PAGE, found_on_a_stack
 from tests.compatibility.operations import OPERATIONS, why_refused
-from tests.compatibility.page import COMMAND, Count, page, refused
+from tests.compatibility.page import COMMAND, Count, page, refused, tables
 from tests.compatibility.probe import Found
 from tests.compatibility.walk import parameters
 
@@ -20,6 +20,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 def test_the_page_is_what_the_server_does(found: list[Found]) -> None:
     made = page(found, openai.__version__)
     assert made == PAGE.read_text(), f"run `{COMMAND}` and look at what has changed"
+
+
+def test_the_tables_have_every_parameter(found: list[Found]) -> None:
+    made = tables(found, openai.__version__)
+    assert [one.operation.name for one in found if f"## `{one.operation.name}`" not in made] == []
+    rows = [row for one in found for row in one.parameters if not row.excluded]
+    assert [row.path for row in rows if f"| `{row.path}` |" not in made] == []
 
 
 def test_every_operation_is_there(found: list[Found]) -> None:
