@@ -161,7 +161,7 @@ class Ours:
 
 
 class Dynamo:
-    """`dynamo.frontend` and `dynamo.mocker` over TCP with file discovery, as in docs/peers.md."""
+    """`dynamo.frontend` and `dynamo.mocker` over TCP with file discovery, as in docs/performance.md."""
 
     name = "dynamo"
 

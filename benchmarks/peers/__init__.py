@@ -1,1 +1,1 @@
-"""Our server and its peers on one machine, under the same load, in one run: see docs/peers.md."""
+"""Our server and its peers on one machine, under the same load, in one run: see docs/performance.md."""

@@ -1,4 +1,4 @@
-"""Our server against its peers: `python -m benchmarks.peers --help`, and docs/peers.md.
+"""Our server against its peers: `python -m benchmarks.peers --help`, and docs/performance.md.
 
 Installs each peer in an environment of its own, starts one server at a time, puts the same load on each, and
 prints one table.

@@ -3,7 +3,7 @@ virtual environments, made once and kept.
 
 Every server gets the same model in bf16 (unless its name says otherwise), as many CPU threads as the others,
 and room for as many sequences at once as the largest workload has clients. What differs is told in
-docs/peers.md. Names end in what a server is given: a GGUF file of that format, `dtype-` and a `--weight-dtype`,
+docs/performance.md. Names end in what a server is given: a GGUF file of that format, `dtype-` and a `--weight-dtype`,
 `avx2` where it computes with those instructions alone.
 
 <work dir>/<environment>/venv          what is installed
