@@ -60,9 +60,9 @@ package (openai {package}), nested ones included, is sent to a server on the stu
 `make docs` runs, writes the verdict of each parameter to `docs/openai-parameters.md`.
 
 - **taken**: a request with it is answered, for every value that its type lists. Unknown fields of a body are refused,
-  so what is taken is read. This page tests acceptance; tests of each field ([fields](fields.md)) hold the *effect*. A
-  query field counts only where a nonsense value is refused or changes the result. What
-  [changes nothing](fields.md#what-changes-nothing) (`defer_loading`, a `web_search` tool) is taken too, and a header of
+  so what is taken is read. This page tests acceptance; tests of each field ([fields](api.md#fields)) hold the *effect*.
+  A query field counts only where a nonsense value is refused or changes the result. What
+  [changes nothing](api.md#what-changes-nothing) (`defer_loading`, a `web_search` tool) is taken too, and a header of
   the answer names it. The stub's chat template reads `reasoning_effort` and `verbosity`; where a model's template does
   not, the header names the first and the second is refused.
 - **taken in part**: some of its values are refused by name. It does not count as taken.
