@@ -20,8 +20,7 @@ from shared.config import ENV_PREFIX, CommonSettings
 _HEAD = """<!-- Made by `python -m tests.docs`; a test fails when it is stale. -->
 # Configuration reference
 
-Every setting of every service: name, type, default, bounds, meaning. A service reads its settings once, when it starts,
-from these places; the first one that has a value wins:
+A service reads its settings once, when it starts, from these places; the first one that has a value wins:
 
 1. **Options** of `ryzanstein serve SERVICE`: the name in kebab case without the prefix, `--max-batch-tokens 1024`.
    Secrets are no options, since everybody on the machine can read a command line.
@@ -31,8 +30,7 @@ from these places; the first one that has a value wins:
 4. **A TOML file** that `RYZANSTEIN_CONFIG` names: names in lower case without the prefix, `max_batch_tokens = 1024`.
 
 A wrong value stops the service at start with one sentence that names the setting. Bytes are plain integers and times
-are seconds, unless the description says otherwise. `ryzanstein up` passes its environment on to all services that it
-starts, so a variable that is set there reaches each service that knows it.
+are seconds, unless the description says otherwise. `ryzanstein up` passes its environment on to all services.
 """
 
 _SECTIONS: tuple[tuple[str, str, type[CommonSettings], type[CommonSettings] | None], ...] = (
@@ -79,7 +77,7 @@ def page() -> str:
             if base is None or name not in base.model_fields
         }
         rows = [_row(name, field) for name, field in fields.items()]
-        table = ["| setting | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |", *rows]
+        table = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
         parts.append(
             "\n".join([f"## {title}", "", *([introduction, ""] if introduction else []), *table, ""])
         )
@@ -111,9 +109,8 @@ def _row(name: str, field: FieldInfo) -> str:
     meaning = " ".join((field.description or "").split()).replace("|", "\\|")
     cells = (
         f"`{ENV_PREFIX}{name.upper()}`",
-        _type(field.annotation),
+        _bounded(field),
         _default(field),
-        _bounds(field),
         meaning,
     )
     return f"| {' | '.join(cells)} |"
@@ -157,6 +154,14 @@ def _size(value: Any) -> str:
         if isinstance(value, int) and value >= 1 << shift and value % (1 << shift) == 0:
             return f" ({value >> shift} {unit})"
     return ""
+
+
+def _bounded(field: FieldInfo) -> str:
+    """Type and bounds; where a text is one of a few, these alone."""
+    bounds = _bounds(field)
+    return (
+        bounds if bounds.startswith("one of") else ", ".join(filter(None, (_type(field.annotation), bounds)))
+    )
 
 
 def _bounds(field: FieldInfo) -> str:

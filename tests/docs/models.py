@@ -42,18 +42,16 @@ _BY_CONFIGURATION: tuple[tuple[str, str], ...] = (
 )
 
 _LATENT = (
-    "Of latent attention each rank keeps the whole line of a token (the latent and the rotated part of its key, for",
-    "all heads) and computes its own heads. What makes keys and values of a latent is unpacked where a checkpoint",
-    "has it quantized, since it is multiplied from both sides. On CPUs the native kernels compute `axk1`,",
-    "`deepseek_v2`, `deepseek_v3`, `glm4_moe_lite`, `minicpm3`, `mistral4` and `youtu`, prompts by absorbed products",
-    "too, so that a token's bits do not depend on its step; PyTorch attends in the others, and on GPUs.",
+    "Latent attention: each rank keeps the whole line of a token (the latent and the rotated part of its key) and",
+    "computes its own heads. On CPUs the native kernels compute `axk1`, `deepseek_v2`, `deepseek_v3`, `glm4_moe_lite`,",
+    "`minicpm3`, `mistral4` and `youtu`, prompts by absorbed products too, so that a token's bits do not depend on its",
+    "step; PyTorch attends in the others, and on GPUs.",
     "",
-    "An indexer's heads and its key of each token are whole on every rank, and all ranks choose the same tokens: those",
-    "of the highest scores, of those that tie the earliest. Texts of no more tokens than it chooses are attended to as",
-    "without it. Scores are PyTorch's sums: where two nearly tie, other texts in the batch may decide between them.",
-    "They tie exactly, at 0, where a key's products with all heads are negative, which is common with very few heads.",
-    "transformers leaves that choice to `topk`, whose order changes with the length of a row: there its texts with its",
-    "cache differ from those without, and from ours. With ties given to the earliest all three agree.",
+    "An indexer's heads and keys are whole on every rank, and all ranks choose the same tokens: those of the highest",
+    "scores, of ties the earliest. Texts of no more tokens than it chooses are attended to as without it. Scores are",
+    "PyTorch's sums: where two nearly tie, other texts in the batch may decide. They tie exactly, at 0, where a key's",
+    "products with all heads are negative; transformers leaves that choice to `topk`, whose order changes with the",
+    "length of a row, so that its texts with its cache differ from those without, and from ours.",
 )
 
 _KINDS = (
@@ -208,9 +206,9 @@ def _text_alone() -> list[str]:
 _LENGTHS = (
     "## Length of texts",
     "",
-    "A model is served with texts as long as its `max_position_embeddings`, or `--context-length` where that is set.",
-    "Where rotary positions follow the length of a text, they are fixed when the model is loaded, by the longest text",
-    "that it is served with, as vLLM does it: every text turns by the same, long or short, alone or beside others.",
+    "A model is served with texts as long as its `max_position_embeddings`, or `--context-length`. Rotary positions",
+    "that follow the length of a text are fixed when the model is loaded, by the longest text that it is served with,",
+    "as in vLLM.",
     "",
     *(
         f"| {kind} | {positions} | {longest} |"
@@ -236,11 +234,10 @@ _LENGTHS = (
         )
     ),
     "",
-    "So a LongRoPE model that shall answer short texts alone does so best with `--context-length` at its original",
-    "length (4096), which also takes less memory: blocks for one text of full length are always set aside. Groups with",
-    "different frequencies have different fingerprints and give no blocks to each other. transformers takes the short",
-    "factors for each batch of short texts, so its texts differ from those of a long context; of a PhiMoE it takes",
-    "them for long texts too, where vLLM and we take the long ones.",
+    "A LongRoPE model for short texts alone does best with `--context-length` at its original length (4096), which",
+    "takes less memory too. Groups with different frequencies have different fingerprints and give no blocks to each",
+    "other. transformers takes the short factors for each batch of short texts, so its texts differ from those of a",
+    "long context; of a PhiMoE it takes them for long texts too, where vLLM and we take the long ones.",
     "",
 )
 
@@ -269,7 +266,7 @@ def _encoders() -> list[str]:
 
 
 def page() -> str:
-    ranks = ", ".join(str(ranks) for ranks in PROVEN_RANKS)
+    ranks = f"{', '.join(map(str, PROVEN_RANKS[:-1]))} and {PROVEN_RANKS[-1]}"
     served = len(set(SERVED) - LISTED_ELSEWHERE)
     causal = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     refused = sum(len(row.model_types) for row in REFUSED)
@@ -278,19 +275,18 @@ def page() -> str:
         "",
         "<!-- Made by `python -m tests.docs`; a test fails when it is stale. -->",
         "",
-        f"{served} of transformers' {causal} causal types are served, over any number of ranks up to the number",
-        f"of attention heads; the other {refused} are [refused](#refused), each with its reason. Each that is served",
-        "is proven by `tests/unit/executor/model/test_architectures.py`: a small model with random weights,",
-        "built in the test, runs a prefill in chunks and 16 decode steps over the paged cache, beside other",
-        "sequences, and the logits of every token are compared with transformers' own forward of the whole text, in",
-        "fp32. Heads, widths and vocabulary do not divide by the ranks. A run in bf16 shows that the type people",
-        "serve in works as well.",
+        f"{served} of transformers' {causal} causal types are served, over any number of ranks up to the number of",
+        f"attention heads; the other {refused} are [refused](#refused), each with its reason. Each that is served is",
+        "proven by `tests/unit/executor/model/test_architectures.py`: a small model with random weights runs a prefill",
+        "in chunks and 16 decode steps over the paged cache, beside other sequences, and every token's logits are",
+        f"compared with transformers' own forward of the whole text: at {ranks} ranks none differs by {PROVEN_ERROR}",
+        "in fp32. Heads, widths and vocabulary do not divide by the ranks. A run in bf16 shows that it works as well.",
         "",
-        "| architecture | `model_type` | for example | shown | ranks | largest error |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| architecture | `model_type` | for example | shown |",
+        "| --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {row.title} | `{name}` | {row.examples} | {row.shown} | {ranks} | < {PROVEN_ERROR} |"
+        f"| {row.title} | `{name}` | {row.examples} | {row.shown} |"
         for name, row in sorted(SERVED.items(), key=lambda item: item[1].title.lower())
     ]
     lines += [
