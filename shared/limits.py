@@ -567,11 +567,11 @@ _BY_NAME = {limit.name: limit for limit in LIMITS}
 
 def table() -> str:
     """Markdown between `BEGIN` and `END`."""
-    lines = [BEGIN, "| limit | of each | at most | what | setting |", "| --- | --- | --- | --- | --- |"]
+    lines = [BEGIN, "| limit | of each | at most | what (setting) |", "| --- | --- | --- | --- |"]
     for limit in LIMITS:
         most = f"{_number(limit)} {limit.unit}" if limit.value else "as the model has"
-        setting = f"`{limit.setting}`" if limit.setting else ""
-        lines.append(f"| `{limit.name}` | {limit.holder} | {most} | {limit.bounds} | {setting} |")
+        setting = f" (`{limit.setting}`)" if limit.setting else ""
+        lines.append(f"| `{limit.name}` | {limit.holder} | {most} | {limit.bounds}{setting} |")
     return "\n".join([*lines, END])
 
 
