@@ -29,6 +29,10 @@ class Count:
         self.missing = sum(row.verdict == "missing" for row in listed)
 
     @property
+    def all_taken(self) -> bool:
+        return self.honoured == self.all
+
+    @property
     def share_of_all(self) -> str:
         return _share(self.honoured, self.all)
 
@@ -77,14 +81,14 @@ def _summary(found: Sequence[Found]) -> str:
         "| parameters of | there | in all | taken | in part | refused | missing | of all | with a meaning | of these |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    bare = [one for one in found if one.there and not one.parameters]
+    whole = [one for one in found if one.there and Count(one.parameters).all_taken]
     for one in found:
-        if one not in bare:
+        if one not in whole:
             there = "yes" if one.there else "no"
             lines.append(_summary_line(f"`{one.operation.name}`", there, one.parameters))
     lines.append(_summary_line("**all**", "", [row for one in found for row in one.parameters]))
-    names = ", ".join(f"`{one.operation.name}`" for one in bare)
-    lines += ["", f"There too, without parameters: {names}."]
+    names = ", ".join(f"`{one.operation.name}` ({len(one.parameters)})" for one in whole)
+    lines += ["", f"There, with all of their parameters (so many) taken: {names}."]
     lines += _own(found)
     fields = [row for one in found for row in one.fields]
     events = [row for one in found for row in one.events]
@@ -150,7 +154,7 @@ def _own(found: Sequence[Found]) -> list[str]:
     """Without what is nested: a message of one role has as many parameters as a whole request."""
     lines = [
         "",
-        "The same for a request's own parameters alone, without what is nested in them:",
+        "The same for a request's own parameters alone, without what is nested in them, where not all are taken:",
         "",
         "| parameters of | in all | with a meaning | taken | in part | at least in part |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -162,6 +166,8 @@ def _own(found: Sequence[Found]) -> list[str]:
             continue
         own = sum(not set(row.path) & set(".[") for row in rows)
         count = Count(meant)
+        if count.all_taken and name != "**all**":
+            continue
         share = _share(count.honoured + count.partly, count.meant)
         lines.append(f"| {name} | {own} | {count.meant} | {count.honoured} | {count.partly} | {share} |")
     return lines
