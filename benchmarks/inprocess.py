@@ -151,18 +151,8 @@ class Served:
 
 def served(url: str, name: str, rounds: int) -> Served:
     """A server's figures on a workload."""
-    plan = __main__.Plan(
-        url=url,
-        model=None,
-        api_key=None,
-        tokenizer=None,
-        extra={},
-        workloads=[WORKLOADS[name]],
-        rounds=rounds,
-        seed=random.SystemRandom().getrandbits(32),
-        timeout=600.0,
-        command="",
-    )
+    seed = random.SystemRandom().getrandbits(32)
+    plan = __main__.Plan(url, [WORKLOADS[name]], seed, rounds=rounds)
     processes = stack_at(urlsplit(url).port or 80) | {"load client": [os.getpid()]}
     before = cpu_seconds(processes)
     report = __main__.run_to_end(plan, Progress(disable=True))

@@ -1,6 +1,5 @@
-"""Llamas and mixtures of experts of random weights: small ones in any shape, and checkpoints written as fast as memory
-takes them (`python -m benchmarks.random_model`), whose tensors all take some of the same numbers, each from a place of
-its own.
+"""Llamas and mixtures of experts of random weights, written as fast as memory takes them
+(`python -m benchmarks.random_model`): all tensors take some of the same numbers, each from a place of its own.
 
 What is measured on them does not depend on what they say. There is no tokenizer.
 """
@@ -17,7 +16,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
 from transformers import LlamaConfig, MixtralConfig
 
 from services.executor.model.quantized import QuantizedRows
@@ -102,39 +100,6 @@ def write_config(directory: Path, shape: LlamaShape, **others: Any) -> None:
         architectures=[name],
         **others,
     ).save_pretrained(str(directory))
-
-
-def write_llama(directory: Path, shape: LlamaShape, kind: str = "safetensors") -> None:
-    """A bf16 Llama of `shape` in `directory`, in files of two layers each; `kind`: safetensors or bin."""
-    write_config(directory, shape)
-    layer = shape.layer
-    shapes = {
-        f"model.layers.{n}.{name}.weight": size for n in range(shape.layers) for name, size in layer.items()
-    }
-    rows = (shape.vocabulary, shape.hidden)
-    outer = {"lm_head.weight": rows, "model.embed_tokens.weight": rows, "model.norm.weight": (shape.hidden,)}
-    names = list(shapes)
-    step = 2 * len(layer)
-    groups = [{name: shapes[name] for name in names[at : at + step]} for at in range(0, len(names), step)]
-    _write_files(directory, [outer, *groups], kind)
-
-
-def _write_files(directory: Path, groups: list[dict[str, tuple[int, ...]]], kind: str) -> None:
-    stem = "model" if kind == "safetensors" else "pytorch_model"
-    ending = "safetensors" if kind == "safetensors" else "bin"
-    index = {}
-    for number, group in enumerate(groups, 1):
-        file = f"{stem}-{number:05}-of-{len(groups):05}.{ending}"
-        tensors = {
-            name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, DEVIATION)
-            for name, shape in group.items()
-        }
-        if kind == "safetensors":
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-        else:
-            torch.save(tensors, directory / file)
-        index |= dict.fromkeys(group, file)
-    (directory / f"{stem}.{ending}.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 SHAPES = {

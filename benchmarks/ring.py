@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.engine.steps import Decode, Prefill
 from benchmarks.errors import told_in_a_sentence, write_json
-from benchmarks.random_model import LlamaShape, write_llama
+from benchmarks.random_model import LlamaShape, write_checkpoint
 from benchmarks.report import machine, versions
 from services.executor.core.settings import ExecutorSettings, KvDType
 from services.executor.core.step_plan import StepPlan
@@ -454,7 +454,7 @@ def _random_model(directory: Path, text: str) -> Path:
         shape = LlamaShape.parse(text)
     except ValueError as error:
         raise typer.BadParameter(f"--random {error}.") from None
-    write_llama(directory, shape)
+    write_checkpoint(directory, shape)
     return directory
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
-from benchmarks.random_model import LlamaShape, write_llama
+from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.settings import BlockDType
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
@@ -179,7 +179,7 @@ def main(
         choice = SparseAttention(share=share, budget=budget)
         with tempfile.TemporaryDirectory() as made:
             if model is None:
-                write_llama(Path(made), LlamaShape.parse(shape))
+                write_checkpoint(Path(made), LlamaShape.parse(shape))
             long = Long(model or Path(made), threads, max(contexts), choice)
             Console().print(long_contexts(long, contexts, threads, rounds))
         return

@@ -172,18 +172,7 @@ def _stages(ours: Ours, texts: int, text_bytes: int) -> list[Held]:
 
 
 def _load(ours: Ours) -> None:
-    plan = Plan(
-        url=f"http://{HOST}:{ours.port}",
-        model=None,
-        api_key=None,
-        tokenizer=None,
-        extra={},
-        workloads=[WORKLOADS["W3"]],
-        rounds=1,
-        seed=1,
-        timeout=300.0,
-        command="",
-    )
+    plan = Plan(f"http://{HOST}:{ours.port}", [WORKLOADS["W3"]], seed=1)
     with progress_bars() as progress:
         report = run_to_end(plan, progress)
     if any(summary.errors for summary in report.summaries):

@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.loading.rank import write_checkpoint
+from benchmarks.loading.rank import write_random
 from benchmarks.report import machine
 
 
@@ -144,16 +144,13 @@ def main(
     gigabytes: Annotated[float, typer.Option(help="Size of the random model.", min=0.1)] = 1.5,
     ranks: Annotated[str, typer.Option(help="Ring sizes, with commas between them.")] = "1,2",
     dtype: Annotated[str, typer.Option(help="What the ranks serve: bf16 or fp32.")] = "bf16",
-    kind: Annotated[
-        str, typer.Option(help="Format of the random model: safetensors or bin.")
-    ] = "safetensors",
     rounds: Annotated[int, typer.Option(help="The best of so many counts.", min=1)] = 5,
 ) -> None:
     """Loading from the page cache: rate against the machine's copy bandwidth, and peak memory."""
     with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-") as scratch:
         if directory is None:
             directory = Path(scratch)
-            write_checkpoint(directory, int(gigabytes * 1e9), kind)
+            write_random(directory, int(gigabytes * 1e9))
         cores = len(os.sched_getaffinity(0))
         figures = {}
         for size in (int(text) for text in ranks.split(",")):

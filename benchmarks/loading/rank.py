@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.random_model import LlamaShape, write_llama
+from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.sharding import ShardLayout
 from services.executor.model.loading.arena import allocate
 from services.executor.model.loading.loader import load_config, load_model
@@ -45,18 +45,18 @@ class Member:
         return
 
 
-def write_checkpoint(directory: Path, size: int, kind: str = "safetensors") -> None:
+def write_random(directory: Path, size: int) -> None:
     """A random bf16 Llama of about `size` bytes."""
     hidden, heads, vocabulary = (2048, 16, 32000) if size > 10**9 // 4 else (256, 4, 1000)
     one = LlamaShape(hidden, heads, heads // 2, hidden * 11 // 4, 1, vocabulary)
     bytes_each = 2 * sum(torch.Size(tensor).numel() for tensor in one.layer.values())
     layers = max(1, round((size - 4 * vocabulary * hidden) / bytes_each))
-    write_llama(directory, replace(one, layers=layers), kind)
+    write_checkpoint(directory, replace(one, layers=layers))
 
 
 def copy(directory: Path, total: int, member: Member, pages: str) -> dict[str, float]:
     """Copies `total` bytes of the mapped weight files, from this rank's own place in them, to fresh memory."""
-    files = sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")])
+    files = sorted(directory.glob("*.safetensors"))
     begin = time.monotonic()
     held = (
         allocate([((total,), torch.uint8)], CPU)[0]
@@ -152,7 +152,7 @@ def main() -> None:
     torch.set_num_threads(int(sys.argv[4]))
     dtype = DTYPES[sys.argv[5]]
     with tempfile.TemporaryDirectory() as scratch:
-        write_checkpoint(Path(scratch), 10**7)
+        write_random(Path(scratch), 10**7)
         load(Path(scratch), member, dtype, lambda done, total: None)  # imports and first uses
     total = int(timed_load(directory, member, dtype)["bytes"])
     answer: dict[str, Any] = {"ready": True}

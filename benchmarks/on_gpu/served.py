@@ -5,7 +5,6 @@ Only reading the weights is taken out of the engine's way; everything else is ch
 normal, with a deviation that keeps activations at about one: what is measured does not depend on what they say.
 """
 
-import inspect
 import tempfile
 import time
 import zlib
@@ -134,8 +133,6 @@ class Served:
     spec: EngineSpec
     settings: ExecutorSettings
     device: torch.device
-    unknown: list[str] = field(default_factory=list)
-    """Settings that this version does not have."""
 
     @property
     def store(self) -> Any:
@@ -163,8 +160,8 @@ class Served:
     @property
     def looks_ahead(self) -> bool:
         """Whether steps are launched before the one before them is over."""
-        setting = getattr(self.settings, "lookahead", "off")
-        return setting == "on" or (setting == "auto" and getattr(self.spec, "overlaps", False))
+        setting = self.settings.lookahead
+        return setting == "on" or (setting == "auto" and self.spec.overlaps)
 
     def step(self, plan: StepPlan, samples: Sequence[SamplingState]) -> list[SampledToken]:
         """Computes and samples one step, and waits for its tokens."""
@@ -200,7 +197,6 @@ def served(
     of the executor. Kernels are compiled as they come up: what is measured is run before."""
     config = model.config() if isinstance(model, Shape) else model
     config.dtype = "float32" if dtype == torch.float32 else "bfloat16"
-    known = {name: value for name, value in wanted.items() if name in ExecutorSettings.model_fields}
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch, "model")
         config.save_pretrained(str(directory))
@@ -209,7 +205,7 @@ def served(
             model=str(directory),
             device=device.type,
             dtype="fp32" if dtype == torch.float32 else "bf16",
-            **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, "warm_up": "off", **known},
+            **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, "warm_up": "off", **wanted},
         )
         board = Path(scratch, "board")
         spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})
@@ -219,7 +215,7 @@ def served(
         with random_weights(config), gpu_path(device, settings):
             engine_spec = engine.load(lambda done, total: None)
         try:
-            yield Served(engine, engine_spec, settings, device, sorted(wanted.keys() - known.keys()))
+            yield Served(engine, engine_spec, settings, device)
         finally:
             engine.close()
 
@@ -251,7 +247,7 @@ def random_weights(config: Any) -> Iterator[None]:
 @contextmanager
 def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     """While it lasts, engines on the CPU compute as on a GPU, their kernels in Triton's interpreter: dry runs."""
-    if device.type != "cpu" or not hasattr(backend, "gpu_runner") or find_spec("triton") is None:
+    if device.type != "cpu" or find_spec("triton") is None:
         yield
         return
     real = backend.make_runner
@@ -259,12 +255,8 @@ def gpu_path(device: torch.device, settings: Any) -> Iterator[None]:
     def make(
         model: Any, store: Any, layout: Any, collectives: Any, device: Any, threads: int, *rest: Any
     ) -> Any:
-        spill = rest[0] if rest else None
-        if "capture" not in inspect.signature(backend.gpu_runner).parameters:
-            return backend.gpu_runner(model, store, layout, collectives, spill)
-        return backend.gpu_runner(
-            model, store, layout, collectives, spill, **_as_graphs(settings, model.config)
-        )
+        graphs = _as_graphs(settings, model.config)
+        return backend.gpu_runner(model, store, layout, collectives, rest[0] if rest else None, **graphs)
 
     backend.make_runner = make
     try:

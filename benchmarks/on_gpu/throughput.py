@@ -125,8 +125,6 @@ def _ring(bench: Bench, shape: Shape, weights: WeightDType, kv: KvDType, cases: 
     options |= {"weight_dtype": weights} if weights != "bf16" else {}
     options["max_batch_tokens"] = CHUNK
     with served(shape, bench.device, **options) as ring:
-        if "weight_dtype" in ring.unknown:
-            raise RuntimeError("this version has no --weight-dtype")
         ring.fill_cache()
         for case in cases:
             if bench.left() <= 0:

@@ -233,16 +233,12 @@ class Run:
     def _measure(self, step: Step, workload: Workload, place: Place, model: str) -> Summary:
         contest = self.contest
         plan = Plan(
-            url=_url(place),
+            _url(place),
+            [workload],
+            prompt_seed(contest.seed, step.round, workload.name),
             model=model,
-            api_key=None,
-            tokenizer=None,
             extra=dict(step.peer.extra),
-            workloads=[workload],
-            rounds=1,
-            seed=prompt_seed(contest.seed, step.round, workload.name),
             timeout=contest.request_timeout,
-            command="",
             vocabulary=contest.vocabulary,
             needs_done=step.peer.sends_done,
             keep_alive=step.peer.keeps_connections,

@@ -14,7 +14,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,6 @@ from benchmarks.serve.sse import Client
 from benchmarks.serve.stats import Sample, Summary, median_round
 from benchmarks.serve.workloads import (
     WORKLOADS,
-    Measure,
     PromptSource,
     Vocabulary,
     Workload,
@@ -55,15 +54,14 @@ class Plan:
     """
 
     url: str
-    model: str | None
-    api_key: str | None
-    tokenizer: Path | None
-    extra: dict[str, object]
     workloads: Sequence[Workload]
-    rounds: int
     seed: int
-    timeout: float
-    command: str
+    model: str | None = None
+    api_key: str | None = None
+    extra: dict[str, object] = field(default_factory=dict)
+    rounds: int = 1
+    timeout: float = 600.0
+    command: str = ""
     vocabulary: Vocabulary | None = None
     needs_done: bool = True
     keep_alive: bool = True
@@ -150,40 +148,10 @@ async def run(plan: Plan, progress: Progress) -> Report:
 
 async def _calibrate(plan: Plan, target: Target, progress: Progress) -> Vocabulary:
     task = progress.add_task("calibrating prompts", total=None)
-    measure = server_measure(target)
-    if plan.tokenizer is not None:
-        measure = _local_measure(plan.tokenizer, measure)
-    vocabulary = await calibrate(measure, turns=any(workload.turns > 1 for workload in plan.workloads))
+    turns = any(workload.turns > 1 for workload in plan.workloads)
+    vocabulary = await calibrate(server_measure(target), turns=turns)
     progress.remove_task(task)
     return vocabulary
-
-
-def _local_measure(directory: Path, server: Measure) -> Measure:
-    """Counts text with the tokenizer in `directory`, and asks the server only for the template's share."""
-    try:
-        tokenizers = importlib.import_module("tokenizers")
-    except ImportError:
-        raise BenchError("--tokenizer needs the package tokenizers: install it, or leave it out.") from None
-    file = directory / "tokenizer.json" if directory.is_dir() else directory
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise BenchError(
-            f"{file} is not a tokenizer: {error}; give a folder with a tokenizer.json."
-        ) from None
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    shares: dict[int, int] = {}
-
-    async def measure(contents: Sequence[str]) -> int:
-        turns = len(contents)
-        if turns not in shares:
-            shares[turns] = await server(["x"] * turns) - turns * count("x")
-        return shares[turns] + sum(map(count, contents))
-
-    return measure
 
 
 async def _run_rounds(
@@ -286,10 +254,6 @@ def main(
             " answers them from its prefix cache.",
         ),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Folder with tokenizer.json: sizes prompts locally instead of asking the server."),
-    ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Bearer key.")] = None,
     extra: Annotated[
         str | None,
@@ -318,7 +282,6 @@ def main(
             url=url,
             model=model,
             api_key=api_key,
-            tokenizer=tokenizer,
             extra=_parse_extra(extra),
             workloads=choose_workloads(workload or (), free_form, requests=requests, clients=clients),
             rounds=rounds,

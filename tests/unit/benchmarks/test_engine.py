@@ -9,7 +9,7 @@ from benchmarks.engine.__main__ import DECODES, PREFILLS, milliseconds
 from benchmarks.engine.floors import Rates, floor_of
 from benchmarks.engine.kv_decode import Long
 from benchmarks.engine.steps import BLOCK, Decode, Prefill, decode_plan, load_one_rank, prefill_plan
-from benchmarks.random_model import LlamaShape, write_llama
+from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.step_plan import StepPlan, as_int32
 from services.executor.native.library import why_not
 from shared.messages import SparseAttention
@@ -85,7 +85,7 @@ def test_floors_count_sampled_rows_alone_where_layers_store_nothing(
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
 def test_long_contexts_are_decoded_dense_and_sparse(tmp_path: Path) -> None:
-    write_llama(tmp_path, LlamaShape.parse("64,2,1,64,2,128"))
+    write_checkpoint(tmp_path, LlamaShape.parse("64,2,1,64,2,128"))
     long = Long(tmp_path, 1, 512, SparseAttention(threshold=64, recent=32, budget=64, dense_layers=0))
     assert long.kv(512) == 512 * 2 * 2 * 32 + 32 * 2 * 2 * 4, "codes, and a scale for each block and head"
     assert long.weights > 0

@@ -1,15 +1,13 @@
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.loading.__main__ import rate
-from benchmarks.loading.rank import Member, copy, measured_load, timed_load, write_checkpoint
+from benchmarks.loading.rank import Member, copy, measured_load, timed_load, write_random
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_shares_of_a_random_model(tmp_path: Path, kind: str) -> None:
-    write_checkpoint(tmp_path, 4_000_000, kind)
+def test_shares_of_a_random_model(tmp_path: Path) -> None:
+    write_random(tmp_path, 4_000_000)
     whole = timed_load(tmp_path, Member(0, 1), torch.float32)
     shares = [timed_load(tmp_path, Member(rank, 2), torch.float32) for rank in range(2)]
     assert whole["begin"] <= whole["end"]
@@ -21,7 +19,7 @@ def test_shares_of_a_random_model(tmp_path: Path, kind: str) -> None:
 
 
 def test_memory_of_a_load(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, 4_000_000)
+    write_random(tmp_path, 4_000_000)
     peaks = measured_load(tmp_path, Member(0, 1), torch.float32)
     assert peaks["bytes"] > 4_000_000
     assert 0 < peaks["read_resident"] <= peaks["resident"]

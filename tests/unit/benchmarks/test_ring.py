@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.engine.steps import BLOCK, Decode, Prefill, Steps, decode_plan
-from benchmarks.random_model import LlamaShape, write_llama
+from benchmarks.random_model import LlamaShape, write_checkpoint
 from benchmarks.ring import Reduce, RingReport, Share, measure_steps, show, timing
 from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import can_share_memory
@@ -76,7 +76,7 @@ def test_every_block_that_a_decode_reads_has_been_computed(num_cold: int) -> Non
 
 
 def test_a_random_model_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
-    write_llama(tmp_path, LlamaShape.parse("64,4,2,96,3,50"))
+    write_checkpoint(tmp_path, LlamaShape.parse("64,4,2,96,3,50"))
     config = load_config(tmp_path)
     assert (config.num_key_value_heads, config.intermediate_size, config.num_hidden_layers) == (2, 96, 3)
     collectives = SingleRank()

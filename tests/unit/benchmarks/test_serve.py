@@ -133,21 +133,6 @@ async def test_a_server_that_computes_nothing_ahead_is_told_of() -> None:
     assert "--prefill-ahead was refused with HTTP 404" in result.output
 
 
-async def test_with_a_tokenizer_the_server_is_asked_for_the_template_only(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
-        tokenizers.Regex(r" ?[^ \n]+|\n"), behavior="isolated"
-    )
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    async with serving() as fake:
-        result = await bench(fake.url, *SMALL, "--tokenizer", str(tmp_path))
-    assert result.exit_code == 0, result.output
-    assert {request.prompt_tokens for request in fake.streamed} == {30}
-    assert len(fake.requests) - len(fake.streamed) == 2  # the models, and one prompt of one word
-
-
 async def test_failed_requests_are_in_the_report_and_the_exit_status() -> None:
     async with serving(fail_after=4, error_body=b'{"error": {"message": "queue full"}}') as fake:
         result = await bench(fake.url, *SMALL)
@@ -182,7 +167,6 @@ async def test_bundled_tokens_are_told() -> None:
         ({}, ["--workload", "W1", *SMALL], "leave out --rate and --concurrency"),
         ({}, ["--prompt-tokens", "5"], "too small: the model's chat template alone takes 10"),
         ({}, ["--extra", "[]"], "--extra is no JSON object"),
-        ({}, ["--tokenizer", "nowhere"], "is not a tokenizer"),
         ({}, ["--json", "/nowhere/report.json"], "cannot be written"),
     ],
 )

@@ -144,7 +144,6 @@ def test_an_engine_waits_for_tokens_alone(gpu: Host, monkeypatch: pytest.MonkeyP
     wanted = requests(prompts, (GREEDY, DRAWN), NEW)
     with served(ONE_LAYER, GPU, weight_dtype="fp8", **options) as ring:
         assert ring.spec.overlaps
-        assert ring.unknown == []
         one_by_one, _ = texts(ring, wanted, ahead=False, launch=watched)
         found, launched_ahead = texts(ring, wanted, ahead=True, launch=watched)
     assert found == one_by_one
