@@ -17,21 +17,16 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from benchmarks.errors import told_in_a_sentence
+from benchmarks.engine.in_process import ring_in, set_threads, take_step
+from benchmarks.harness import CORES, ModelDirectory, Rounds, Sheet, Threads, machine, run, show
 from benchmarks.process_cpu import cpu_seconds, stack_at
-from benchmarks.report import machine
 from benchmarks.serve import __main__
 from benchmarks.serve.workloads import WORKLOADS, Workload
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 
@@ -63,13 +58,10 @@ class InProcess:
     """One rank of a ring and its batcher, as the leader has them."""
 
     def __init__(self, directory: Path, scratch: Path, threads: int) -> None:
-        from services.executor.worker.engine import RingEngine
-
         settings = load_settings(ExecutorSettings, model=str(directory), threads=threads)
-        board = RingBoard(scratch / "board", 1, create=True)
-        spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(scratch / "board"), {})
-        self._engine = RingEngine(settings, spec, board, lambda rendezvous: None)
+        self._engine = ring_in(scratch, settings)
         self._spec = self._engine.load(lambda done, total: None)
+        self.execute = self._engine.execute
         self._limits = BatchSettings(settings.max_batch_tokens, settings.max_sequences, max_drafts=0)
         self._random = random.Random(1)
         self._names = count()
@@ -92,23 +84,16 @@ class InProcess:
             free = self._step(batcher, times)
 
     def _step(self, batcher: ContinuousBatcher, times: Times) -> int:
-        """What the leader does for a step; how many requests have ended."""
-        began = time.perf_counter()
-        scheduled = batcher.schedule(began)
-        assert scheduled is not None
-        plan, rows = scheduled
-        planned, self._forward, self._blocks = time.perf_counter(), 0.0, 0.0
-        sampled = self._engine.execute(plan, [row.sampling for row in rows])
-        computed = time.perf_counter()
-        entries = [entry for batch in batcher.update(sampled, computed - planned).values() for entry in batch]
-        ended = time.perf_counter()
-        times.planning += planned - began + ended - computed
+        """How many requests have ended with it."""
+        self._forward = self._blocks = 0.0
+        step = take_step(batcher, self.execute)
+        times.planning += step.planned - step.began + step.ended - step.computed
         times.model += self._forward
         times.blocks += self._blocks
-        times.sampling += computed - planned - self._forward - self._blocks
-        times.tokens += sum(len(entry.tokens) for entry in entries)
+        times.sampling += step.computed - step.planned - self._forward - self._blocks
+        times.tokens += sum(len(entry.tokens) for entry in step.entries)
         times.steps += 1
-        return sum(bool(entry.finish) for entry in entries)
+        return sum(bool(entry.finish) for entry in step.entries)
 
     def _request(self, workload: Workload) -> GenerationRequest:
         name = str(next(self._names))
@@ -166,50 +151,36 @@ def served(url: str, name: str, rounds: int) -> Served:
     return Served(report.summaries[0].output_tokens_per_second, cpu)
 
 
-def show_cpu(runs: dict[str, Served], console: Console) -> None:
+def cpu_of(runs: dict[str, Served]) -> Sheet:
     """Where the server's processor time goes."""
-    table = Table("CPU ms a token", *runs)
-    for service in next(iter(runs.values())).cpu_ms:
-        table.add_row(service, *(f"{run.cpu_ms[service]:.2f}" for run in runs.values()))
-    if table.row_count:
-        console.print(table)
+    services = next(iter(runs.values())).cpu_ms
+    rows = [(name, *(f"{run.cpu_ms[name]:.2f}" for run in runs.values())) for name in services]
+    return Sheet(("CPU ms a token", *runs), rows)
 
 
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
+    model: ModelDirectory,
     url: Annotated[str | None, typer.Option(help="Also measure the server at this address.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 3,
+    threads: Threads = CORES,
+    rounds: Rounds = 3,
 ) -> None:
     """The engine driven without HTTP and NATS, and next to a server."""
-    # OpenMP reads its settings when torch is imported; they are the executor's.
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    set_threads(threads)
     with tempfile.TemporaryDirectory() as scratch:
         engine = InProcess(model, Path(scratch), threads)
         runs = {name: [engine.run(WORKLOADS[name]) for _ in range(rounds)] for name in SHAPES}
-    with told_in_a_sentence():
-        behind = {name: served(url, name, rounds) for name in SHAPES} if url else {}
-    table = Table(
-        "", "tok/s", "steps", "ms a step", "model", "blocks", "sampling", "planning", "outside", "served"
-    )
+    behind = {name: served(url, name, rounds) for name in SHAPES} if url else {}
+    rows = []
     for name, times in runs.items():
         best = min(times, key=lambda run: run.wall)
         rate = best.tokens / best.wall
-        row = [
-            f"{1e3 * part / best.steps:.2f}"
-            for part in (best.wall, best.model, best.blocks, best.sampling, best.planning)
-        ]
+        spent = (best.wall, best.model, best.blocks, best.sampling, best.planning)
+        each = (f"{1e3 * part / best.steps:.2f}" for part in spent)
         there = f"{behind[name].rate:.0f} ({behind[name].rate / rate:.0%})" if behind else ""
-        table.add_row(name, f"{rate:.0f}", str(best.steps), *row, f"{best.outside:.1%}", there)
-    console = Console()
-    console.print(table)
-    if behind:
-        show_cpu(behind, console)
-    print(machine())
+        rows.append((name, f"{rate:.0f}", best.steps, *each, f"{best.outside:.1%}", there))
+    head = ("", "tok/s", "steps", "ms a step", "model", "blocks", "sampling", "planning", "outside", "served")
+    show(Sheet(head, rows), *([cpu_of(behind)] if behind else []), machine())
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -18,6 +18,7 @@ import torch
 import typer
 from transformers import LlamaConfig, MixtralConfig
 
+from benchmarks.harness import run
 from services.executor.model.quantized import QuantizedRows
 from services.executor.model.quantizing import RowsCodec
 
@@ -182,6 +183,14 @@ def shape_of(text: str) -> LlamaShape:
     return SHAPES.get(text) or LlamaShape.parse(text)
 
 
+def shape_option(text: str) -> LlamaShape:
+    """Of `--random`. Raises typer.BadParameter."""
+    try:
+        return shape_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--random {error}.") from None
+
+
 def write_servable(directory: Path, shape: LlamaShape, tokenizer: Path) -> None:
     """`write_checkpoint` with the tokenizer of the model directory `tokenizer`. It appears whole or not at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -253,4 +262,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -12,10 +12,9 @@ others follow its plans, as in service.
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
@@ -25,13 +24,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
 import msgspec
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.steps import Decode, Prefill
-from benchmarks.errors import told_in_a_sentence, write_json
-from benchmarks.random_model import LlamaShape, write_checkpoint
-from benchmarks.report import machine, versions
+from benchmarks.harness import (
+    Dtype,
+    JsonFile,
+    Report,
+    Rounds,
+    Sheet,
+    about,
+    in_turns,
+    median,
+    one_of,
+    publish,
+    run,
+)
+from benchmarks.random_model import shape_option, write_checkpoint
 from services.executor.core.settings import ExecutorSettings, KvDType
 from services.executor.core.step_plan import StepPlan
 from services.executor.ipc.board import RingBoard
@@ -317,11 +325,7 @@ class Scaling(msgspec.Struct, frozen=True):
         return self.threads.tokens_per_second / self.one.tokens_per_second
 
 
-class RingReport(msgspec.Struct, frozen=True):
-    date: str
-    command: str
-    machine: str
-    versions: dict[str, str]
+class RingReport(Report, frozen=True, kw_only=True):
     reduces: list[Reduce]
     scalings: list[Scaling]
 
@@ -345,14 +349,11 @@ def measure_steps(
     scalings = []
     for name, kind in kinds.items():
         plans = [ring.begin(kind) for ring in rings]
-        seconds: list[list[float]] = [[] for _ in rings]
-        shares: list[list[list[Share]]] = [[] for _ in rings]
-        for _ in range(rounds):
-            for at, ring in enumerate(rings):
-                taken, share = ring.steps(plans[at], 8)
-                seconds[at] += taken
-                shares[at].append(share)
-        timings = [timing(*found) for found in zip(plans, seconds, shares, strict=True)]
+        work = {at: partial(ring.steps, plans[at], 8) for at, ring in enumerate(rings)}
+        timings = [
+            timing(plans[at], [second for taken, _ in runs for second in taken], [share for _, share in runs])
+            for at, runs in in_turns(work, rounds).items()
+        ]
         scalings.append(Scaling(name, *timings))
     for ring in rings:
         ring.close()
@@ -362,52 +363,42 @@ def measure_steps(
 def timing(plan: StepPlan, seconds: list[float], shares: list[list[Share]]) -> Timing:
     """Medians over all steps, and over the rounds for each rank's shares."""
     taken = statistics.median(seconds)
-    by_rank = [_median(rank) for rank in zip(*shares, strict=True)]
-    return Timing(taken * 1e3, len(plan.token_ids) // 4 / taken, by_rank)
+    return Timing(taken * 1e3, len(plan.token_ids) // 4 / taken, median(shares))
 
 
-def _median(shares: Sequence[Share]) -> Share:
-    return Share(
-        statistics.median(share.communication for share in shares),
-        statistics.median(share.waiting for share in shares),
-        {part: statistics.median(share.parts[part] for share in shares) for part in shares[0].parts},
-    )
-
-
-def show(report: RingReport, console: Console) -> None:
-    sums = Table("sum over 2 ranks", "rows", "us", "GB/s")
-    for reduce in report.reduces:
-        sums.add_row(
-            reduce.backend,
-            f"{reduce.rows} x {HIDDEN} bf16",
-            f"{reduce.microseconds:.1f}",
-            f"{reduce.gigabytes_per_second:.2f}",
+def sheets(report: RingReport) -> list[Sheet]:
+    sums = [
+        (
+            one.backend,
+            f"{one.rows} x {HIDDEN} bf16",
+            f"{one.microseconds:.1f}",
+            f"{one.gigabytes_per_second:.2f}",
         )
-    steps = Table("step", "", "ms", "tok/s", "ratio")
-    for rank in range(2):
-        steps.add_column(f"rank {rank} in sums (waiting)")
+        for one in report.reduces
+    ]
+    steps = []
     for scaling in report.scalings:
-        shares = [f"{100 * s.communication:.1f}% ({100 * s.waiting:.1f}%)" for s in scaling.two.shares]
+        shares = [f"{one.communication:.1%} ({one.waiting:.1%})" for one in scaling.two.shares]
         for name, found, ratio, parts in (
-            ("1 rank", scaling.one, "", []),
+            ("1 rank", scaling.one, "", ["", ""]),
             ("2 ranks", scaling.two, f"{scaling.ratio:.2f}", shares),
-            ("1 rank, 2 threads", scaling.threads, f"{scaling.ratio_of_threads:.2f}", []),
+            ("1 rank, 2 threads", scaling.threads, f"{scaling.ratio_of_threads:.2f}", ["", ""]),
         ):
             ms, rate = f"{found.milliseconds:.1f}", f"{found.tokens_per_second:.0f}"
-            steps.add_row(scaling.step, name, ms, rate, ratio, *parts)
-    for table in (sums, steps, *map(parts_of, report.scalings)):
-        if table.row_count:
-            console.print(table)
-    console.print(f"Machine: {report.machine}. {report.date}. Command: {report.command}", soft_wrap=True)
+            steps.append((scaling.step, name, ms, rate, ratio, *parts))
+    waits = (f"rank {rank} in sums (waiting)" for rank in range(2))
+    return [
+        Sheet(("sum over 2 ranks", "rows", "us", "GB/s"), sums),
+        Sheet(("step", "", "ms", "tok/s", "ratio", *waits), steps, left=("",)),
+        *map(parts_of, report.scalings),
+    ]
 
 
-def parts_of(scaling: Scaling) -> Table:
+def parts_of(scaling: Scaling) -> Sheet:
     """Where the native kernels' time goes; without rows where PyTorch computes."""
     columns = [*scaling.one.shares, *scaling.two.shares, *scaling.threads.shares]
-    table = Table(f"{scaling.step}: ms", "1 rank", "rank 0", "rank 1", "2 threads")
-    for part in columns[0].parts:
-        table.add_row(part, *(f"{column.parts[part]:.2f}" for column in columns))
-    return table
+    rows = [(part, *(f"{column.parts[part]:.2f}" for column in columns)) for part in columns[0].parts]
+    return Sheet((f"{scaling.step}: ms", "1 rank", "rank 0", "rank 1", "2 threads"), rows)
 
 
 def main(
@@ -416,47 +407,31 @@ def main(
     ] = None,
     random: Annotated[
         str,
-        typer.Option(
-            help="Instead of a directory: a random Llama of this shape, as "
-            "hidden,heads,kv_heads,inner,layers,vocabulary."
-        ),
+        typer.Option(help="Instead: a random Llama, as hidden,heads,kv_heads,inner,layers,vocabulary."),
     ] = "",
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    dtype: Dtype = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="Of full KV blocks: auto, bf16, int8 or fp8.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Times that the rings take turns, 8 steps each.", min=1)] = 5,
+    rounds: Rounds = 5,
     sums: Annotated[int, typer.Option(help="Sums to take the median of; 0: leave them out.", min=0)] = 300,
     steps: Annotated[bool, typer.Option(help="Measure decode and prefill.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
+    json: JsonFile = None,
 ) -> None:
     """The time of a sum over two ranks, and decode and prefill at one rank and at two."""
-    if kv_dtype not in get_args(KvDType):
-        raise typer.BadParameter(f"--kv-dtype {kv_dtype} is not one of {', '.join(get_args(KvDType))}.")
+    one_of("--kv-dtype", [kv_dtype], get_args(KvDType))
     if (model is None) != bool(random):
         raise typer.BadParameter("Name a model directory, or a shape with --random, and not both.")
     settings: dict[str, object] = {"dtype": dtype, "device": "cpu", "kv_dtype": kv_dtype}
     with TemporaryDirectory(prefix="ryzanstein-bench-") as scratch:
-        settings["model"] = str((model or _random_model(Path(scratch), random)).resolve())
+        if model is None:
+            write_checkpoint(Path(scratch), shape_option(random))
+        settings["model"] = str((model or Path(scratch)).resolve())
         report = RingReport(
-            date=datetime.now(UTC).date().isoformat(),
-            command=" ".join(["python -m benchmarks.ring", *sys.argv[1:]]),
-            machine=machine(),
-            versions=versions(),
+            **about(),
             reduces=measure_reduces(("shm", "gloo"), sums) if sums else [],
             scalings=measure_steps(settings, KINDS, rounds) if steps else [],
         )
-    show(report, Console())
-    with told_in_a_sentence():
-        write_json(json, report)
-
-
-def _random_model(directory: Path, text: str) -> Path:
-    try:
-        shape = LlamaShape.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"--random {error}.") from None
-    write_checkpoint(directory, shape)
-    return directory
+    publish(report, *sheets(report), json=json)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -5,20 +5,17 @@ With --profile it prints where a step's time goes: by part for the native kernel
 computes where RYZANSTEIN_NATIVE_KERNELS=0.
 """
 
-import os
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.engine.in_process import make_execute
 from benchmarks.engine.steps import Decode, Prefill, Steps, load_one_rank
+from benchmarks.harness import CORES, Dtype, ModelDirectory, Rounds, Sheet, Threads, milliseconds, run, show
 from services.executor.core.step_plan import StepPlan
 from shared.messages import SamplingParams
 
@@ -27,17 +24,6 @@ DECODES = ((1, 128), (8, 128), (16, 320), (64, 100))
 PREFILLS = (64, 256, 512)
 """Tokens of one prompt."""
 BLOCKS = 4096
-
-
-def milliseconds(work: Callable[[], object], rounds: int) -> float:
-    """Median time of `work`, after three rounds that do not count."""
-    times = []
-    for round_ in range(rounds + 3):
-        began = time.perf_counter()
-        work()
-        if round_ >= 3:
-            times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
 
 
 @dataclass(frozen=True)
@@ -58,19 +44,13 @@ def make_step(directory: Path, dtype_name: str, threads: int) -> Stepper:
     runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
     # Only now: torch must find its settings when it is imported.
     from services.executor.core.sampling_state import SamplingState
-    from services.executor.sampling.sampler import Sampler, wants_of
+    from services.executor.sampling.sampler import Sampler
 
-    sampler = Sampler()
+    execute = make_execute(runner, Sampler())
 
     def step(plan: StepPlan) -> object:
-        rows = len(plan.sample_rows) // 4
-        states = [SamplingState(SamplingParams(temperature=0), [1], []) for _ in range(rows)]
-        wants = wants_of(states, runner.vocab_size).tobytes()
-        logits = runner.forward(structs.replace(plan, candidates=wants))
-        if not rows:
-            return None
-        assert logits is not None
-        return sampler.sample(logits, states)
+        greedy = SamplingParams(temperature=0)
+        return execute(plan, [SamplingState(greedy, [1], []) for _ in range(len(plan.sample_rows) // 4)])
 
     return Stepper(step, runner.spent if runner.is_native else None)
 
@@ -86,11 +66,9 @@ def print_parts(stepper: Stepper, plans: Mapping[str, Steps], rounds: int) -> No
             stepper.step(steps.measured)
         after = stepper.spent()
         columns[name] = {part: (after[part] - before[part]) / rounds * 1e3 for part in after}
-    table = Table("ms", *columns)
-    for part in stepper.spent():
-        table.add_row(part, *(f"{column[part]:.2f}" for column in columns.values()))
-    table.add_row("all", *(f"{sum(column.values()):.2f}" for column in columns.values()))
-    Console().print(table)
+    parts = [(part, *(f"{column[part]:.2f}" for column in columns.values())) for part in stepper.spent()]
+    whole = ("all", *(f"{sum(column.values()):.2f}" for column in columns.values()))
+    show(Sheet(["ms", *columns], [*parts, whole]))
 
 
 def print_profile(step: Callable[[StepPlan], object], plan: StepPlan, name: str) -> None:
@@ -106,12 +84,10 @@ def print_profile(step: Callable[[StepPlan], object], plan: StepPlan, name: str)
 
 
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 20,
+    model: ModelDirectory,
+    dtype: Dtype = "bf16",
+    threads: Threads = CORES,
+    rounds: Rounds = 20,
     profile: Annotated[bool, typer.Option(help="Also print where the time goes.")] = False,
 ) -> None:
     """Step times of the engine alone."""
@@ -120,13 +96,12 @@ def main(
         f"decode, {n} sequences of {context}": Decode(n, context).steps(BLOCKS, 0) for n, context in DECODES
     }
     plans |= {f"prefill, {tokens} tokens": Prefill(tokens).steps(BLOCKS, 0) for tokens in PREFILLS}
-    table = Table("step", "ms", "tokens/s")
+    rows = []
     for name, steps in plans.items():
         stepper.prepare(steps)
-        plan = steps.measured
-        taken = milliseconds(lambda plan=plan: stepper.step(plan), rounds)  # type: ignore[misc]
-        table.add_row(name, f"{taken:.1f}", f"{len(plan.token_ids) // 4 / taken * 1e3:.0f}")
-    Console().print(table)
+        taken = milliseconds(partial(stepper.step, steps.measured), rounds)
+        rows.append((name, f"{taken:.1f}", f"{len(steps.measured.token_ids) // 4 / taken * 1e3:.0f}"))
+    show(Sheet(("step", "ms", "tokens/s"), rows))
     if profile and stepper.spent is not None:
         print_parts(stepper, plans, rounds)
     elif profile:
@@ -136,4 +111,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

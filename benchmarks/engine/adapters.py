@@ -6,22 +6,19 @@ turns, and their medians compared. What must be read more is told beside it: the
 those of the weights, which is the ratio that a step bound by memory comes to.
 """
 
-import os
 import statistics
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.floors import SHAPES, write_random
 from benchmarks.engine.steps import Decode, load_one_rank
-from benchmarks.errors import told_in_a_sentence
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, one_of, run, show, timed
 
 BLOCKS = 1024
 CONTEXT = 128
@@ -69,17 +66,12 @@ def cost_of(
         runner.forward(plan)
     slots = to_bytes([row % adapters for row in range(rows)])
     plans = [steps.measured, structs.replace(steps.measured, adapters=slots)]
-    taken: list[list[float]] = [[], []]
-    for turn in range(rounds + 3):
-        for times, plan in zip(taken, plans, strict=True):
-            began = time.perf_counter()
-            runner.forward(plan)
-            if turn >= 3:
-                times.append(time.perf_counter() - began)
+    work = {plan: timed(partial(runner.forward, plan)) for plan in plans}
+    taken = in_turns(work, rounds, warm_up=3)
     assert runner.packed is not None
     linears = [linear for layer in runner.packed.layers for linear in layer.linears]
     return Cost(
-        *map(statistics.median, taken),
+        *(statistics.median(taken[plan]) for plan in plans),
         sum(linear.nbytes for linear in [*linears, runner.packed.head]),
         sum(decoder.adapters.bytes_of(slot) for slot in range(adapters)),
     )
@@ -104,39 +96,29 @@ def main(
     adapters: Annotated[int, typer.Option(help="Different ones among them.", min=1)] = 8,
     rank: Annotated[int, typer.Option(help="Of each, on all linears.", min=1, max=256)] = 16,
     adapter_dtype: Annotated[str, typer.Option(help="What adapters are kept as: int8 or bf16.")] = "int8",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 30,
+    threads: Threads = CORES,
+    rounds: Rounds = 30,
 ) -> None:
     """What adapters cost a decode step."""
-    if unknown := set(models.split(",")) - set(MODELS):
-        raise typer.BadParameter(f"{unknown.pop()} is not one of {', '.join(MODELS)}")
-    if adapter_dtype not in ("int8", "bf16"):
-        raise typer.BadParameter(f"{adapter_dtype} is neither int8 nor bf16")
+    chosen = one_of("--models", models.split(","), MODELS)
+    one_of("--adapter-dtype", [adapter_dtype], ("int8", "bf16"))
+    found = []
+    for model in chosen:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            write_random(directory, MODELS[model])
+            for kind in weights.split(","):
+                codec = "" if kind == "bf16" else kind
+                cost = cost_of(directory, codec, threads, rows, adapters, rank, rounds, adapter_dtype)
+                figures = (cost.without * 1e3, cost.adapted * 1e3)
+                ratios = (cost.adapted / cost.without, 1 + cost.factors / cost.weights)
+                nbytes = (f"{one / 1e6:.0f} M" for one in (cost.weights, cost.factors))
+                times = (f"{one:.2f}" for one in figures)
+                found.append((model, kind, *times, f"{ratios[0]:.3f}", *nbytes, f"{ratios[1]:.3f}"))
+    head = ("model", "weights", "ms", "with adapters", "ratio", "bytes", "of adapters", "ratio")
     title = f"{rows} rows, {adapters} adapters of rank {rank} in {adapter_dtype}, {threads} threads"
-    table = Table(
-        "model", "weights", "ms", "with adapters", "ratio", "bytes", "of adapters", "ratio", title=title
-    )
-    with told_in_a_sentence():
-        for model in models.split(","):
-            with tempfile.TemporaryDirectory() as directory:
-                write_random(Path(directory), MODELS[model])
-                for kind in weights.split(","):
-                    codec = "" if kind == "bf16" else kind
-                    cost = cost_of(
-                        Path(directory), codec, threads, rows, adapters, rank, rounds, adapter_dtype
-                    )
-                    table.add_row(
-                        model,
-                        kind,
-                        f"{cost.without * 1e3:.2f}",
-                        f"{cost.adapted * 1e3:.2f}",
-                        f"{cost.adapted / cost.without:.3f}",
-                        f"{cost.weights / 1e6:.0f} M",
-                        f"{cost.factors / 1e6:.0f} M",
-                        f"{1 + cost.factors / cost.weights:.3f}",
-                    )
-    Console().print(table)
+    show(Sheet(head, found, title))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

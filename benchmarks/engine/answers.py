@@ -17,7 +17,6 @@ With `auto` the codes of a GGUF file are multiplied as they are where MODEL is t
 model may say that they are unpacked.
 """
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,22 +29,19 @@ import msgspec
 import torch
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from benchmarks.engine.in_process import ring_of_one, steps_of
 from benchmarks.engine.weight_quality import rounded
+from benchmarks.harness import CORES, Sheet, Threads, run, show
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.card import end_tokens, read_json
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.sampling.sampler import Sampler
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.worker.engine import RingEngine
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 from shared.model_store.settings import Store
@@ -135,27 +131,15 @@ def by_engine(asked: Asked, **settings: str) -> Texts:
         for at, prompt in enumerate(asked.prompts)
     ]
     said: dict[str, list[int]] = {request.generation_id: [] for request in requests}
-    with tempfile.TemporaryDirectory() as scratch:
-        board = RingBoard(Path(scratch) / "board", 1, create=True)
-        spec = RankSpec(0, 1, "answers", "answers", 1, str(Path(scratch) / "board"), {})
-        loaded = load_settings(
-            ExecutorSettings,
-            model=str(asked.directory),
-            weight_cache_bytes=0,
-            kv_memory=512 << 20,
-            **settings,
-        )
-        engine = RingEngine(loaded, spec, board, lambda rendezvous: None)
-        batcher = ContinuousBatcher(engine.load(lambda done, total: None), BatchSettings())
+    known = {"weight_cache_bytes": 0, "kv_memory": 512 << 20}
+    loaded = load_settings(ExecutorSettings, model=str(asked.directory), **known, **settings)
+    with ring_of_one(loaded) as (engine, spec):
+        batcher = ContinuousBatcher(spec, BatchSettings())
         for request in requests:
             batcher.add(request)
-        while (scheduled := batcher.schedule(0.0)) is not None:
-            plan, rows = scheduled
-            sampled = engine.execute(plan, [row.sampling for row in rows])
-            for entries in batcher.update(sampled).values():
-                for entry in entries:
-                    said[entry.generation_id] += entry.tokens
-        engine.close()
+        for step in steps_of(batcher, engine.execute):
+            for entry in step.entries:
+                said[entry.generation_id] += entry.tokens
     return asked.texts(list(said.values()))
 
 
@@ -233,11 +217,10 @@ def main(
     questions: Annotated[
         Path, typer.Option(help="Lines of JSON: a question, and what answers it.")
     ] = QUESTIONS,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    threads: Threads = CORES,
 ) -> None:
     """Questions answered right by each way."""
     torch.set_num_threads(threads)
-    table = Table("way", "right", "behind", "right, sampled", "behind", "same greedy text")
     with tempfile.TemporaryDirectory() as scratch:
         directory = resolve_model(str(model), Store.at(Path(scratch)), lambda *_: None)
         asked = Asked(
@@ -252,14 +235,14 @@ def main(
         for left_out in filter(None, also.split(",")):
             with rounding(loaded, left_out):
                 told[f"transformers, rounded: {left_out}"] = by_transformers(asked, loaded)
-    best = first.right(asked.questions)
+    best, rows = first.right(asked.questions), []
     for name, texts in told.items():
         right = texts.right(asked.questions)
         same = sum(a == b for a, b in zip(texts.greedy, first.greedy, strict=True))
-        greedy, sampled = map(str, right.behind(best))
-        table.add_row(name, str(sum(right.greedy)), greedy, str(sum(right.sampled)), sampled, str(same))
-    Console(width=110).print(table)
+        greedy, sampled = right.behind(best)
+        rows.append((name, sum(right.greedy), greedy, sum(right.sampled), sampled, same))
+    show(Sheet(("way", "right", "behind", "right, sampled", "behind", "same greedy text"), rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

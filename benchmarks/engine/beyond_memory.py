@@ -12,19 +12,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.kv_decode import Long
 from benchmarks.engine.steps import BLOCK, Decode, decode_plan, load_one_rank, prefill_plan
-from services.executor.core.step_plan import as_int32, to_bytes
+from benchmarks.harness import CORES, ModelDirectory, Rounds, Sheet, Threads, in_turns, run, show, timed
+from services.executor.core.step_plan import StepPlan, as_int32, to_bytes
 from services.executor.cpu.block_fetching import FetchSteps, disk_reads
 from services.executor.kv_cache.block_memory import MappedFiles
 from shared.messages import SparseAttention
@@ -42,21 +41,19 @@ PROMPTS = (32, 64, 128, 256)
 """Tokens of prompts whose steps restore the blocks of another sequence."""
 
 
-def timed(before: Callable[[], object], work: Callable[[], object], rounds: int) -> float:
-    """Median seconds of `work`, each behind a `before` that does not count."""
+def seconds(before: Callable[[], object], work: Callable[[], object], rounds: int) -> float:
+    """Median of `work`, each behind a `before` that does not count."""
     times = []
     for _ in range(rounds):
         before()
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
+        times.append(timed(work)())
     return statistics.median(times)
 
 
 # --- restored blocks -----------------------------------------------------------------------------
 
 
-def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Table:
+def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Sheet:
     """Milliseconds of steps of one token, and of prompts, that restore `tokens` tokens' blocks."""
     blocks = -(-tokens // BLOCK)
     runner, store = load_one_rank(directory, "bf16", threads, blocks + 16, "int8")
@@ -77,12 +74,6 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
     full = as_int32(steps.measured.block_tables)[:-1].tolist()
     saves = to_bytes([(block, slot) for slot, block in enumerate(full)])
     restores = to_bytes([(slot, block) for slot, block in enumerate(full)])
-    table = Table(
-        f"ms, {len(full)} blocks of {store.shape.bytes_per_spilled_block:,} bytes",
-        "alone",
-        "before",
-        "beside",
-    )
     runner._copier = copier = BlockCopier(store, spill, SingleRank())  # noqa: SLF001
     copier.run(structs.replace(steps.measured, saves=saves))
     disk.flush()
@@ -91,15 +82,25 @@ def measure_restores(directory: Path, scratch: Path, tokens: int, threads: int, 
         "a token of another one": decode_plan(1, CONTEXT),
         **{f"a prompt of {n} tokens": prefill_plan(n) for n in PROMPTS},
     }
+    rows = []
     for name, plan in plans.items():
-        restoring, found = structs.replace(plan, restores=restores), np.empty((rounds, 3))
-        for row in found:  # in turns: what else the machine does is in all of them
-            row[0] = timed(lambda: None, lambda: runner.forward(plan), 1)  # noqa: B023
-            for at, spill.beside in enumerate((False, True), start=1):
-                row[at] = timed(disk.forget, lambda: runner.forward(restoring), 1)  # noqa: B023
-        table.add_row(name, *(f"{seconds * 1e3:.1f}" for seconds in np.median(found, axis=0)))
+        restoring = structs.replace(plan, restores=restores)
+
+        def restored(beside: bool, plan: StepPlan = restoring) -> float:
+            spill.beside = beside
+            disk.forget()
+            return timed(partial(runner.forward, plan))()
+
+        work = {
+            "alone": timed(partial(runner.forward, plan)),
+            "before": partial(restored, False),
+            "beside": partial(restored, True),
+        }
+        found = in_turns(work, rounds)
+        rows.append((name, *(f"{statistics.median(found[way]) * 1e3:.1f}" for way in work)))
     disk.close()
-    return table
+    title = f"ms, {len(full)} blocks of {store.shape.bytes_per_spilled_block:,} bytes"
+    return Sheet((title, "alone", "before", "beside"), rows)
 
 
 # --- mapped blocks -------------------------------------------------------------------------------
@@ -119,19 +120,19 @@ class _Asking(FetchSteps):
         return super().next(self._read + 1)
 
 
-def measure_pages(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Table:
+def measure_pages(directory: Path, scratch: Path, tokens: int, threads: int, rounds: int) -> Sheet:
     """Milliseconds of steps of one sequence of `tokens` tokens, and what each reads from disk."""
     sparse = SparseAttention()
     if tokens <= sparse.threshold:
         sparse = structs.replace(sparse, threshold=tokens // 4, recent=tokens // 8, budget=tokens // 8)
-    table = Table(f"blocks of {tokens:,} tokens", "ms", "MB read a step")
+    rows = []
 
     def add(name: str, long: Long, before: Callable[[], object], tokens_of_steps: Iterable[int]) -> None:
         coming = iter(tokens_of_steps)
         read = disk_reads()
-        seconds = timed(before, lambda: long.forward(tokens, next(coming)), rounds)
+        taken = seconds(before, lambda: long.forward(tokens, next(coming)), rounds)
         megabytes = (disk_reads() - read) * _SECTOR / rounds / 1e6
-        table.add_row(name, f"{seconds * 1e3:.1f}", f"{megabytes:.1f}")
+        rows.append((name, f"{taken * 1e3:.1f}", f"{megabytes:.1f}"))
 
     in_memory = Long(directory, threads, tokens, sparse)
     in_memory.forward(tokens, 0)
@@ -150,32 +151,32 @@ def measure_pages(directory: Path, scratch: Path, tokens: int, threads: int, rou
     mapped.forward(tokens, 0)
     add("on disk, asked for ahead", mapped, files.drop, repeat(0))
     add("on disk, other pages in each step", mapped, files.drop, count(1))
-    return table
+    return Sheet((f"blocks of {tokens:,} tokens", "ms", "MB read a step"), rows)
 
 
 # --- streamed weights ----------------------------------------------------------------------------
 
 
-def measure_weights(directory: Path, scratch: Path, threads: int, rounds: int) -> Table:
+def measure_weights(directory: Path, scratch: Path, threads: int, rounds: int) -> Sheet:
     """Tokens/s of one sequence. A share that is below what a rank needs at least is left out."""
     from shared.errors import ConfigurationError
 
     whole = _share(directory, scratch, threads, 0)
     packed = sum(file.stat().st_size for file in scratch.glob("*.packed"))
-    table = Table("weights in memory", "bytes", "read a step", "disk, MB/s", "it allows", "tokens/s")
-    table.add_row("all", f"{packed:,}", "0", "", "", f"{_speed(whole, threads, rounds):.2f}")
+    rows = [("all", f"{packed:,}", "0", "", "", f"{_speed(whole, threads, rounds):.2f}")]
     for share in SHARES:
         try:
             found = _share(directory, scratch, threads, int(packed * share))
         except ConfigurationError as error:
-            Console(stderr=True).print(f"{share:.0%}: {error}")
+            typer.echo(f"{share:.0%}: {error}", err=True)
             break
         told = found.streamed
         assert told is not None, "they do not fit"
         numbers = (f"{told.memory:,}", f"{told.per_step:,}", f"{told.disk_rate / 1e6:,.0f}")
         speed = f"{_speed(found, threads, rounds):.2f}"
-        table.add_row(f"{share:.0%}", *numbers, f"{told.tokens_per_second:.2f}", speed)
-    return table
+        rows.append((f"{share:.0%}", *numbers, f"{told.tokens_per_second:.2f}", speed))
+    head = ("weights in memory", "bytes", "read a step", "disk, MB/s", "it allows", "tokens/s")
+    return Sheet(head, rows)
 
 
 def _share(directory: Path, scratch: Path, threads: int, memory: int) -> "Share":
@@ -218,28 +219,27 @@ def _speed(share: "Share", threads: int, rounds: int) -> float:
     runner = _runner(share)
     plan = decode_plan(1, CONTEXT)
     runner.forward(plan)
-    return 1 / timed(lambda: None, lambda: runner.forward(plan), rounds)
+    return 1 / seconds(lambda: None, lambda: runner.forward(plan), rounds)
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: ModelDirectory,
     tokens: Annotated[int, typer.Option(help="Tokens whose blocks are restored.", min=2 * BLOCK)] = 2048,
     context: Annotated[
         int, typer.Option(help="Tokens of the sequence whose blocks are mapped.", min=8 * BLOCK)
     ] = 65536,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 10,
+    threads: Threads = CORES,
+    rounds: Rounds = 10,
     scratch: Annotated[Path | None, typer.Option(help="A directory on the disk that is measured.")] = None,
 ) -> None:
     """Steps that read blocks or weights from disk."""
     if scratch is not None:
         scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
-        console = Console()
-        console.print(measure_restores(model, Path(place), tokens, threads, rounds))
-        console.print(measure_pages(model, Path(place), context, threads, rounds))
-        console.print(measure_weights(model, Path(place), threads, rounds))
+        show(measure_restores(model, Path(place), tokens, threads, rounds))
+        show(measure_pages(model, Path(place), context, threads, rounds))
+        show(measure_weights(model, Path(place), threads, rounds))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

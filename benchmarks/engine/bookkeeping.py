@@ -7,15 +7,15 @@ admissions, prefill chunks, decodes, sealed blocks and endings are all in the me
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.engine.in_process import take_step
+from benchmarks.harness import Rounds, Sheet, nearest, run, show
 from services.executor.core.engine import EngineSpec, SampledToken
 from services.executor.core.step_plan import StepPlan, encode_plan
 from services.executor.scheduler.admission import BatchSettings
@@ -42,96 +42,74 @@ class Case:
 CASES = (Case("W2", 16, 48, 256, 128, 20.0), Case("W3", 64, 128, 64, 64, 40.0))
 
 
-@dataclass
-class StepTimes:
-    """Nanoseconds of each step."""
+class StepTimes(NamedTuple):
+    """Nanoseconds of a step."""
 
-    schedule: list[int]
-    update: list[int]
-
-    @property
-    def total(self) -> list[int]:
-        return [sum(pair) for pair in zip(self.schedule, self.update, strict=True)]
+    schedule: float
+    update: float
 
 
-def run(case: Case, spec: EngineSpec, seed: int = 0) -> StepTimes:
+def run_case(case: Case, spec: EngineSpec, seed: int = 0) -> list[StepTimes]:
     """One run of a workload, every step timed."""
     batcher = ContinuousBatcher(spec, BatchSettings(session_ttl=900.0), "benchmark")
-    waiting, times = _requests(case, seed), StepTimes([], [])
+    waiting, times = _requests(case, seed), list[StepTimes]()
     answers = [SampledToken(7 + n % 11) for n in range(case.clients)]
     ended = case.clients
+
+    def execute(plan: StepPlan, rows: Sequence[object]) -> list[SampledToken]:
+        """Of an engine that answers at once; a ring of more than one rank sends the plan."""
+        nonlocal sent
+        began = time.perf_counter()
+        encode_plan(plan)
+        sent = time.perf_counter() - began
+        return answers[: len(rows)]
+
+    sent = 0.0
     while True:
         for request in islice(waiting, ended):
             batcher.add(request)
         if not batcher.has_work:
             return times
-        ended = step(batcher, answers, times)
-
-
-def step(batcher: ContinuousBatcher, answers: list[SampledToken], times: StepTimes) -> int:
-    """What a leader does around each step; how many requests ended."""
-    began = time.perf_counter_ns()
-    scheduled = batcher.schedule(began / 1e9)
-    assert scheduled is not None
-    plan, sequences = scheduled
-    _send(plan)
-    planned = time.perf_counter_ns()
-    entries = batcher.update(answers[: len(sequences)])
-    batcher.load()
-    times.schedule.append(planned - began)
-    times.update.append(time.perf_counter_ns() - planned)
-    return sum(1 for batch in entries.values() for entry in batch if entry.finish)
-
-
-def _send(plan: StepPlan) -> bytes:
-    """What a ring of more than one rank does with a plan."""
-    return encode_plan(plan)
+        step = take_step(batcher, execute)
+        began = time.perf_counter()
+        batcher.load()
+        after = time.perf_counter() - began
+        planned, updated = step.planned - step.began + sent, step.ended - step.computed + after
+        times.append(StepTimes(planned * 1e9, updated * 1e9))
+        ended = sum(bool(entry.finish) for entry in step.entries)
 
 
 def _requests(case: Case, seed: int) -> Iterator[GenerationRequest]:
     rng = random.Random(seed)
     for number in range(case.requests):
         prompt = [rng.randrange(VOCABULARY) for _ in range(case.prompt_tokens)]
+        sampling, tokens = SamplingParams(temperature=0.0), case.output_tokens
         yield GenerationRequest(
-            str(number),
-            "r",
-            "m",
-            "gateway",
-            prompt,
-            case.output_tokens,
-            SamplingParams(temperature=0.0),
-            session=str(number),
+            str(number), "r", "m", "gateway", prompt, tokens, sampling, session=str(number)
         )
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Runs of each workload; the best counts.", min=1)] = 5,
+    rounds: Rounds = 5,
     cold: Annotated[int, typer.Option(help="Cold blocks (compressed KV cache); 0: none.")] = 0,
     spill: Annotated[int, typer.Option(help="Spill slots; 0: none.")] = 0,
     blocks: Annotated[int, typer.Option(help="Hot blocks; few of them cause evictions.", min=16)] = 4096,
 ) -> None:
     """Microseconds of planning per step."""
     spec = EngineSpec(BLOCK, blocks, 8192, VOCABULARY, num_cold=cold, num_host=spill)
-    table = Table(
-        "workload", "at once", "steps", "plan us", "result us", "mean us", "p99 us", "step ms", "share"
-    )
+    rows = []
     for case in CASES:
-        times = min((run(case, spec, seed) for seed in range(rounds)), key=lambda times: sum(times.total))
-        total = sorted(times.total)
-        mean = statistics.mean(total) / 1e3
-        table.add_row(
-            case.name,
-            str(case.clients),
-            str(len(total)),
-            f"{statistics.mean(times.schedule) / 1e3:.0f}",
-            f"{statistics.mean(times.update) / 1e3:.0f}",
-            f"{mean:.0f}",
-            f"{total[int(len(total) * 0.99)] / 1e3:.0f}",
-            f"{case.step_ms:.0f}",
-            f"{mean / case.step_ms / 10:.2f}%",
+        times = min(
+            (run_case(case, spec, seed) for seed in range(rounds)), key=lambda times: sum(map(sum, times))
         )
-    Console().print(table)
+        total = [sum(each) / 1e3 for each in times]
+        schedule, update = (statistics.mean(column) / 1e3 for column in zip(*times, strict=True))
+        mean = statistics.mean(total)
+        figures = (f"{one:.0f}" for one in (schedule, update, mean, nearest(total, 0.99), case.step_ms))
+        rows.append((case.name, case.clients, len(total), *figures, f"{mean / case.step_ms / 10:.2f}%"))
+    head = ("workload", "at once", "steps", "plan us", "result us", "mean us", "p99 us", "step ms", "share")
+    show(Sheet(head, rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -4,9 +4,6 @@ The same texts, drawn from lengths as they come in retrieval, on one rank and as
 by length and pads batches, as sentence-transformers does. Vectors are compared, too.
 """
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +11,9 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModel
 
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show, timed
 from services.executor.collectives.base import SingleRank
 from services.executor.core.engine import EngineSpec
 from services.executor.core.settings import ExecutorSettings
@@ -70,25 +66,14 @@ def theirs(model: torch.nn.Module, texts: list[list[int]], batch: int) -> list[V
     return found
 
 
-def seconds(work: Callable[[], list[Vectors]], rounds: int) -> tuple[float, list[Vectors]]:
-    """The shortest of so many, after one that does not count."""
-    found = work()
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times), found
-
-
 def main(
     model: Annotated[Path, typer.Argument(help="A directory of an encoder whose vectors are means.")],
     texts: int = 256,
     dtype: str = "fp32",
     batch_tokens: int = 512,
     batch: int = 32,
-    threads: int = os.cpu_count() or 1,
-    rounds: int = 3,
+    threads: Threads = CORES,
+    rounds: Rounds = 3,
 ) -> None:
     """Texts a second."""
     torch.set_num_threads(threads)
@@ -105,21 +90,19 @@ def main(
     ).eval()
     drawn = draw(texts, min(spec.context_length, 512), spec.vocab_size)
     limits = BatchSettings(batch_tokens, settings.max_sequences)
-    rows = {
-        f"steps of {batch_tokens} tokens": seconds(lambda: ours(runner, spec, limits, drawn), rounds),
-        f"transformers, batches of {batch}": seconds(lambda: theirs(reference, drawn, batch), rounds),
+    work = {
+        f"steps of {batch_tokens} tokens": lambda: ours(runner, spec, limits, drawn),
+        f"transformers, batches of {batch}": lambda: theirs(reference, drawn, batch),
     }
-    table = Table("", "texts/s", "tokens/s")
-    tokens = sum(map(len, drawn))
-    for name, (spent, _) in rows.items():
-        table.add_row(name, f"{texts / spent:.1f}", f"{tokens / spent:.0f}")
-    Console().print(table)
-    first, second = (found for _, found in rows.values())
+    first, second = (one() for one in work.values())
+    tokens, rows = sum(map(len, drawn)), []
+    for name, one in work.items():
+        taken = min(in_turns({name: timed(one)}, rounds)[name])
+        rows.append((name, f"{texts / taken:.1f}", f"{tokens / taken:.0f}"))
     cosines = [float(np.dot(a, b)) for a, b in zip(first, second, strict=True)]
-    Console().print(
-        f"{texts} texts of {tokens / texts:.0f} tokens on average; least cosine {min(cosines):.6f}"
-    )
+    average = f"{texts} texts of {tokens / texts:.0f} tokens on average"
+    show(Sheet(("", "texts/s", "tokens/s"), rows), f"{average}; least cosine {min(cosines):.6f}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -12,9 +12,7 @@ weights by llama.cpp, where it serves the architecture (`llama_cpp.py`).
 
 import ctypes
 import json
-import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,12 +20,11 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.llama_cpp import LlamaCpp
-from benchmarks.engine.steps import Decode, Prefill, Steps, load_one_rank
-from benchmarks.errors import told_in_a_sentence
+from benchmarks.engine.steps import Decode, Prefill, load_one_rank
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, one_of, run, show, timed
+from services.executor.core.step_plan import StepPlan
 
 DEVIATION = 0.02
 NUMBERS = 1 << 25
@@ -181,18 +178,21 @@ class Machine:
 
     def memory(self) -> float:
         """Seconds for a byte."""
-        began = time.perf_counter()
-        self._large.sum()
-        return (time.perf_counter() - began) / self._large.nbytes
+        return timed(self._large.sum)() / self._large.nbytes
 
     def products(self) -> float:
         """Seconds for an operation."""
-        described = ctypes.byref(self._linear.describe())
-        began = time.perf_counter()
-        self._library.rz_decoder_multiply(
-            self._decoder, described, self._x.data_ptr(), len(self._x), self._out.data_ptr()
+        x, out = self._x, self._out
+        arguments = (
+            self._decoder,
+            ctypes.byref(self._linear.describe()),
+            x.data_ptr(),
+            len(x),
+            out.data_ptr(),
         )
-        return (time.perf_counter() - began) / (2 * len(self._x) * _OUTPUTS * _INPUTS)
+        return timed(lambda: self._library.rz_decoder_multiply(*arguments))() / (
+            2 * len(x) * _OUTPUTS * _INPUTS
+        )
 
 
 _OUTPUTS, _INPUTS = 6144, 2048
@@ -230,24 +230,17 @@ def _shares(layer: Any, tokens: int) -> Iterator[tuple[Any, float, float]]:
             yield linear, 1.0, 1.0
 
 
-def measured(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The least of what each returns, in turns."""
-    best = dict.fromkeys(work, float("inf"))
-    for _ in range(rounds):
-        for name, one in work.items():
-            best[name] = min(best[name], one())
-    return best
+def least(work: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Of what each returns, in turns."""
+    return {name: min(taken) for name, taken in in_turns(work, rounds).items()}
 
 
-def beside(llama_cpp: LlamaCpp, model: Path, threads: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of llama.cpp's steps, the least of `rounds` runs."""
+def beside(llama_cpp: LlamaCpp, model: Path, threads: int) -> dict[str, float]:
+    """Milliseconds of llama.cpp's steps, the least of some runs."""
     file = llama_cpp.convert(model)
-    work: dict[str, Callable[[], float]] = {}
-    for sequences, context in DECODES:
-        work[_decode(sequences, context)] = partial(llama_cpp.decode_ms, file, sequences, context, threads)
-    for tokens in PREFILLS:
-        work[_prefill(tokens)] = partial(llama_cpp.prefill_ms, file, tokens, threads)
-    return measured(work, rounds)
+    work = {_decode(*case): partial(llama_cpp.decode_ms, file, *case, threads) for case in DECODES}
+    work |= {_prefill(tokens): partial(llama_cpp.prefill_ms, file, tokens, threads) for tokens in PREFILLS}
+    return least(work, _RUNS)
 
 
 def _decode(sequences: int, context: int) -> str:
@@ -258,58 +251,50 @@ def _prefill(tokens: int) -> str:
     return f"prefill {tokens}"
 
 
-def table_of(
-    name: str, directory: Path, threads: int, rounds: int, profile: bool, llama_cpp: LlamaCpp | None = None
-) -> list[Table]:
+def measured(
+    name: str, directory: Path, threads: int, rounds: int, llama_cpp: LlamaCpp | None = None
+) -> tuple[Sheet, Sheet]:
+    """Steps and their floors; and where the time goes by part."""
     from services.executor.native.library import load_library
 
-    others = beside(llama_cpp, directory, threads, _RUNS) if llama_cpp else {}
+    others = beside(llama_cpp, directory, threads) if llama_cpp else {}
     runner, store = load_one_rank(directory, "bf16", threads, BLOCKS)
     if not runner.is_native:
         raise typer.BadParameter(f"{name} is not computed by the native kernels here")
     machine = Machine(load_library(), threads)
-    steps: dict[str, tuple[Steps, Floor]] = {}
-    for sequences, context in DECODES:
-        floor = floor_of(runner, store, sequences, context, sequences)
-        steps[_decode(sequences, context)] = Decode(sequences, context).steps(BLOCKS, 0), floor
-    for tokens in PREFILLS:
-        steps[_prefill(tokens)] = (
-            Prefill(tokens).steps(BLOCKS, 0),
-            floor_of(runner, store, 1, tokens, tokens),
-        )
-    table = Table("step", "ms", "floor", "floor / step", title=f"{name}, {threads} threads")
-    if others:
-        table.add_column("llama.cpp")
-        table.add_column("times as fast")
-    columns: dict[str, dict[str, float]] = {}
-    for label, (kind, floor) in steps.items():
-        for plan in kind.before:
+    kinds: dict[str, tuple[Decode | Prefill, Floor]] = {
+        _decode(n, context): (Decode(n, context), floor_of(runner, store, n, context, n))
+        for n, context in DECODES
+    }
+    kinds |= {_prefill(n): (Prefill(n), floor_of(runner, store, 1, n, n)) for n in PREFILLS}
+    rows, columns = [], dict[str, dict[str, float]]()
+    for label, (kind, floor) in kinds.items():
+        steps = kind.steps(BLOCKS, 0)
+        for plan in steps.before:
             runner.forward(plan)
         spent: list[tuple[float, dict[str, float]]] = []
 
-        def step(plan: Any = kind.measured, spent: Any = spent) -> float:
-            before, began = runner.spent(), time.perf_counter()
-            runner.forward(plan)
-            taken, after = time.perf_counter() - began, runner.spent()
+        def step(plan: StepPlan = steps.measured, spent: Any = spent) -> float:
+            before, taken = runner.spent(), timed(lambda: runner.forward(plan))()
+            after = runner.spent()
             spent.append((taken, {part: after[part] - before[part] for part in after}))
             return taken
 
-        best = measured({"step": step, "memory": machine.memory, "products": machine.products}, rounds)
-        least = floor.milliseconds(Rates(1 / best["memory"], 1 / best["products"]))
-        taken = best["step"] * 1e3
+        best = least({"step": step, "memory": machine.memory, "products": machine.products}, rounds)
+        taken, bound = best["step"] * 1e3, floor.milliseconds(Rates(1 / best["memory"], 1 / best["products"]))
         theirs = [f"{others[label]:.1f}", f"{others[label] / taken:.2f}"] if others else []
-        table.add_row(label, f"{taken:.1f}", f"{least:.1f}", f"{least / taken:.0%}", *theirs)
+        rows.append((label, f"{taken:.1f}", f"{bound:.1f}", f"{bound / taken:.0%}", *theirs))
         columns[label] = min(spent, key=lambda one: one[0])[1]
-    parts = Table("ms", *columns, title="by part of the kernels, of the step that took least")
-    for part in runner.spent():
-        parts.add_row(part, *(f"{column[part] * 1e3:.1f}" for column in columns.values()))
-    return [table, parts] if profile else [table]
+    head = ("step", "ms", "floor", "floor / step", *(("llama.cpp", "times as fast") if others else ()))
+    parts = [(part, *(f"{one[part] * 1e3:.1f}" for one in columns.values())) for part in runner.spent()]
+    title = "by part of the kernels, of the step that took least"
+    return Sheet(head, rows, f"{name}, {threads} threads"), Sheet(("ms", *columns), parts, title)
 
 
 def main(
     shapes: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}.")] = "qwen3.5",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 10,
+    threads: Threads = CORES,
+    rounds: Rounds = 10,
     layers: Annotated[int, typer.Option(help="Of each model; 0: as many as it has.", min=0)] = 0,
     profile: Annotated[bool, typer.Option(help="Also print where the time goes.")] = False,
     llama_cpp: Annotated[
@@ -323,18 +308,14 @@ def main(
     """Steps of models of random weights, and their floors."""
     if llama_cpp and not tokenizer:
         raise typer.BadParameter("--llama-cpp also needs --tokenizer")
-    chosen = shapes.split(",")
-    if unknown := set(chosen) - set(SHAPES):
-        raise typer.BadParameter(f"{unknown.pop()} is not one of {', '.join(SHAPES)}")
-    with told_in_a_sentence():
-        peer = LlamaCpp(llama_cpp, tokenizer) if llama_cpp and tokenizer else None
-        for name in chosen:
-            with tempfile.TemporaryDirectory() as directory:
-                settings = dict(SHAPES[name]) | ({"num_hidden_layers": layers} if layers else {})
-                write_random(Path(directory), settings)
-                for table in table_of(name, Path(directory), threads, rounds, profile, peer):
-                    Console().print(table)
+    chosen = one_of("--shapes", shapes.split(","), SHAPES)
+    peer = LlamaCpp(llama_cpp, tokenizer) if llama_cpp and tokenizer else None
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as directory:
+            write_random(Path(directory), SHAPES[name] | ({"num_hidden_layers": layers} if layers else {}))
+            steps, parts = measured(name, Path(directory), threads, rounds, peer)
+            show(steps, *([parts] if profile else []))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

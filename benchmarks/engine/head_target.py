@@ -15,7 +15,6 @@ cost of any model of these sizes.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +22,19 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from benchmarks.engine.noisy_target import LENGTH, Target, first_layer, fit, tensors_of
+from benchmarks.engine.noisy_target import (
+    LENGTH,
+    Right,
+    Target,
+    Times,
+    config_of,
+    first_layer,
+    fit,
+    tensors_of,
+    write_description,
+)
 from benchmarks.errors import BenchError
+from benchmarks.harness import Threads, run
 
 _SIZES = (
     "hidden_size",
@@ -52,9 +62,7 @@ Tensors = dict[str, torch.Tensor]
 def make(small: Path, directory: Path, times: float, right: float, threads: int) -> float:
     """Makes the model; returns how often its head says what it does. Raises BenchError where the small one is not of
     the kind, and where the directory is not empty."""
-    config = json.loads((small / "config.json").read_bytes())
-    if config.get("model_type") != "llama":
-        raise BenchError(f"{small} is no Llama; give the directory of one.")
+    config = config_of(small)
     if directory.exists() and any(directory.iterdir()):
         raise BenchError(f"{directory} holds something already; give a directory that is new.")
     like = _layer(first_layer(tensors_of(small, tied=True)), config)
@@ -63,11 +71,7 @@ def make(small: Path, directory: Path, times: float, right: float, threads: int)
     following, others = (torch.randperm(vocabulary, generator=random) for _ in range(2))
     one, last = sum(tensor.numel() for tensor in like.values()), vocabulary * hidden
     layers = max(1, round((times * (one + 2 * hidden**2 + last) - last) / one))
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in small.iterdir():
-        if path.suffix in (".json", ".jinja") and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, directory / path.name)
-    (directory / "config.json").write_text(json.dumps(_described(config, layers)))
+    write_description(small, directory, _described(config, layers))
     words = torch.randn((vocabulary, hidden), generator=random)
     output = torch.empty_like(words)
     output[following] = _SHARPNESS * words
@@ -170,9 +174,9 @@ def _save(tensors: Tensors, path: Path) -> None:
 def main(
     small: Annotated[Path, typer.Argument(help="The directory of a Llama.")],
     directory: Annotated[Path, typer.Argument(help="Where the model is written.")],
-    times: Annotated[float, typer.Option(help="What a token costs, of the head's.")] = 10.0,
-    right: Annotated[float, typer.Option(help="How often both say the same.")] = 0.7,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    times: Times = 10.0,
+    right: Right = 0.7,
+    threads: Threads = 2,
 ) -> None:
     """Makes a model whose own head drafts."""
     found = make(small, directory, times, right, threads)
@@ -180,4 +184,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

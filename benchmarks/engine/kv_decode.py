@@ -6,21 +6,19 @@ random content, dense and with sparse attention in turns: what all of its keys a
 how near the dense step's attention comes to the rate of memory, which is measured in turns with them.
 """
 
-import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.steps import BLOCK, decode_plan, load_one_rank
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, median, run, show, timed
 from benchmarks.random_model import LlamaShape, write_checkpoint
 from services.executor.core.settings import BlockDType
 from services.executor.core.sparse_attention import Choice
@@ -104,63 +102,61 @@ class Long:
         plan = compressed(decode_plan(1, context), self._blocks)
         self.runner.forward(structs.replace(plan, token_ids=to_bytes([token]), sparse=self._sparse))
 
-    def steps(self, context: int) -> dict[str, Callable[[], float]]:
-        """Each returns the milliseconds of a step, `attend` those of the dense step's attention."""
+    def steps(self, context: int) -> dict[str, Callable[[], tuple[float, float]]]:
+        """Each returns the milliseconds of a step, and of its attention."""
         dense = compressed(decode_plan(1, context), self._blocks)
+
+        def step(plan: StepPlan) -> tuple[float, float]:
+            before = self.runner.spent()["attend"]
+            took = timed(lambda: self.runner.forward(plan))()
+            return took * 1e3, (self.runner.spent()["attend"] - before) * 1e3
+
         sparse = structs.replace(dense, sparse=self._sparse)
-        attended = 0.0
-
-        def step(plan: StepPlan) -> float:
-            nonlocal attended
-            before, began = self.runner.spent()["attend"], time.perf_counter()
-            self.runner.forward(plan)
-            took = time.perf_counter() - began
-            attended = (self.runner.spent()["attend"] - before) * 1e3
-            return took * 1e3
-
-        return {"dense": lambda: step(dense), "attend": lambda: attended, "sparse": lambda: step(sparse)}
+        return {"dense": lambda: step(dense), "sparse": lambda: step(sparse)}
 
 
-def long_contexts(long: Long, lengths: list[int], threads: int, rounds: int) -> Table:
+def long_contexts(long: Long, lengths: list[int], threads: int, rounds: int) -> Sheet:
     """Dense and sparse decode steps in turns, the medians."""
     from benchmarks.engine.floors import Machine
     from services.executor.native.library import load_library
 
-    machine = Machine(load_library(), threads)
-    table = Table(
+    machine, rows = Machine(load_library(), threads), []
+    for context in lengths:
+        work = {**long.steps(context), "memory": lambda: (1e-9 / machine.memory(), 0.0)}
+        taken = in_turns(work, rounds, warm_up=1)
+        (dense, attend), (sparse, _), (memory, _) = (median(taken[name]) for name in work)
+        rate = long.kv(context) / attend / 1e6
+        figures = (f"{one:.1f}" for one in (attend, rate, memory))
+        times = (f"{long.kv(context) / _MB:.0f}", f"{dense:.1f}", f"{sparse:.1f}", f"{dense / sparse:.2f}")
+        rows.append((f"{context:,}", *times, *figures, f"{rate / memory:.0%}"))
+    head = (
         *("tokens", "KV, MB", "dense, ms", "sparse, ms", "times as fast", "dense attention, ms"),
         *("GB/s", "memory, GB/s", "share of it"),
-        title=f"weights {long.weights / _MB:.0f} MB",
     )
-    for context in lengths:
-        work = {**long.steps(context), "memory": lambda: 1e-9 / machine.memory()}
-        taken: dict[str, list[float]] = {name: [] for name in work}
-        for round_ in range(rounds + 1):
-            for name, one in work.items():
-                value = one()
-                if round_:
-                    taken[name].append(value)
-        dense, attend, sparse, memory = (statistics.median(taken[name]) for name in work)
-        rate = long.kv(context) / attend / 1e6
-        table.add_row(
-            *(f"{context:,}", f"{long.kv(context) / _MB:.0f}", f"{dense:.1f}", f"{sparse:.1f}"),
-            *(
-                f"{dense / sparse:.2f}",
-                f"{attend:.1f}",
-                f"{rate:.1f}",
-                f"{memory:.1f}",
-                f"{rate / memory:.0%}",
-            ),
-        )
-    return table
+    return Sheet(head, rows, f"weights {long.weights / _MB:.0f} MB")
+
+
+def by_codec(model: Path, threads: int, rounds: int) -> Sheet:
+    """Decode steps over each kind of blocks, the medians."""
+    num_blocks = max(sequences * -(-context // BLOCK) for sequences, context in SHAPES)
+    steps = {kind: make_step(model, kind, threads, num_blocks) for kind in KINDS}
+    rows = []
+    for sequences, context in SHAPES:
+        plan = decode_plan(sequences, context)
+        taken = in_turns({kind: timed(partial(steps[kind], plan)) for kind in KINDS}, rounds, warm_up=2)
+        milliseconds = {kind: statistics.median(taken[kind]) * 1e3 for kind in KINDS}
+        ratios = (f"{milliseconds[kind] / milliseconds['bf16']:.2f}" for kind in KINDS[1:])
+        times = (f"{milliseconds[kind]:.1f}" for kind in KINDS)
+        rows.append((f"{sequences} sequences of {context}", *times, *ratios))
+    head = ("decode step", *(f"{kind}, ms" for kind in KINDS), *(f"{kind} / bf16" for kind in KINDS[1:]))
+    return Sheet(head, rows)
 
 
 def main(
     model: Annotated[
         Path | None,
         typer.Argument(
-            help="A model directory; `ryzanstein models list` shows where one is. With --sparse it may be left out: "
-            "random weights of --shape then."
+            help="A model directory; with --sparse random weights of --shape where it is left out."
         ),
     ] = None,
     sparse: Annotated[bool, typer.Option(help="Long contexts, dense and sparse.")] = False,
@@ -170,8 +166,8 @@ def main(
     shape: Annotated[
         str, typer.Option(help="hidden,heads,kv_heads,inner,layers,vocabulary of random weights.")
     ] = SHAPE,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Steps to take the median of.", min=1)] = 15,
+    threads: Threads = CORES,
+    rounds: Rounds = 15,
 ) -> None:
     """What KV blocks cost a decode step."""
     if sparse:
@@ -181,29 +177,12 @@ def main(
             if model is None:
                 write_checkpoint(Path(made), LlamaShape.parse(shape))
             long = Long(model or Path(made), threads, max(contexts), choice)
-            Console().print(long_contexts(long, contexts, threads, rounds))
-        return
-    if model is None:
+            show(long_contexts(long, contexts, threads, rounds))
+    elif model is None:
         raise typer.BadParameter("Name a model directory, or measure random weights with --sparse.")
-    num_blocks = max(sequences * -(-context // BLOCK) for sequences, context in SHAPES)
-    steps = {kind: make_step(model, kind, threads, num_blocks) for kind in KINDS}
-    table = Table("decode step", *(f"{kind}, ms" for kind in KINDS), "int8 / bf16", "fp8 / bf16")
-    for sequences, context in SHAPES:
-        plan = decode_plan(sequences, context)
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for round_ in range(rounds + 2):
-            for kind, step in steps.items():
-                began = time.perf_counter()
-                step(plan)
-                if round_ >= 2:
-                    times[kind].append((time.perf_counter() - began) * 1e3)
-        medians = {kind: statistics.median(taken) for kind, taken in times.items()}
-        ratios = [f"{medians[kind] / medians['bf16']:.2f}" for kind in KINDS[1:]]
-        table.add_row(
-            f"{sequences} sequences of {context}", *(f"{medians[kind]:.1f}" for kind in KINDS), *ratios
-        )
-    Console().print(table)
+    else:
+        show(by_codec(model, threads, rounds))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

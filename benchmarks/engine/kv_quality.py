@@ -13,7 +13,6 @@ The text, unless a file is given: the Python language reference that the interpr
 """
 
 import math
-import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,15 +24,15 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from benchmarks.engine.steps import BLOCK, Row, step_plan
+from benchmarks.harness import CORES, Dtype, ModelDirectory, Sheet, Threads, run, show
 from services.executor.collectives.base import SingleRank
 from services.executor.core.settings import BlockDType, layer_dtypes, parse_layers
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import to_bytes
 from services.executor.kv_cache.codecs import codecs_of
 from services.executor.kv_cache.store import KvStore
 from services.executor.kv_cache.store_shape import StoreShape
@@ -42,7 +41,6 @@ from services.executor.model.quantizing import RowsCodec
 from services.executor.worker.backend import make_runner
 from services.executor.worker.runner import ModelRunner
 
-BLOCK = 16
 CODECS = ("bf16", "fp8", "int8", "fp8 0=bf16,-1=bf16", "int8 0=bf16,-1=bf16")
 """What is compared with the first: default and layers that differ from it."""
 CPU = torch.device("cpu")
@@ -72,8 +70,7 @@ class Model:
             self.weights,
             keep_codes=True,
         )
-        threads = torch.get_num_threads()
-        return make_runner(module, store, self.layout, SingleRank(), CPU, threads)
+        return make_runner(module, store, self.layout, SingleRank(), CPU, torch.get_num_threads())
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, weights: RowsCodec | None = None) -> "Model":
@@ -110,29 +107,21 @@ class Feed:
     def step(self, tokens: Tokens) -> Tensor:
         """Logits float32 [sequences, n, vocab] of the next `tokens` [sequences, n]."""
         begin, end = self._done, self._done + tokens.shape[1]
-        positions = np.arange(begin, end)
-        slots = self._hot(positions // BLOCK) * BLOCK + positions % BLOCK
-        last = (end - 1) // BLOCK
-        table = np.hstack((self._cold[:, :last], self._hot(np.array([last]))))
+        last, rows = (end - 1) // BLOCK, len(tokens)
+        tables = np.hstack((self._cold[:, :last], self._hot(np.array([last]))))
+        written = self._hot(np.arange(last + 1))
         full = np.arange(begin // BLOCK, end // BLOCK)
         pairs = np.stack((self._hot(full), self._cold[:, full]), axis=-1)
-        rows, columns = tokens.shape
-        plan = StepPlan(
-            step=1,
-            num_decodes=rows if columns == 1 else 0,
+        plan = step_plan(
+            [Row(end, end - begin, *blocks) for blocks in zip(tables, written, strict=True)],
             token_ids=to_bytes(tokens.ravel()),
-            positions=to_bytes(np.tile(positions, rows)),
-            slots=to_bytes(slots.ravel()),
-            query_lens=to_bytes([columns] * rows),
-            context_lens=to_bytes([end] * rows),
-            block_tables=to_bytes(table.ravel()),
             sample_rows=to_bytes(np.arange(tokens.size)),
             compressions=to_bytes(pairs),
         )
         logits = self._runner.forward(plan)
         assert logits is not None
         self._done = end
-        return logits.view(rows, columns, -1)
+        return logits.view(rows, end - begin, -1)
 
     def read(self, tokens: Tokens, chunk: int) -> Iterator[tuple[int, Tensor]]:
         """(position of the first, logits) of each `chunk` of `tokens` [sequences, n]."""
@@ -198,52 +187,58 @@ def cut(text: str, directory: Path, tokens: int, context: int) -> Tokens:
     return np.array(ids[: count * context]).reshape(count, context)
 
 
+def text_of(file: Path | None) -> tuple[str, str]:
+    """(its name, the text) of a file, or of what is read without one."""
+    if file is not None:
+        return file.name, file.read_text(encoding="utf-8")
+    name = f"the language reference of Python {platform.python_version()}"
+    return name, "\n\n".join(topics[topic] for topic in sorted(topics))
+
+
+TextFile = Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")]
+ReadTokens = Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)]
+Context = Annotated[int, typer.Option(help="Tokens of a window.", min=64)]
+Batch = Annotated[int, typer.Option(help="Windows read side by side.", min=1)]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 20_480,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 1024,
+    model: ModelDirectory,
+    text: TextFile = None,
+    tokens: ReadTokens = 20_480,
+    context: Context = 1024,
     chunk: Annotated[int, typer.Option(help="Tokens of each sequence that a step computes.", min=2)] = 64,
-    batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
+    batch: Batch = 4,
     answers: Annotated[int, typer.Option(help="Greedy answers of 128 tokens.", min=1)] = 16,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32, of weights and computation.")] = "bf16",
+    dtype: Dtype = "bf16",
     codec: Annotated[
         list[str] | None, typer.Option(help='Such as "int8 0=bf16,-1=bf16"; several: repeat it.')
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    threads: Threads = CORES,
 ) -> None:
     """Perplexity, agreement and bytes per token of each codec."""
     torch.set_num_threads(threads)
-    whole = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
+    name, whole = text_of(text)
     windows = cut(whole, model, tokens, context)
-    loaded = Model.load(model, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    loaded = Model.load(model, DTYPES[dtype])
     prompts = windows[np.linspace(0, len(windows) - 1, answers).astype(int), -128:]
     texts = generate(loaded, prompts, 128)
-    name = text.name if text else f"the language reference of Python {platform.python_version()}"
-    table = Table("blocks", "bytes/token", "of bf16", "perplexity", "change", "top-1", "generated")
-    console = Console(width=100)
-    console.print(
-        f"{model.name}, {dtype}: {windows.size} tokens of {name}, windows of {context}, chunks of {chunk}"
-    )
-    first: Reading | None = None
+    readings = {}
     for each in (CODECS[0], *(codec or CODECS[1:])):
-        reading = read_text(loaded, each, windows, chunk, batch)
-        first = first or reading
+        readings[each] = read_text(loaded, each, windows, chunk, batch), agreement(loaded, each, texts, 128)
+    first, predicted, rows = readings[CODECS[0]][0], windows.size - len(windows), []
+    for each, (reading, generated) in readings.items():
         shape = loaded.shape(each)
-        predicted = windows.size - len(windows)
-        table.add_row(
-            each,
-            f"{shape.bytes_per_cold_block / BLOCK:.0f}",
-            f"{shape.bytes_per_cold_block / shape.bytes_per_block:.2%}",
-            f"{math.exp(reading.loss / predicted):.4f}",
-            f"{math.exp((reading.loss - first.loss) / predicted) - 1:+.3%}",
-            f"{(reading.best == first.best).mean():.2%}",
-            f"{agreement(loaded, each, texts, 128):.2%}",
-        )
-    console.print(table)
+        perplexity = math.exp(reading.loss / predicted)
+        change = math.exp((reading.loss - first.loss) / predicted) - 1
+        nbytes = shape.bytes_per_cold_block
+        sizes = (f"{nbytes / BLOCK:.0f}", f"{nbytes / shape.bytes_per_block:.2%}")
+        same = (f"{(reading.best == first.best).mean():.2%}", f"{generated:.2%}")
+        rows.append((each, *sizes, f"{perplexity:.4f}", f"{change:+.3%}", *same))
+    head = ("blocks", "bytes/token", "of bf16", "perplexity", "change", "top-1", "generated")
+    about = f"{windows.size} tokens of {name}, windows of {context}, chunks of {chunk}"
+    show(f"{model.name}, {dtype}: {about}", Sheet(head, rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -5,19 +5,19 @@ steps are timed alone, then while a prompt is computed beside them, sized by tim
 `--depths` tells instead what few prompt tokens add to a step of those streams, behind so many that are computed.
 """
 
-import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.engine.steps import BLOCK, load_one_rank
+from benchmarks.engine.in_process import set_threads, steps_of, take_step
+from benchmarks.engine.steps import BLOCK, Row, load_one_rank, step_plan
+from benchmarks.harness import CORES, ModelDirectory, Sheet, Threads, in_turns, run, show
 from benchmarks.inprocess import InProcess
 from benchmarks.serve.workloads import Workload
 from services.executor.core.settings import longest_stretch
@@ -67,26 +67,14 @@ class Streams(InProcess):
         longest = self._spec.context_length
         for _ in range(streams):
             batcher.add(self._request(Workload("stream", 1, 1, 64, longest - 65)))
-        alone = [self._timed_step(batcher)[0] for _ in range(QUIET_STEPS)]
+        alone = [take_step(batcher, self.execute).seconds for _ in range(QUIET_STEPS)]
         batcher.add(self._request(Workload("long", 1, 1, prompt_tokens, 1)))
         beside = []
-        ended = 0
-        while not ended:
-            seconds, ended = self._timed_step(batcher)
-            beside.append(seconds)
+        for step in steps_of(batcher, self.execute):
+            beside.append(step.seconds)
+            if any(entry.finish for entry in step.entries):
+                break
         return Gaps(alone[QUIET_STEPS // 10 :], beside, prompt_tokens)
-
-    def _timed_step(self, batcher: ContinuousBatcher) -> tuple[float, int]:
-        """Seconds of a step, planning included, and how many requests have ended with it."""
-        began = time.perf_counter()
-        scheduled = batcher.schedule(began)
-        assert scheduled is not None, "the streams go on"
-        plan, rows = scheduled
-        planned = time.perf_counter()
-        sampled = self._engine.execute(plan, [row.sampling for row in rows])
-        told = batcher.update(sampled, time.perf_counter() - planned)
-        ended = sum(bool(entry.finish) for entries in told.values() for entry in entries)
-        return time.perf_counter() - began, ended
 
 
 # --- what prompt tokens add ----------------------------------------------------------------------
@@ -94,80 +82,66 @@ class Streams(InProcess):
 
 def step_beside(store: KvStore, streams: int, count: int, depth: int) -> StepPlan:
     """A decode of each stream, 200 tokens long, and `count` tokens of a prompt behind `depth` that are computed."""
-    contexts = [STREAM_TOKENS] * streams + ([depth + count] if count else [])
-    widths = [1] * streams + ([count] if count else [])
-    tables, slots, positions = list[int](), list[int](), list[int]()
-    hot, full = 0, store.num_hot
-    for context, width in zip(contexts, widths, strict=True):
+    rows, hot, full = [], 0, store.num_hot
+    for context, width in [*[(STREAM_TOKENS, 1)] * streams, *[(depth + count, count)] * bool(count)]:
         sealed, blocks = (context - width) // BLOCK, -(-context // BLOCK)
-        table = [*range(full, full + sealed), *range(hot, hot + blocks - sealed)]
+        rows.append(Row(context, width, [*range(full, full + sealed), *range(hot, hot + blocks - sealed)]))
         full, hot = full + sealed, hot + blocks - sealed
-        tables += table
-        positions += range(context - width, context)
-        slots += [table[at // BLOCK] * BLOCK + at % BLOCK for at in range(context - width, context)]
-    return StepPlan(
-        step=1,
-        num_decodes=streams,
-        token_ids=to_bytes([100] * sum(widths)),
-        positions=to_bytes(positions),
-        slots=to_bytes(slots),
-        query_lens=to_bytes(widths),
-        context_lens=to_bytes(contexts),
-        block_tables=to_bytes(tables),
-        sample_rows=to_bytes(list(range(streams))),
-    )
+    return step_plan(rows, num_decodes=streams, sample_rows=to_bytes(list(range(streams))))
 
 
-def show_added(model: Path, streams: int, depths: list[int], threads: int, console: Console) -> None:
+def added(model: Path, streams: int, depths: list[int], threads: int) -> Sheet:
     """CPU milliseconds of steps in turns, by depth and prompt tokens."""
     most = -(-(max(depths) + max(COUNTS)) // BLOCK) + streams * (STREAM_TOKENS // BLOCK + 1)
     runner, store = load_one_rank(model, "bf16", threads, most + BLOCK, "int8")
-    plans = {(0, 0): step_beside(store, streams, 0, 0)}
-    plans |= {
-        (depth, count): step_beside(store, streams, count, depth) for depth in depths for count in COUNTS
-    }
-    spent: dict[tuple[int, int], list[float]] = {key: [] for key in plans}
-    for _ in range(ROUNDS):
-        for key, plan in plans.items():
-            before = time.process_time()
-            runner.forward(plan)
-            spent[key].append((time.process_time() - before) * 1e3)
-    table = Table(
-        "CPU ms, behind so many tokens", "no prompt", *(f"{count} of its tokens" for count in COUNTS)
-    )
-    for depth in depths:
-        row = [spent[0, 0], *(spent[depth, count] for count in COUNTS)]
-        table.add_row(f"{depth:,}", *(f"{statistics.median(each):.1f}" for each in row))
-    console.print(table)
+
+    def spent(depth: int, count: int) -> float:
+        before = time.process_time()
+        runner.forward(plans[depth, count])
+        return (time.process_time() - before) * 1e3
+
+    cases = [(0, 0), *((depth, count) for depth in depths for count in COUNTS)]
+    plans = {(depth, count): step_beside(store, streams, count, depth) for depth, count in cases}
+    found = in_turns({case: partial(spent, *case) for case in cases}, ROUNDS)
+    taken = {case: f"{statistics.median(times):.1f}" for case, times in found.items()}
+    rows = [(f"{at:,}", taken[0, 0], *(taken[at, count] for count in COUNTS)) for at in depths]
+    head = ("CPU ms, behind so many tokens", "no prompt", *(f"{count} of its tokens" for count in COUNTS))
+    return Sheet(head, rows)
 
 
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
+    model: ModelDirectory,
     prompt: Annotated[int, typer.Option(help="Tokens of the long prompt.", min=2)] = 6800,
     streams: Annotated[int, typer.Option(help="Requests that decode.", min=1)] = 4,
     stretch: Annotated[str, typer.Option(help="As the executor's --prefill-stretch.")] = "1.5",
     gap: Annotated[float, typer.Option(help="As the executor's --prefill-gap.", min=0)] = 0.02,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    threads: Threads = CORES,
     depths: Annotated[
         str, typer.Option(help="Tell what prompt tokens add to a step behind so many, such as 1000,6000.")
     ] = "",
 ) -> None:
     """Gaps of streams by themselves and beside a long prompt, shared by time and not."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    set_threads(threads)
     if depths:
-        show_added(model, streams, [int(each) for each in depths.split(",")], threads, Console())
+        show(added(model, streams, [int(each) for each in depths.split(",")], threads))
         return
-    table = Table(
-        "prefill_stretch", "alone, ms p50", "p99", "beside, ms p50", "p99", "p99 / p99", "prompt tokens/s"
-    )
     with tempfile.TemporaryDirectory() as scratch:
         ring = Streams(model, Path(scratch), threads)
-        for setting in (stretch, "off"):
-            table.add_row(*ring.gaps(streams, prompt, longest_stretch(setting), gap).row(setting))
-    Console().print(table)
+        rows = [
+            ring.gaps(streams, prompt, longest_stretch(setting), gap).row(setting)
+            for setting in (stretch, "off")
+        ]
+    head = (
+        "prefill_stretch",
+        "alone, ms p50",
+        "p99",
+        "beside, ms p50",
+        "p99",
+        "p99 / p99",
+        "prompt tokens/s",
+    )
+    show(Sheet(head, rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

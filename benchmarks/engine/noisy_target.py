@@ -24,11 +24,12 @@ import typer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.engine.steps import BLOCK, load_one_rank
+from benchmarks.engine.steps import BLOCK, Row, load_one_rank, step_plan
 from benchmarks.errors import BenchError
+from benchmarks.harness import Threads, run
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
-from services.executor.core.step_plan import StepPlan, to_bytes
+from services.executor.core.step_plan import to_bytes
 from services.executor.model.loading.loader import load_config, load_model
 
 _OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -41,6 +42,23 @@ _LEAST, _MOST = 1e-3, 3.0
 """Sizes of the noise that are tried, of the small model's own weights."""
 LENGTH = 256
 """Tokens of the text by which both are compared."""
+
+
+def config_of(small: Path) -> dict[str, Any]:
+    """Raises BenchError where it is no Llama."""
+    config: dict[str, Any] = json.loads((small / "config.json").read_bytes())
+    if config.get("model_type") != "llama":
+        raise BenchError(f"{small} is no Llama; give the directory of one.")
+    return config
+
+
+def write_description(small: Path, directory: Path, config: dict[str, Any]) -> None:
+    """All of a model but its weights: tokenizer and template of the small one, and a configuration."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in small.iterdir():
+        if path.suffix in (".json", ".jinja") and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 @dataclass
@@ -57,21 +75,15 @@ class Target:
     @classmethod
     def begin(cls, small: Path, directory: Path, times: float) -> "Target":
         """Both models in `directory`, but for the noise. Raises BenchError where the small one is not of the kind."""
-        config = json.loads((small / "config.json").read_bytes())
-        if config.get("model_type") != "llama":
-            raise BenchError(f"{small} is no Llama; give the directory of one.")
+        config = config_of(small)
         tensors = tensors_of(small, tied=config.get("tie_word_embeddings", False))
         first = first_layer(tensors)
         layers, head = config["num_hidden_layers"], config["vocab_size"] * config["hidden_size"]
         one = sum(tensor.numel() for tensor in first.values())
         added = round((times - 1) * (layers * one + head) / one)
         for name, count in (("draft", layers), ("target", layers + added)):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-            for path in small.iterdir():
-                if path.suffix in (".json", ".jinja") and not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, directory / name / path.name)
             described = {**config, "num_hidden_layers": count, "dtype": "bfloat16"}
-            (directory / name / "config.json").write_text(json.dumps(described))
+            write_description(small, directory / name, described)
             save_file(tensors, directory / name / "small.safetensors", metadata={"format": "pt"})
             _write_index(directory / name)
         made = cls(directory / "target", first, layers, added)
@@ -150,18 +162,9 @@ class Sayings:
 
     def of(self, text: Sequence[int], start: int = 0) -> np.ndarray[Any, Any]:
         """From the place `start` on; what is before it has been computed."""
-        end = len(text)
-        plan = StepPlan(
-            step=1,
-            num_decodes=int(end - start == 1),
-            token_ids=to_bytes(list(text[start:])),
-            positions=to_bytes(np.arange(start, end)),
-            slots=to_bytes(np.arange(start, end)),
-            query_lens=to_bytes([end - start]),
-            context_lens=to_bytes([end]),
-            block_tables=to_bytes(np.arange(-(-end // BLOCK))),
-            sample_rows=to_bytes(np.arange(end - start)),
-        )
+        end, tokens = len(text), to_bytes(list(text[start:]))
+        row = Row(end, end - start, range(-(-end // BLOCK)))
+        plan = step_plan([row], token_ids=tokens, sample_rows=to_bytes(np.arange(end - start)))
         return np.asarray(self._runner.forward(plan).argmax(dim=-1))
 
     def text(self, begin: Sequence[int]) -> list[int]:
@@ -204,12 +207,16 @@ def fit(target: Target, text: Sequence[int], said: np.ndarray[Any, Any], right: 
     return found
 
 
+Times = Annotated[float, typer.Option(help="What a token costs, of the small model's, or of the head's.")]
+Right = Annotated[float, typer.Option(help="How often both say the same.")]
+
+
 def main(
     small: Annotated[Path, typer.Argument(help="The directory of a Llama.")],
     directory: Annotated[Path, typer.Argument(help="Where both are written.")],
-    times: Annotated[float, typer.Option(help="What a token costs, of the small model's.")] = 10.0,
-    right: Annotated[float, typer.Option(help="How often both say the same.")] = 0.7,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+    times: Times = 10.0,
+    right: Right = 0.7,
+    threads: Threads = 2,
 ) -> None:
     """Makes a model that a small one drafts for."""
     found = make(small, directory, times, right, threads)
@@ -217,4 +224,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -8,14 +8,14 @@ the last token of an answer is never computed.
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.engine.in_process import take_step
+from benchmarks.harness import Sheet, run, show
 from benchmarks.serve.workloads import WORKLOADS, Workload
 from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from shared.messages import GenerationRequest, SamplingParams
@@ -86,10 +86,10 @@ class Load:
         assert self._batcher.add(request) is None
 
     def _step(self) -> None:
-        scheduled = self._batcher.schedule()
-        assert scheduled is not None
-        sampled = [SampledToken(self._rng.randrange(VOCABULARY)) for _ in scheduled[1]]
-        for entry in self._batcher.update(sampled).get("c", []):
+        def execute(plan: StepPlan, rows: Sequence[object]) -> list[SampledToken]:
+            return [SampledToken(self._rng.randrange(VOCABULARY)) for _ in rows]
+
+        for entry in take_step(self._batcher, execute).entries:
             conversation = self._open[entry.generation_id]
             conversation.answer += entry.tokens
             if conversation.turns > 1:
@@ -120,12 +120,12 @@ CASES: dict[str, tuple[int, EngineSpec]] = {
 
 def main() -> None:
     """Share of the reusable tokens of W4 that is found in the KV cache."""
-    table = Table("W4: 4 turns, 100 + 64 tokens each", "prompt tokens", "reusable", "found", "hit rate")
+    rows = []
     for name, (sessions, spec) in CASES.items():
         reuse = Load(WORKLOADS["W4"], sessions, spec).run()
-        table.add_row(name, str(reuse.prompt), str(reuse.reusable), str(reuse.found), f"{reuse.hit_rate:.1%}")
-    Console().print(table)
+        rows.append((name, reuse.prompt, reuse.reusable, reuse.found, f"{reuse.hit_rate:.1%}"))
+    show(Sheet(("W4: 4 turns, 100 + 64 tokens each", "prompt tokens", "reusable", "found", "hit rate"), rows))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -9,19 +9,18 @@ With `--model` also whole decode steps of that model, for each `--weight-dtype`.
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine.steps import decode_plan, load_one_rank
+from benchmarks.harness import CORES, Rounds, Sheet, Threads, in_turns, run, show, timed
 from services.executor.cpu.packed_linear import PackedLinear, one_after_another
 from services.executor.model.loading.arena import fresh
 from services.executor.model.quantized import QuantizedRows
@@ -81,67 +80,57 @@ class Products:
         return best
 
 
-def table_of_products(threads: int, rounds: int) -> Table:
+def products(threads: int, rounds: int) -> Sheet:
     library = load_library()
     if library is None:
         raise typer.Exit(1)
     decoder = library.rz_decoder_new(ctypes.byref(Model()), threads, None)
     with ThreadPoolExecutor(threads) as pool:
         products = {name: Products(library, decoder, weight, pool) for name, weight in formats()}
-    table = Table(title=f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16")
-    table.add_column("format")
-    for rows in ROWS:
-        table.add_column(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}", justify="right")
-    times: dict[str, list[float]] = {name: [] for name in products}
+    best: dict[str, list[float]] = {name: [] for name in products}
     for rows in ROWS:
         x, out = torch.randn(rows, INPUTS).bfloat16(), torch.empty(rows, OUTPUTS)
-        taken = [{name: made.seconds(x, out) for name, made in products.items()} for _ in range(rounds)]
-        for name in products:
-            times[name].append(min(one[name] for one in taken))
-    for name, made in products.items():
-        table.add_row(name, *_cells(made.nbytes, times[name], times["bf16"]))
+        work = {name: partial(made.seconds, x, out) for name, made in products.items()}
+        for name, taken in in_turns(work, rounds).items():
+            best[name].append(min(taken))
     library.rz_decoder_free(decoder)
-    return table
+    head = ("format", *(f"{rows} rows, {'GB/s' if rows < ROWS[3] else 'GOPS'}" for rows in ROWS))
+    cells = [(name, *_cells(made.nbytes, best[name], best["bf16"])) for name, made in products.items()]
+    return Sheet(
+        head, cells, f"{OUTPUTS} x {INPUTS}, {threads} threads, {library.level}; in brackets: x bf16"
+    )
 
 
 def _cells(nbytes: int, times: Sequence[float], plain: Sequence[float]) -> Iterator[str]:
     for rows, taken, of_bf16 in zip(ROWS, times, plain, strict=True):
-        rate = nbytes / taken / 1e9 if rows < ROWS[3] else 2 * rows * OUTPUTS * INPUTS / taken / 1e9
-        yield (
-            f"{rate:.1f} ({of_bf16 / taken:.2f})" if rows < ROWS[3] else f"{rate:.0f} ({of_bf16 / taken:.2f})"
-        )
+        few = rows < ROWS[3]
+        rate = (nbytes if few else 2 * rows * OUTPUTS * INPUTS) / taken / 1e9
+        yield f"{rate:.{int(few)}f} ({of_bf16 / taken:.2f})"
 
 
-def table_of_steps(model: Path, threads: int, rounds: int, kinds: Sequence[str]) -> Table:
+def decode_steps(model: Path, threads: int, rounds: int, kinds: Sequence[str]) -> Sheet:
     """Of one sequence with a short context."""
-    runners = {}
+    work = {}
     for kind in ("bf16", *kinds):
-        runners[kind], _ = load_one_rank(model, "bf16", threads, NUM_BLOCKS, weights=CODECS.get(kind))
-    best = dict.fromkeys(runners, float("inf"))
-    for _ in range(rounds):
-        for kind, runner in runners.items():
-            began = time.perf_counter()
-            runner.forward(decode_plan(1, 64))
-            best[kind] = min(best[kind], time.perf_counter() - began)
-    table = Table("weights", "ms a token", "tokens/s", "x bf16", title=f"{model.name}, one sequence")
-    for kind, taken in best.items():
-        table.add_row(kind, f"{taken * 1e3:.2f}", f"{1 / taken:.1f}", f"{best['bf16'] / taken:.2f}")
-    return table
+        runner, _ = load_one_rank(model, "bf16", threads, NUM_BLOCKS, weights=CODECS.get(kind))
+        work[kind] = timed(partial(runner.forward, decode_plan(1, 64)))
+    best = {kind: min(taken) for kind, taken in in_turns(work, rounds).items()}
+    rows = [
+        (kind, f"{taken * 1e3:.2f}", f"{1 / taken:.1f}", f"{best['bf16'] / taken:.2f}")
+        for kind, taken in best.items()
+    ]
+    return Sheet(("weights", "ms a token", "tokens/s", "x bf16"), rows, f"{model.name}, one sequence")
 
 
 def main(
     model: Annotated[Path | None, typer.Option(help="A model directory, for decode steps too.")] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds to take the best of.", min=1)] = 8,
+    threads: Threads = CORES,
+    rounds: Rounds = 8,
     weights: Annotated[str, typer.Option(help="Kinds of --weight-dtype for --model.")] = "int8,q4_k,int4",
 ) -> None:
     """Times products in every format."""
-    Console().print(
-        table_of_steps(model, threads, rounds, weights.split(","))
-        if model
-        else table_of_products(threads, rounds)
-    )
+    show(decode_steps(model, threads, rounds, weights.split(",")) if model else products(threads, rounds))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -14,32 +14,29 @@ head too, in turn; the best round of each counts. `benchmarks.engine.noisy_targe
 """
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.engine.in_process import Execute, make_execute, ring_of_one, set_threads, take_step
 from benchmarks.engine.llama_cpp import LlamaCpp
 from benchmarks.engine.steps import BLOCK, load_one_rank
 from benchmarks.errors import BenchError
+from benchmarks.harness import CORES, Dtype, ModelDirectory, Rounds, Sheet, Threads, in_turns, run, show
 from benchmarks.serve.workloads import PromptSource, calibrate
-from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec, SampledToken
+from services.executor.core.engine import DraftPlan, DraftToken, EngineSpec
 from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS, MTP
-from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
-from services.executor.supervisor.rank_process import SPIN_COUNT
 from shared.messages import GenerationRequest, SamplingParams
 
 BLOCKS, CONTEXT = 2048, 2048
@@ -60,7 +57,6 @@ _CODE = (
 )
 _NOUNS = ("mill", "lake", "baker", "bread", "tower", "river", "fox", "apples", "church", "field", "smith")
 
-Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
 Draft = Callable[[DraftPlan, Sequence[SamplingState]], list[list[DraftToken]]]
 PLAIN_KINDS = ("none", "n-gram")
 
@@ -155,21 +151,13 @@ class Loads:
         return tokens
 
 
-def make_execute(directory: Path, dtype_name: str, threads: int) -> tuple[Execute, EngineSpec]:
-    """A function that computes and samples one step."""
+def model_of(directory: Path, dtype_name: str, threads: int) -> tuple[Execute, EngineSpec]:
+    """What computes and samples one step, without a ring around it."""
     runner, _ = load_one_rank(directory, dtype_name, threads, BLOCKS)
-    from services.executor.sampling.sampler import Sampler, wants_of
+    from services.executor.sampling.sampler import Sampler
 
     runner.warm_up()
-    sampler, vocabulary = Sampler(), runner.vocab_size
-
-    def execute(plan: StepPlan, states: Sequence[SamplingState]) -> list[SampledToken]:
-        wants = wants_of(states, vocabulary)
-        logits = runner.forward(msgspec.structs.replace(plan, candidates=wants.tobytes()))
-        assert logits is not None
-        return sampler.sample(logits, states)
-
-    return execute, EngineSpec(BLOCK, BLOCKS, CONTEXT, vocabulary)
+    return make_execute(runner, Sampler()), EngineSpec(BLOCK, BLOCKS, CONTEXT, runner.vocab_size)
 
 
 @contextmanager
@@ -177,12 +165,8 @@ def engine_of(
     model: Path, draft: str, dtype: str, threads: int, device: str
 ) -> Iterator[tuple[Execute, EngineSpec, Draft | None]]:
     """What computes and samples one step, and what has the draft model propose; None: there is none."""
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    set_threads(threads)
     from services.executor.core.settings import ExecutorSettings
-    from services.executor.ipc.board import RingBoard
-    from services.executor.ipc.rank_pipe import RankSpec
-    from services.executor.worker.engine import RingEngine
     from shared.config import load_settings
 
     settings = load_settings(
@@ -195,20 +179,13 @@ def engine_of(
         kv_memory=KV_MEMORY,
         context_length=CONTEXT,
     )
-    with TemporaryDirectory() as directory:
-        path = Path(directory) / "board"
-        board = RingBoard(path, 1, create=True)
-        engine = RingEngine(settings, RankSpec(0, 1, "g", "i", 1, str(path), {}), board, lambda meeting: None)
-        try:
-            spec = engine.load(lambda done, total: None)
-            if draft and not spec.drafts:
-                raise BenchError(f"The draft model was left out: {spec.draft_left_out}")
-            yield engine.execute, spec, engine.draft if draft else None
-        finally:
-            engine.close()
+    with ring_of_one(settings) as (engine, spec):
+        if draft and not spec.drafts:
+            raise BenchError(f"The draft model was left out: {spec.draft_left_out}")
+        yield engine.execute, spec, engine.draft if draft else None
 
 
-def run(
+def decode(
     execute: Execute,
     spec: EngineSpec,
     requests: list[GenerationRequest],
@@ -231,13 +208,7 @@ def run(
             draft_began = time.perf_counter()
             drafted = draft(planned[0], [row.sampling for row in planned[1]])
             batcher.take_drafts(drafted, time.perf_counter() - draft_began)
-        scheduled = batcher.schedule(began)
-        assert scheduled is not None
-        plan, rows = scheduled
-        step_began = time.perf_counter()
-        sampled = execute(plan, [row.sampling for row in rows])
-        entries = batcher.update(sampled, time.perf_counter() - step_began).get("c", [])
-        told = {entry.generation_id: list(entry.tokens) for entry in entries}
+        told = {entry.generation_id: list(entry.tokens) for entry in take_step(batcher, execute).entries}
         result.add(told, time.perf_counter() - round_began)
     result.seconds = time.perf_counter() - began
     result.drafted, result.accepted = batcher.drafter.drafted, batcher.drafter.accepted
@@ -253,12 +224,14 @@ def measure(
 ) -> dict[str, Run]:
     """The best round of each kind, taken in turn."""
     execute, spec, draft = engine
-    found: dict[str, list[Run]] = {}
     of_draft = "draft head" if spec.draft_reads_states else "draft model"
-    for _ in range(rounds):
-        for kind in PLAIN_KINDS if draft is None else (*PLAIN_KINDS, of_draft):
-            most, model = (0 if kind == "none" else drafts), (draft if kind == of_draft else None)
-            found.setdefault(kind, []).append(run(execute, spec, requests, places, most, model))
+
+    def once(kind: str) -> Run:
+        most, model = (0 if kind == "none" else drafts), (draft if kind == of_draft else None)
+        return decode(execute, spec, requests, places, most, model)
+
+    kinds = PLAIN_KINDS if draft is None else (*PLAIN_KINDS, of_draft)
+    found = in_turns({kind: partial(once, kind) for kind in kinds}, rounds)
     return {kind: max(runs, key=lambda each: each.rate) for kind, runs in found.items()}
 
 
@@ -283,14 +256,12 @@ def rows_of(load: str, places: int, found: dict[str, Run]) -> list[list[str]]:
 
 
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
+    model: ModelDirectory,
     draft: Annotated[str, typer.Option(help="Directory of a draft model or EAGLE-3 head, or mtp.")] = "",
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    dtype: Dtype = "bf16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds of each kind, in turn.", min=1)] = 2,
+    threads: Threads = CORES,
+    rounds: Rounds = 2,
     loads: Annotated[str, typer.Option(help="Which loads.")] = "repeat,edit,words,sampled",
     at_once: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     turns: Annotated[int, typer.Option(help="Requests for each place, one after the other.", min=1)] = 1,
@@ -299,24 +270,21 @@ def main(
     llama_cpp: Annotated[Path | None, typer.Option(help="llama.cpp's source, built in build/.")] = None,
 ) -> None:
     """Tokens per second by kind of speculation."""
-    source = Loads(model, output)
-    table = Table(
-        "load", "at once", "kind", "tok/s", "gain", "decoding", "gain", "drafts/step", "accepted", "same text"
-    )
-    peer: dict[str, float] = {}
+    source, rows, peer = Loads(model, output), list[list[str]](), dict[str, float]()
     if llama_cpp is not None and draft not in ("", MTP):
         peer = LlamaCpp(llama_cpp, Path(draft)).speculation(model, Path(draft), _PROMPT, output, threads)
-    with ExitStack() as stack:
-        engine = stack.enter_context(engine_of(model, draft, dtype, threads, device))
+    with engine_of(model, draft, dtype, threads, device) as engine:
         for load in loads.split(","):
             for places in map(int, at_once.split(",")):
                 requests = source.make(load, max(2, places * turns))
-                for row in rows_of(load, places, measure(engine, requests, places, rounds, drafts)):
-                    table.add_row(*row)
-    for kind, rate in peer.items():
-        table.add_row("a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}", "", "", "", "", "", "")
-    Console().print(table)
+                rows += rows_of(load, places, measure(engine, requests, places, rounds, drafts))
+    rows += [["a prompt", "1", f"llama.cpp, {kind}", f"{rate:.1f}"] for kind, rate in peer.items()]
+    head = (
+        *("load", "at once", "kind", "tok/s", "gain", "decoding", "gain"),
+        *("drafts/step", "accepted", "same text"),
+    )
+    show(Sheet(head, rows, left=("kind",)))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -8,17 +8,17 @@ context is computed before it is measured, and its full blocks are compressed wh
     cold    | sequence 0's full blocks | sequence 1's | ...
 """
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from benchmarks.engine.in_process import set_threads
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.supervisor.rank_process import SPIN_COUNT
 
 if TYPE_CHECKING:
     from services.executor.core.settings import BlockDType
@@ -50,9 +50,7 @@ def load_one_rank(
 
     `dtype_name`: bf16 or fp32.
     """
-    # OpenMP reads its settings when torch is imported; they are the executor's.
-    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    set_threads(threads)
     import torch
 
     from services.executor.collectives.base import SingleRank
@@ -71,14 +69,8 @@ def load_one_rank(
     model = load_model(directory, dtype, layout, SingleRank(), device, lambda done, total: None, weights)
     settings = ExecutorSettings(block_size=BLOCK, sparse_attention=summaries)
     shape = store_shape(settings, kind, layer_states(config, layout), dtype)
-    store = KvStore(
-        shape,
-        num_blocks,
-        device,
-        0 if kind == "bf16" else num_blocks,
-        SLOTS if shape.slot else 0,
-        files=files,
-    )
+    cold, slots = 0 if kind == "bf16" else num_blocks, SLOTS if shape.slot else 0
+    store = KvStore(shape, num_blocks, device, cold, slots, files=files)
     return make_runner(model, store, layout, SingleRank(), device, threads), store
 
 
@@ -88,40 +80,51 @@ _TOKENS = 100
 Ints = NDArray[np.int64]
 
 
+class Row(NamedTuple):
+    """The last `width` tokens of a sequence that is `context` tokens long with them."""
+
+    context: int
+    width: int
+    table: "Ints | Sequence[int]"
+    """Its blocks, as they are read."""
+    written: "Ints | None" = None
+    """Where its tokens are written to; None: to the same blocks."""
+
+
+def step_plan(rows: Sequence[Row], block: int = BLOCK, **others: Any) -> StepPlan:
+    """A step of these sequences, decodes first. `others`: fields of the plan beside what follows from the rows; the
+    last row of each sequence is sampled where they say nothing else."""
+    spans = [np.arange(row.context - row.width, row.context) for row in rows]
+    written = [np.asarray(row.table if row.written is None else row.written) for row in rows]
+    slots = [table[at // block] * block + at % block for table, at in zip(written, spans, strict=True)]
+    widths = [row.width for row in rows]
+    fields: dict[str, Any] = {
+        "num_decodes": sum(width == 1 for width in widths),
+        "token_ids": to_bytes([_TOKENS] * sum(widths)),
+        "sample_rows": to_bytes(np.cumsum(widths) - 1),
+    }
+    return StepPlan(
+        step=1,
+        positions=to_bytes(np.concatenate(spans)),
+        slots=to_bytes(np.concatenate(slots)),
+        query_lens=to_bytes(widths),
+        context_lens=to_bytes([row.context for row in rows]),
+        block_tables=to_bytes(np.concatenate([row.table for row in rows])),
+        **{**fields, **others},
+    )
+
+
 def decode_plan(sequences: int, context: int) -> StepPlan:
     """One token for each of `sequences` sequences whose context has `context` tokens, the new one included."""
     blocks = -(-context // BLOCK)
-    tables = np.arange(sequences * blocks).reshape(sequences, blocks)
-    slots = tables[:, -1] * BLOCK + (context - 1) % BLOCK
-    return StepPlan(
-        step=1,
-        num_decodes=sequences,
-        token_ids=to_bytes([100] * sequences),
-        positions=to_bytes([context - 1] * sequences),
-        slots=to_bytes(slots),
-        query_lens=to_bytes([1] * sequences),
-        context_lens=to_bytes([context] * sequences),
-        block_tables=to_bytes(tables.ravel()),
-        sample_rows=to_bytes(np.arange(sequences)),
-        state_slots=to_bytes(np.arange(1, 1 + sequences)),
-    )
+    rows = [Row(context, 1, range(at * blocks, (at + 1) * blocks)) for at in range(sequences)]
+    return step_plan(rows, num_decodes=sequences, state_slots=to_bytes(np.arange(1, 1 + sequences)))
 
 
 def prefill_plan(tokens: int) -> StepPlan:
     """A whole prompt of `tokens` tokens."""
-    positions = to_bytes(np.arange(tokens))
-    return StepPlan(
-        step=1,
-        num_decodes=0,
-        token_ids=to_bytes([100] * tokens),
-        positions=positions,
-        slots=positions,
-        query_lens=to_bytes([tokens]),
-        context_lens=to_bytes([tokens]),
-        block_tables=to_bytes(np.arange(-(-tokens // BLOCK))),
-        sample_rows=to_bytes([tokens - 1]),
-        state_slots=to_bytes([0]),
-    )
+    row = Row(tokens, tokens, range(-(-tokens // BLOCK)))
+    return step_plan([row], num_decodes=0, state_slots=to_bytes([0]))
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,6 @@ class Decode:
     def steps(self, num_hot: int, num_cold: int) -> Steps:
         """For a ring of so many blocks; without cold ones nothing is compressed."""
         full = (self.context - 1) // BLOCK
-        last = np.arange(self.sequences)[:, None]
         staged = self.sequences + np.arange(full)
         kept = (num_hot if num_cold else self.sequences) + np.arange(self.sequences * full)
         kept = kept.reshape(self.sequences, full)
@@ -152,12 +154,10 @@ class Decode:
             written = np.append(staged if num_cold else kept[sequence], sequence)
             prompt = _prompt(self.context - 1, written, kept[sequence])
             before.append(structs.replace(prompt, state_slots=to_bytes([1 + sequence])))
-        plan = decode_plan(self.sequences, self.context)
-        measured = structs.replace(
-            plan,
-            token_ids=_tokens(self.sequences),
-            slots=to_bytes(last[:, 0] * BLOCK + (self.context - 1) % BLOCK),
-            block_tables=to_bytes(np.concatenate((kept, last), axis=1).ravel()),
+        rows = [Row(self.context, 1, np.append(kept[at], at)) for at in range(self.sequences)]
+        slots = to_bytes(np.arange(1, 1 + self.sequences))
+        measured = step_plan(
+            rows, num_decodes=self.sequences, token_ids=_tokens(self.sequences), state_slots=slots
         )
         return Steps(before, measured)
 
@@ -177,16 +177,15 @@ class Prefill:
 def _prompt(tokens: int, written: Ints, kept: Ints) -> StepPlan:
     """The first `tokens` tokens of a sequence that is `written` to these blocks, of which the full ones are `kept` in
     those; nothing is sampled."""
-    positions = np.arange(tokens)
     full, last = tokens // BLOCK, (tokens - 1) // BLOCK
     pairs = np.stack((written[:full], kept[:full]), axis=1)
-    return structs.replace(
-        prefill_plan(tokens),
+    return step_plan(
+        [Row(tokens, tokens, np.append(kept[:last], written[last]), written)],
+        num_decodes=0,
         token_ids=_tokens(tokens),
-        slots=to_bytes(written[positions // BLOCK] * BLOCK + positions % BLOCK),
-        block_tables=to_bytes(np.append(kept[:last], written[last])),
         sample_rows=b"",
         compressions=to_bytes(pairs[pairs[:, 0] != pairs[:, 1]]),
+        state_slots=to_bytes([0]),
     )
 
 

@@ -11,27 +11,40 @@ without HTTP and NATS. Prints:
 """
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.engine.speculation import Execute, make_execute
+from benchmarks.engine.in_process import Execute, Step, steps_of
+from benchmarks.engine.speculation import model_of
 from benchmarks.errors import BenchError
-from services.executor.core.engine import EngineSpec
+from benchmarks.harness import (
+    CORES,
+    Dtype,
+    ModelDirectory,
+    Rounds,
+    Sheet,
+    Threads,
+    in_turns,
+    nearest,
+    run,
+    show,
+)
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import MOST_DRAFTS
 from services.executor.core.step_plan import StepPlan
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.structured_output import GrammarCompiler, GrammarWork, Vocabulary
-from shared.messages import GenerationRequest, Grammar, ModelCard, SamplingParams, TokenEntry
+from shared.messages import GenerationRequest, Grammar, SamplingParams
 
 PROMPT = 64
 """Tokens of each prompt."""
@@ -108,10 +121,10 @@ class Bench:
     def decode(self, case: Case, sequences: int, tokens: int) -> tuple[float, list[int]]:
         """(median milliseconds of a step that decodes, the first text)."""
         times, text = [], []
-        for plan, seconds, entries in self._steps(case, sequences, tokens):
-            if plan.num_decodes == sequences:
-                times.append(seconds)
-            text += [token for entry in entries if entry.generation_id == "0" for token in entry.tokens]
+        for step in self._steps(case, sequences, tokens):
+            if step.plan.num_decodes == sequences:
+                times.append(step.seconds)
+            text += [token for entry in step.entries if entry.generation_id == "0" for token in entry.tokens]
         return statistics.median(times) * 1e3, text
 
     def rate(
@@ -120,34 +133,27 @@ class Bench:
         """(output tokens per second behind the prompts, the texts)."""
         texts: dict[str, list[int]] = {str(number): [] for number in range(sequences)}
         taken, counted = 0.0, 0
-        for plan, seconds, entries in self._steps(case, sequences, tokens, drafts):
-            for entry in entries:
+        for step in self._steps(case, sequences, tokens, drafts):
+            for entry in step.entries:
                 texts[entry.generation_id] += entry.tokens
-            if len(plan.token_ids) // 4 < PROMPT:
-                taken += seconds
-                counted += sum(len(entry.tokens) for entry in entries)
+            if len(step.plan.token_ids) // 4 < PROMPT:
+                taken += step.seconds
+                counted += sum(len(entry.tokens) for entry in step.entries)
         return counted / taken, texts
 
-    def _steps(
-        self, case: Case, sequences: int, tokens: int, drafts: int = 0
-    ) -> Iterator[tuple[StepPlan, float, list[TokenEntry]]]:
-        """The plan of each step, seconds that it took, and what it has given."""
+    def _steps(self, case: Case, sequences: int, tokens: int, drafts: int = 0) -> Iterator[Step]:
         batcher = ContinuousBatcher(self._spec, BatchSettings(max_drafts=drafts), "benchmark")
         for number in range(sequences):
             request = self._request(case, number, tokens)
             batcher.add(request)
             if case.grammar is not None:
                 batcher.release(request, self.compiler.start(request))
-        while batcher.has_work:
-            began = time.perf_counter()
-            scheduled = batcher.schedule()
-            assert scheduled is not None
-            plan, rows = scheduled
-            samples = [row.sampling for row in rows]
-            self._work.begin_masks(samples)
-            sampled = self._execute(plan, samples)
-            entries = batcher.update(sampled, time.perf_counter() - began).get("c", [])
-            yield plan, time.perf_counter() - began, entries
+
+        def execute(plan: StepPlan, states: Sequence[SamplingState]) -> list[SampledToken]:
+            self._work.begin_masks(states)
+            return self._execute(plan, states)
+
+        yield from steps_of(batcher, execute)
 
     def masks(self, grammar: Grammar, text: Sequence[int]) -> list[float]:
         """Microseconds to compute what may follow at each position of `text`."""
@@ -176,76 +182,72 @@ class Bench:
         return GenerationRequest(str(number), "r", "m", "c", prompt, tokens, sampling, grammar=case.grammar)
 
 
-def vocabulary_of(directory: Path, spec: EngineSpec) -> tuple[ModelCard, bytes]:
+@contextmanager
+def bench_of(model: Path, dtype: str, threads: int) -> Iterator[Bench]:
     from services.executor.model.card import read_card
 
-    return read_card(directory, "benchmark", spec)
+    execute, spec = model_of(model, dtype, threads)
+    card, bundle = read_card(model, "benchmark", spec)
+    work = GrammarWork()
+    work.load(card, bundle)
+    bench = Bench(execute, spec, Vocabulary.of(card, bundle), work)
+    try:
+        yield bench
+    finally:
+        bench.compiler.close()
+        work.close()
 
 
-def drafts_table(bench: Bench, rounds: int, batches: list[int], tokens: int) -> Table:
+def drafted(bench: Bench, rounds: int, batches: list[int], tokens: int) -> Sheet:
     """The best round of each counts. Raises `BenchError` where speculation changes a text."""
-    table = Table("tokens/s: without, with drafts", *(f"{count} at once" for count in batches))
+    rows = []
     for name, case in DRAFTED.items():
         cells = []
         for count in batches:
-            best = {0: 0.0, MOST_DRAFTS: 0.0}
-            for _ in range(rounds):
-                texts = []
-                for drafts in best:
-                    rate, found = bench.rate(case, count, tokens, drafts)
-                    best[drafts] = max(best[drafts], rate)
-                    texts.append(found)
-                if texts[0] != texts[1]:
-                    raise BenchError(f"{name}, {count} at once: with drafts the texts are others; report it.")
-            cells.append(f"{best[0]:.0f}, {best[MOST_DRAFTS]:.0f} (x{best[MOST_DRAFTS] / best[0]:.2f})")
-        table.add_row(name, *cells)
-    return table
+            work = {most: partial(bench.rate, case, count, tokens, most) for most in (0, MOST_DRAFTS)}
+            found = in_turns(work, rounds)
+            if any(one[1] != other[1] for one, other in zip(*found.values(), strict=True)):
+                raise BenchError(f"{name}, {count} at once: with drafts the texts are others; report it.")
+            plain, fast = (max(rate for rate, _ in runs) for runs in found.values())
+            cells.append(f"{plain:.0f}, {fast:.0f} (x{fast / plain:.2f})")
+        rows.append((name, *cells))
+    return Sheet(("tokens/s: without, with drafts", *(f"{count} at once" for count in batches)), rows)
 
 
 def main(
-    model: Annotated[
-        Path, typer.Argument(help="A model directory; `ryzanstein models list` shows where one is.")
-    ],
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
-    rounds: Annotated[int, typer.Option(help="Rounds of each case, in turn.", min=1)] = 3,
+    model: ModelDirectory,
+    dtype: Dtype = "bf16",
+    threads: Threads = CORES,
+    rounds: Rounds = 3,
     tokens: Annotated[int, typer.Option(help="Output tokens of each text.", min=8)] = 128,
     at_once: Annotated[str, typer.Option(help="Sequences at a time.")] = "1,8",
 ) -> None:
     """Decode with and without a grammar; drafts; masks; compiling."""
-    execute, spec = make_execute(model, dtype, threads)
-    card, bundle = vocabulary_of(model, spec)
-    work = GrammarWork()
-    work.load(card, bundle)
-    bench = Bench(execute, spec, Vocabulary.of(card, bundle), work)
     batches = [int(count) for count in at_once.split(",")]
-    best: dict[tuple[str, int], float] = {}
-    texts: dict[str, list[int]] = {}
-    for _ in range(rounds):
-        for count in batches:
-            for name, case in CASES.items():
-                taken, texts[name] = bench.decode(case, count, tokens)
-                best[name, count] = min(taken, best.get((name, count), taken))
-    steps = Table("ms per step", *(f"{count} at once" for count in batches))
-    for name in CASES:
-        steps.add_row(name, *(f"{best[name, count]:.2f}" for count in batches))
-    masks = Table("microseconds per mask", "median", "99%", "most")
-    for name in ("JSON, greedy", "JSON, temperature 1"):
-        times = sorted(bench.masks(endless(8), texts[name]))
-        masks.add_row(
-            name,
-            *(f"{value:.0f}" for value in (times[len(times) // 2], times[int(len(times) * 0.99)], times[-1])),
+    with bench_of(model, dtype, threads) as bench:
+        cases = [(name, count) for count in batches for name in CASES]
+        work = {(name, count): partial(bench.decode, CASES[name], count, tokens) for name, count in cases}
+        found = in_turns(work, rounds)
+        best = {case: f"{min(taken for taken, _ in runs):.2f}" for case, runs in found.items()}
+        masks = []
+        for name in ("JSON, greedy", "JSON, temperature 1"):
+            times = bench.masks(endless(8), found[name, batches[-1]][-1][1])
+            masks.append((name, *(f"{nearest(times, share):.0f}" for share in (0.5, 0.99, 1.0))))
+        compiled = [(name, grammar, bench.compile(grammar)) for name, grammar in GRAMMARS.items()]
+        show(
+            Sheet(
+                ("ms per step", *(f"{count} at once" for count in batches)),
+                [(name, *(best[name, count] for count in batches)) for name in CASES],
+            ),
+            # Behind what is measured of grammars that are new.
+            drafted(bench, rounds, batches, tokens),
+            Sheet(("microseconds per mask", "median", "99%", "most"), masks),
+            Sheet(
+                ("ms to compile", "bytes", "new", "known"),
+                [(name, len(one.text), f"{new:.1f}", f"{known:.2f}") for name, one, (new, known) in compiled],
+            ),
         )
-    compiling = Table("ms to compile", "bytes", "new", "known")
-    for name, grammar in GRAMMARS.items():
-        new, known = bench.compile(grammar)
-        compiling.add_row(name, str(len(grammar.text)), f"{new:.1f}", f"{known:.2f}")
-    drafted = drafts_table(bench, rounds, batches, tokens)  # behind what is measured of grammars that are new
-    for table in (steps, drafted, masks, compiling):
-        Console().print(table)
-    bench.compiler.close()
-    work.close()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -13,8 +13,6 @@ mean divergence of the next token's distribution there, in nats.
 """
 
 import math
-import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +20,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
 from gguf.constants import GGMLQuantizationType as Type
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.engine.kv_quality import Feed, Model, Tokens, cut
+from benchmarks.engine.kv_quality import (
+    DTYPES,
+    Batch,
+    Context,
+    Feed,
+    Model,
+    ReadTokens,
+    TextFile,
+    Tokens,
+    cut,
+    text_of,
+)
+from benchmarks.harness import CORES, Dtype, Sheet, Threads, run, show
 from services.executor.kv_cache.codecs import FP8, INT8, Codec
 from services.executor.model.conversion import gguf_header
-from services.executor.model.conversion.gguf_types import DTYPES, GgufDtype, encoded, type_of
+from services.executor.model.conversion.gguf_types import DTYPES as GGUF_DTYPES
+from services.executor.model.conversion.gguf_types import GgufDtype, encoded, type_of
 from services.executor.model.loading.checkpoints import resolve_model
 from services.executor.model.loading.gguf_blocks import values
 from services.executor.model.quantized import QuantizedRows
@@ -88,7 +96,7 @@ WAYS = (
     ),
     *(
         Way(f"GGUF {name}{also}", dtype, activations)
-        for name, dtype in DTYPES.items()
+        for name, dtype in GGUF_DTYPES.items()
         if name != "f32"
         for also, activations in (("", None), (", activations too", rounded))
     ),
@@ -314,10 +322,10 @@ def main(
             help="A model directory (`ryzanstein models list` shows where one is) or a .gguf file."
         ),
     ],
-    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read instead.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to read, at least.", min=64)] = 20_480,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=64)] = 512,
-    batch: Annotated[int, typer.Option(help="Windows read side by side.", min=1)] = 4,
+    text: TextFile = None,
+    tokens: ReadTokens = 20_480,
+    context: Context = 512,
+    batch: Batch = 4,
     ways: Annotated[str, typer.Option(help="Their names' beginnings, with commas between; empty: all.")] = "",
     skip: Annotated[
         int,
@@ -334,23 +342,21 @@ def main(
             "weights that were quantized before lose too little.",
         ),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="bf16 or fp32, of everything else.")] = "fp32",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = len(os.sched_getaffinity(0)),
+    dtype: Dtype = "fp32",
+    threads: Threads = CORES,
 ) -> None:
     """Perplexity and agreement of each way to compute linear layers."""
     if skip >= context - 1:
         raise typer.BadParameter(f"--skip {skip} leaves nothing of windows of {context}.")
     torch.set_num_threads(threads)
-    whole = text.read_text(encoding="utf-8") if text else "\n\n".join(topics[name] for name in sorted(topics))
-    name = text.name if text else f"the language reference of Python {platform.python_version()}"
-    console = Console(width=110)
+    name, whole = text_of(text)
     chosen = [way for way in WAYS[1:] if way.name.startswith(tuple(ways.split(",")))]
     with tempfile.TemporaryDirectory() as scratch:
-        loaded, directory = opened(model, torch.float32 if dtype == "fp32" else torch.bfloat16, Path(scratch))
+        loaded, directory = opened(model, DTYPES[dtype], Path(scratch))
         if shuffled:
             directory = shuffled_copy(loaded, directory, Path(scratch))
         windows = cut(whole, directory, tokens, context)
-        console.print(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
+        show(f"{model.name}: {windows.size} tokens of {name}, windows of {context}")
         plain = Logits(Path(scratch), windows, loaded.config.vocab_size)
         readings = {}
         for way in (WAYS[0], *chosen):
@@ -361,30 +367,24 @@ def main(
                 continue
             with computing(loaded, way):
                 readings[way.name] = read_text(by_transformers(loaded), windows, batch, plain, skip)
-    console.print(table_of(readings, windows, skip))
+    show(sheet_of(readings, windows, skip))
 
 
-def table_of(readings: Mapping[str, Reading], windows: Tokens, skip: int) -> Table:
+def sheet_of(readings: Mapping[str, Reading], windows: Tokens, skip: int) -> Sheet:
     """A line for each way, the first of which the others are compared with."""
-    table = Table("weights", "perplexity", "change", "right", "change", "top-1", "KL")
-    first = next(iter(readings.values()))
+    first, rows = next(iter(readings.values())), []
     predicted = windows.size - len(windows) * (1 + skip)
 
     def right(reading: Reading) -> float:
         return float((reading.best[:, skip:-1] == windows[:, skip + 1 :]).mean())
 
     for name, reading in readings.items():
-        table.add_row(
-            name,
-            f"{math.exp(reading.loss / predicted):.4f}",
-            f"{math.exp((reading.loss - first.loss) / predicted) - 1:+.2%}",
-            f"{right(reading):.2%}",
-            f"{right(reading) / right(first) - 1:+.2%}",
-            f"{(reading.best == first.best).mean():.2%}",
-            f"{reading.divergence:.5f}",
-        )
-    return table
+        change = math.exp((reading.loss - first.loss) / predicted) - 1
+        shares = (f"{right(reading):.2%}", f"{right(reading) / right(first) - 1:+.2%}")
+        same = (f"{(reading.best == first.best).mean():.2%}", f"{reading.divergence:.5f}")
+        rows.append((name, f"{math.exp(reading.loss / predicted):.4f}", f"{change:+.2%}", *shares, *same))
+    return Sheet(("weights", "perplexity", "change", "right", "change", "top-1", "KL"), rows)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

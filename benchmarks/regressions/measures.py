@@ -217,27 +217,15 @@ def _blocks(model: Path, threads: int, effort: int) -> Iterator[Pair]:
 
 
 def _grammar(model: Path, threads: int, rounds: int, effort: int) -> Rounds:
-    from benchmarks.engine.speculation import make_execute
-    from benchmarks.engine.structured import CASES, Bench, vocabulary_of
-    from services.executor.structured_output import GrammarWork, Vocabulary
+    from benchmarks.engine.structured import CASES, bench_of
 
-    execute, spec = make_execute(model, "bf16", threads)
-    card, bundle = vocabulary_of(model, spec)
-    work = GrammarWork()
-    work.load(card, bundle)
-    bench = Bench(execute, spec, Vocabulary.of(card, bundle), work)
+    name = "grammar, time of a decode step against none"
+    with bench_of(model, "bf16", threads) as bench:
 
-    def decode(case: str) -> Callable[[], float]:
-        return lambda: bench.decode(CASES[case], 8, 8 * effort)[0]
+        def decode(case: str) -> Callable[[], float]:
+            return lambda: bench.decode(CASES[case], 8, 8 * effort)[0]
 
-    try:
-        pair = _pair(
-            "grammar, time of a decode step against none", decode("free, greedy"), decode("JSON, greedy")
-        )
-        return in_turns([pair], rounds)
-    finally:
-        bench.compiler.close()
-        work.close()
+        return in_turns([_pair(name, decode("free, greedy"), decode("JSON, greedy"))], rounds)
 
 
 # --- rings ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import floors
-from benchmarks.engine.__main__ import DECODES, PREFILLS, milliseconds
+from benchmarks.engine.__main__ import DECODES, PREFILLS
 from benchmarks.engine.floors import Rates, floor_of
 from benchmarks.engine.kv_decode import Long
 from benchmarks.engine.steps import BLOCK, Decode, Prefill, decode_plan, load_one_rank, prefill_plan
@@ -38,12 +38,6 @@ def test_decodes(sequences: int, context: int) -> None:
 @pytest.mark.parametrize("tokens", PREFILLS)
 def test_prefills(tokens: int) -> None:
     check(prefill_plan(tokens))
-
-
-def test_only_counted_rounds_are_timed() -> None:
-    calls: list[None] = []
-    assert milliseconds(lambda: calls.append(None), 5) >= 0
-    assert len(calls) == 8
 
 
 @pytest.mark.skipif(bool(why_not()), reason=f"native kernels: {why_not()}")
@@ -90,5 +84,6 @@ def test_long_contexts_are_decoded_dense_and_sparse(tmp_path: Path) -> None:
     assert long.kv(512) == 512 * 2 * 2 * 32 + 32 * 2 * 2 * 4, "codes, and a scale for each block and head"
     assert long.weights > 0
     steps = long.steps(500)
-    assert steps["dense"]() > steps["attend"]() > 0
-    assert steps["sparse"]() > 0
+    dense, attended = steps["dense"]()
+    assert dense > attended > 0
+    assert min(steps["sparse"]()) > 0

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.engine.steps import BLOCK, Decode, Prefill, Steps, decode_plan
 from benchmarks.random_model import LlamaShape, write_checkpoint
-from benchmarks.ring import Reduce, RingReport, Share, measure_steps, show, timing
+from benchmarks.ring import Reduce, RingReport, Share, measure_steps, sheets, timing
 from services.executor.collectives.base import SingleRank
 from services.executor.collectives.shared_memory import can_share_memory
 from services.executor.core.sharding import ShardLayout
@@ -46,9 +45,10 @@ def test_one_rank_and_two_run_the_same_steps(tmp_path: Path) -> None:
         assert scaling.ratio_of_threads > 0
         assert scaling.one.shares == [Share(0.0, 0.0)]
         assert all(0 < share.waiting <= share.communication for share in scaling.two.shares)
-    console = Console(width=160, record=True)
-    show(RingReport("today", "a command", "a machine", {}, [Reduce("shm", 16, 2.2, 8.5)], scalings), console)
-    assert "16 x 576 bf16" in console.export_text()
+    about = {"date": "today", "command": "a command", "machine": "a machine"}
+    report = RingReport(**about, reduces=[Reduce("shm", 16, 2.2, 8.5)], scalings=scalings)
+    assert sheets(report)[0].rows == [("shm", "16 x 576 bf16", "2.2", "8.50")]
+    assert len(sheets(report)[1].rows) == 6
 
 
 @pytest.mark.parametrize("num_cold", [0, 100])

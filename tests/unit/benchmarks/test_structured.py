@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.engine.structured import CASES, DRAFTED, GRAMMARS, Bench, drafts_table, endless
+from benchmarks.engine.structured import CASES, DRAFTED, GRAMMARS, Bench, drafted, endless
 from benchmarks.errors import BenchError
 from services.executor.structured_output import GrammarWork, Vocabulary
 from services.executor.worker.stub import StubEngine, StubSettings
@@ -36,9 +36,8 @@ def test_grammars_compile(bench: Bench, name: str) -> None:
 
 
 def test_texts_are_compared_with_and_without_drafts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = drafts_table(bench, 1, [2], 40)
-    assert table.row_count == len(DRAFTED)
+    assert len(drafted(bench, 1, [2], 40).rows) == len(DRAFTED)
     texts = iter(({"0": [1]}, {"0": [2]}))
     monkeypatch.setattr(bench, "rate", lambda *_: (1.0, next(texts)))
     with pytest.raises(BenchError, match="one record, greedy, 2 at once: with drafts the texts are others"):
-        drafts_table(bench, 1, [2], 40)
+        drafted(bench, 1, [2], 40)

@@ -1,0 +1,103 @@
+"""A ring of one rank in this process, as the executor has it, and a batcher that is driven as its leader drives it,
+without HTTP and NATS."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from services.executor.core.engine import EngineSpec, SampledToken
+from services.executor.core.sampling_state import SamplingState
+from services.executor.core.step_plan import StepPlan
+from services.executor.ipc.board import RingBoard
+from services.executor.ipc.rank_pipe import RankSpec
+from services.executor.scheduler.batcher import ContinuousBatcher
+from shared.messages import TokenEntry
+
+if TYPE_CHECKING:
+    from services.executor.core.settings import ExecutorSettings
+    from services.executor.worker.engine import RingEngine
+
+Execute = Callable[[StepPlan, Sequence[SamplingState]], list[SampledToken]]
+"""Computes and samples one step."""
+
+
+def set_threads(threads: int) -> None:
+    """OpenMP reads its settings when torch is imported; they are the executor's."""
+    from services.executor.supervisor.rank_process import SPIN_COUNT
+
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def ring_in(directory: Path, settings: "ExecutorSettings") -> "RingEngine":
+    """Not loaded yet; its board is in `directory`."""
+    from services.executor.worker.engine import RingEngine
+
+    board = directory / "board"
+    spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})
+    return RingEngine(settings, spec, RingBoard(board, 1, create=True), lambda rendezvous: None)
+
+
+@contextmanager
+def ring_of_one(settings: "ExecutorSettings") -> "Iterator[tuple[RingEngine, EngineSpec]]":
+    with TemporaryDirectory() as scratch:
+        engine = ring_in(Path(scratch), settings)
+        try:
+            yield engine, engine.load(lambda done, total: None)
+        finally:
+            engine.close()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One, with the times at which it was planned, computed and its tokens were taken."""
+
+    plan: StepPlan
+    entries: list[TokenEntry]
+    began: float
+    planned: float
+    computed: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def take_step(batcher: ContinuousBatcher, execute: Execute) -> Step:
+    """What a leader does for a step."""
+    began = time.perf_counter()
+    scheduled = batcher.schedule(began)
+    assert scheduled is not None, "there is work"
+    plan, rows = scheduled
+    planned = time.perf_counter()
+    sampled = execute(plan, [row.sampling for row in rows])
+    computed = time.perf_counter()
+    entries = [entry for batch in batcher.update(sampled, computed - planned).values() for entry in batch]
+    return Step(plan, entries, began, planned, computed, time.perf_counter())
+
+
+def steps_of(batcher: ContinuousBatcher, execute: Execute) -> Iterator[Step]:
+    """Until nothing is left to do."""
+    while batcher.has_work:
+        yield take_step(batcher, execute)
+
+
+def make_execute(runner: Any, sampler: Any) -> Execute:
+    """Of a model's runner without a ring around."""
+    from msgspec import structs
+
+    from services.executor.sampling.sampler import wants_of
+
+    def execute(plan: StepPlan, states: Sequence[SamplingState]) -> list[SampledToken]:
+        wants = wants_of(states, runner.vocab_size).tobytes()
+        logits = runner.forward(structs.replace(plan, candidates=wants))
+        sampled: list[SampledToken] = sampler.sample(logits, states) if states else []
+        return sampled
+
+    return execute
