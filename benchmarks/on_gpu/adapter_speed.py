@@ -4,24 +4,20 @@ bytes ask for: `python -m benchmarks.gpu --only adapters`.
 A product is the joined queries, keys and values of a layer; its rows take turns among the adapters.
 """
 
-import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.product_speed import seconds_of
+from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked, rate
+from benchmarks.on_gpu.machine import graph_seconds
 from services.executor.model.adapters.files import LowRank
 
 ROWS = (1, 16, 64, 2048)
 RANKS = (16, 64)
 ADAPTERS = 8
-ROUNDED = 0.02
-"""Largest root mean square of the errors, in parts of the values': bf16 rounds in between."""
 NAMES = ("q_proj", "k_proj", "v_proj")
-
-Row = dict[str, Any]
 
 
 class Shape(NamedTuple):
@@ -34,16 +30,13 @@ LLAMA = Shape(4096, (4096, 1024, 1024))
 TINY = Shape(64, (64, 32, 32))
 
 
-def adapter_speed(device: torch.device, tiny: bool = False, bandwidth: float | None = None) -> Iterator[Row]:
-    """Rows of `adapters/...`: errors; GB/s of the factors that are read. Without a GPU the kernels are interpreted."""
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    shape = TINY if tiny else LLAMA
-    for rank in (5,) if tiny else RANKS:
-        held = _Held(shape, rank, device)
-        for count in (1, 9) if tiny else ROWS:
+def run(bench: Bench) -> Iterator[Row]:
+    """Rows of `adapters/...`: errors; GB/s of the factors that are read."""
+    for rank in (5,) if bench.tiny else RANKS:
+        held = _Held(TINY if bench.tiny else LLAMA, rank, bench.device)
+        for count in (1, 9) if bench.tiny else ROWS:
             yield held.error(count)
-            yield held.speed(count, bandwidth)
+            yield held.speed(count, bench.bandwidth)
 
 
 class _Held:
@@ -87,28 +80,14 @@ class _Held:
             rows = slots == slot
             parts = [x[rows].float() @ pair.a.float().T @ pair.b.float().T for pair in factors.values()]
             expected[rows] = torch.cat(parts, dim=1)
-        off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-        return {
-            "key": f"adapters/right/{self._rank}/{count}",
-            "what": f"adapters of rank {self._rank} by {count} rows, against PyTorch in float32",
-            "figure": off,
-            "unit": "error",
-            "limit": ROUNDED,
-            "ok": off <= ROUNDED,
-        }
+        what = f"adapters of rank {self._rank} by {count} rows, against PyTorch in float32"
+        return checked(f"adapters/right/{self._rank}/{count}", what, found, expected, ROUNDED)
 
     def speed(self, count: int, bandwidth: float | None) -> Row:
         x = torch.randn(count, self._shape.inputs, dtype=torch.bfloat16, device=self._device)
         out, slots = x.new_zeros(count, sum(self._shape.outputs)), self._slots(count)
-        seconds = seconds_of([lambda: self._made(x, out, slots)], self._device)
+        seconds = graph_seconds([lambda: self._made(x, out, slots)], self._device)
         used = len(set(slots.tolist()) - {-1})
         read = 2 * used * self._rank * (len(NAMES) * self._shape.inputs + sum(self._shape.outputs))
-        return {
-            "key": f"adapters/speed/{self._rank}/{count}",
-            "what": f"queries, keys and values of {count} rows with {used} adapters of rank {self._rank}",
-            "figure": read / seconds / 1e9,
-            "unit": "GB/s",
-            "limit": bandwidth / 1e9 if bandwidth else None,
-            "share": read / seconds / bandwidth if bandwidth else None,
-            "note": f"{seconds * 1e6:.1f} us",
-        }
+        what = f"queries, keys and values of {count} rows with {used} adapters of rank {self._rank}"
+        return rate(f"adapters/speed/{self._rank}/{count}", what, read, seconds, bandwidth)

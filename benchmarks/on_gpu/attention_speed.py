@@ -4,11 +4,9 @@ Timed by CUDA events around replays of a graph, so that no host is in them. A gr
 takes for their blocks to be several times the cache of the chip, as a model's layers are.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,8 @@ from benchmarks.on_gpu.device import choose
 
 choose()
 
+from benchmarks.on_gpu.bench import Bench, Row, rate  # noqa: E402
+from benchmarks.on_gpu.machine import graph_seconds  # noqa: E402
 from services.executor.core.settings import BlockDType  # noqa: E402
 from services.executor.gpu.kernels import attention_launch  # noqa: E402
 from services.executor.gpu.kernels.tiles import rows_for, splits_of, tiles_of  # noqa: E402
@@ -63,33 +63,19 @@ class Load:
         return 4.0 * self.sequences * seen * KV_HEADS * GROUP * WIDTH
 
 
-def attention_speed(
-    device: torch.device, tiny: bool = False, bandwidth: float | None = None, matrix_rate: float | None = None
-) -> Iterator[dict[str, Any]]:
-    """Rows: key, what, figure, unit, limit, share. Limits: `bandwidth` in bytes/s and `matrix_rate` in FLOP/s."""
-    gigabytes = (bandwidth or BANDWIDTH) / 1e9
-    teraflops = (matrix_rate or MATRIX_RATE) / 1e12
-    for load in _decodes(tiny):
-        figure = load.bytes_read / _seconds(load, device) / 1e9
+def run(bench: Bench) -> Iterator[Row]:
+    """Rows of `attention/...`: GB/s of decodes, TFLOP/s of prefills."""
+    for load in _decodes(bench.tiny):
         length = f"{load.context // 1024}k" if load.context >= 1024 else str(load.context)
-        yield {
-            "key": f"decode/{load.kind}/{length}/{load.sequences}",
-            "what": f"decode of {load.sequences} x {load.context} tokens, {load.kind} KV",
-            "figure": figure,
-            "unit": "GB/s",
-            "limit": gigabytes,
-            "share": figure / gigabytes,
-        }
-    for load in _prefills(tiny):
-        figure = load.operations / _seconds(load, device) / 1e12
-        yield {
-            "key": f"prefill/{load.kind}/{load.tokens}/{load.context}",
-            "what": f"prefill of {load.tokens} tokens, context {load.context}, {load.kind} KV",
-            "figure": figure,
-            "unit": "TFLOP/s",
-            "limit": teraflops,
-            "share": figure / teraflops,
-        }
+        key = f"attention/decode/{load.kind}/{length}/{load.sequences}"
+        what = f"decode of {load.sequences} x {load.context} tokens, {load.kind} KV"
+        seconds = _seconds(load, bench.device)
+        yield rate(key, what, load.bytes_read, seconds, bench.bandwidth or BANDWIDTH, note="")
+    for load in _prefills(bench.tiny):
+        key = f"attention/prefill/{load.kind}/{load.tokens}/{load.context}"
+        what = f"prefill of {load.tokens} tokens, context {load.context}, {load.kind} KV"
+        limit = bench.matrix_rate("bf16") or MATRIX_RATE
+        yield rate(key, what, load.operations, _seconds(load, bench.device), limit, "TFLOP/s", "")
 
 
 def _decodes(tiny: bool) -> Iterator[Load]:
@@ -120,11 +106,9 @@ def _seconds(load: Load, device: torch.device) -> float:
     query = torch.randn(load.sequences * load.tokens, KV_HEADS, GROUP, WIDTH, device=device).bfloat16()
     out = torch.empty_like(query)
 
-    def attend() -> None:
-        for layer in stores:
-            attention_launch.attend(query, layer, batch, attention_launch.Scores(WIDTH**-0.5), out)
-
-    return _median(attend, device) / layers
+    scores = attention_launch.Scores(WIDTH**-0.5)
+    attend = [partial(attention_launch.attend, query, layer, batch, scores, out) for layer in stores]
+    return graph_seconds(attend, device, REPEATS)
 
 
 def _layer(load: Load, device: torch.device) -> attention_launch.Layer:
@@ -177,28 +161,3 @@ def _batch(load: Load, device: torch.device) -> attention_launch.Batch:
         first_row=0,
         num_rows=total,
     )
-
-
-def _median(call: Callable[[], None], device: torch.device) -> float:
-    """Seconds, after a warm-up."""
-    call()
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3

@@ -4,13 +4,14 @@ Rows are plain JSON, so that a process that dies leaves what it had: a section's
 lines as soon as it is known; the parent reads them whether the process ends, fails or is ended.
 """
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from services.executor.core.gpu_errors import is_gpu_error
 
@@ -23,8 +24,7 @@ FORMAT = 1
 Status = Literal["done", "failed", "timed out", "skipped", "not run"]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One measurement, or why there is none."""
 
     key: str
@@ -42,27 +42,48 @@ class Row:
     """False: what was computed is wrong."""
 
 
-def row_of(content: dict[str, Any]) -> Row:
-    """A row from JSON; what it does not know is left out, what is missing has its default."""
-    known = {field.name for field in fields(Row)}
-    return Row(**{"key": "", "what": "", "figure": None, **{k: v for k, v in content.items() if k in known}})
+def rate(
+    key: str,
+    what: str,
+    done: float,
+    seconds: float,
+    limit: float | None = None,
+    unit: str = "GB/s",
+    note: str | None = None,
+) -> Row:
+    """Bytes or operations that were `done`, a second, beside what the machine would allow."""
+    found, scale = done / seconds, SCALES[unit]
+    bound, share = (limit / scale, found / limit) if limit else (None, None)
+    return Row(
+        key, what, found / scale, unit, bound, share, f"{seconds * 1e6:.1f} us" if note is None else note
+    )
 
 
-@dataclass
-class SectionResult:
+def checked(key: str, what: str, found: "torch.Tensor", expected: "torch.Tensor", limit: float) -> Row:
+    """The root mean square of the errors, in parts of that of the values, of which `limit` is allowed."""
+    found, expected = found.double(), expected.double()
+    off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+    return Row(key, what, off, "error", limit, ok=off <= limit)
+
+
+SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
+ROUNDED = 0.02
+"""Largest error of what is rounded to bf16 in between."""
+
+
+class SectionResult(msgspec.Struct):
     """What one section has given."""
 
     name: str
     status: Status = "not run"
     seconds: float = 0.0
     limit_s: float = 0.0
-    error: list[str] = field(default_factory=list)
+    error: list[str] = []
     """The last lines that its process has written to standard error; of a skipped one, why."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] = []
 
 
-@dataclass
-class Report:
+class Report(msgspec.Struct):
     """A whole run."""
 
     date: str
@@ -87,39 +108,36 @@ class Report:
 def write_report(report: Report, path: Path) -> None:
     """In one piece: who reads it while it is written anew finds the old one."""
     new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     new.replace(path)
 
 
 def read_report(path: Path) -> Report:
     """Raises OSError; ValueError for what is no report of this format."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=Report)
+    except msgspec.DecodeError:
+        report = None
+    if report is None or report.format != FORMAT:
         raise ValueError(f"{path} is not a results file of `python -m benchmarks.gpu` (format {FORMAT})")
-    sections = [
-        SectionResult(**{**section, "rows": [row_of(row) for row in section["rows"]]})
-        for section in content.pop("sections")
-    ]
-    return Report(sections=sections, **content)
+    return report
 
 
 def append_row(path: Path, row: Row) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(row) + b"\n")
 
 
 def read_rows(path: Path) -> list[Row]:
     """Those that were written whole."""
-    if not path.exists():
-        return []
-    return list(_parsed(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    return list(_parsed(path.read_bytes().splitlines())) if path.exists() else []
 
 
-def _parsed(lines: Iterable[str]) -> Iterable[Row]:
+def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
     for line in lines:
         try:
-            yield row_of(json.loads(line))
-        except (ValueError, TypeError):  # a line that was cut off
+            yield msgspec.json.decode(line, type=Row)
+        except msgspec.DecodeError:  # a line that was cut off
             continue
 
 
@@ -160,6 +178,29 @@ class Bench:
 
     def say(self, text: str) -> None:
         print(f"  {text}", flush=True)
+
+    def tell(self, rows: Iterable[Row], section: str) -> None:
+        """Reports what a section finds, until its time is up."""
+        for row in rows:
+            self.report(row)
+            if self.left() <= 0:
+                self.missing(f"{section}/rest", "what comes after it", "no time was left")
+                return
+
+    def each(self, prefix: str, parts: "Iterable[Callable[[Bench], None]]", *, wrong: bool = False) -> None:
+        """Part after part; one that fails is a row that says so, and leaves the others. `wrong`: checks."""
+        from benchmarks.on_gpu.machine import release
+
+        for part in parts:
+            name = part.__name__.lstrip("_")
+            if self.left() <= 0:
+                self.missing(f"{prefix}/{name}", name, "no time was left")
+                continue
+            try:
+                part(self)
+            except Exception as error:
+                self.failed(f"{prefix}/{name}", name, error, wrong=wrong)
+            release(self.device)
 
     def report(self, row: Row) -> None:
         """Writes it down at once, and says it."""

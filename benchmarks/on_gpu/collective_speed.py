@@ -1,22 +1,23 @@
 """How long sums over the ranks take by their size: NCCL, and symmetric memory in each of its ways.
 
-`collective_speed()` uses as many GPUs of this host as there are, in rings of 1, 2, 4 and 8, one process per rank; with
-one GPU the same code runs with world size 1, where nothing is added up and the times are those of the launches. Every
-sum is checked before it is timed: the right one, and the same bits on all ranks. Times are of sums in a CUDA graph, as
-decoding makes them. `python -m benchmarks.on_gpu.collective_speed [--tiny]` prints the rows.
+It uses as many GPUs of this host as there are, in rings of 1, 2, 4 and 8, one process per rank; with one GPU the same
+code runs with world size 1, where nothing is added up and the times are those of the launches. Every sum is checked
+before it is timed: the right one, and the same bits on all ranks. Times are of sums in a CUDA graph, as decoding makes
+them. `python -m benchmarks.gpu --only collectives` prints the rows.
 """
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import msgspec
 import torch
 import torch.distributed as dist
 
+from benchmarks.on_gpu.bench import Bench, Row, append_row, read_rows
+from benchmarks.on_gpu.machine import graph_seconds
 from services.executor.collectives.symmetric_memory import (
     BUFFER_BYTES,
     SharedSums,
@@ -40,30 +41,12 @@ LIMIT = 30.0
 """Seconds for one ring, its start included."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """The time of one sum."""
-
-    key: str
-    """Like "collectives/4/nccl/8192": ranks, way, bytes."""
-    what: str
-    figure: float | None
-    """None: it was not measured; `note` says why."""
-    unit: str = "us"
-    note: str = ""
-    ok: bool = True
-    """False: a ring has failed, or what it added up was wrong."""
-
-
-def collective_speed(
-    device: torch.device | None = None, tiny: bool = False, sizes: tuple[int, ...] = SIZES
-) -> list[Row]:
-    """A row for each ring, way and size. `device`: whose kind counts; None: a GPU's. `tiny`, or a CPU: a dry run, two
-    ranks over gloo. Raises nothing that a ring can cause: one that fails is a row that says so."""
-    if tiny or (device is not None and device.type != "cuda"):
+def run(bench: Bench, sizes: tuple[int, ...] = SIZES) -> list[Row]:
+    """A row for each ring, way and size; a dry run has two ranks over gloo. Raises nothing that a ring can cause: one
+    that fails is a row that says so."""
+    if bench.tiny or bench.device.type != "cuda":
         return _ring(2, TINY_SIZES, on_gpu=False)
     gpus = torch.cuda.device_count()
-    if not gpus:
-        return [Row("collectives/none", "sums over the ranks", None, note="there is no GPU")]
     return [row for ranks in RINGS if ranks <= gpus for row in _ring(ranks, sizes, on_gpu=True)]
 
 
@@ -83,16 +66,11 @@ def _ring(ranks: int, sizes: tuple[int, ...], on_gpu: bool) -> list[Row]:
         codes = [member.exitcode for member in members]
         for member in members:
             member.kill()
-        rows = _read(directory / "rows.jsonl")
+        rows = read_rows(directory / "rows.jsonl")
     if any(codes) or None in codes:
         note = f"ended early: the ranks' exit codes are {codes} (None: not within {LIMIT:g} s)"
         rows.append(Row(f"collectives/{ranks}/failed", f"a ring of {ranks}", None, note=note, ok=False))
     return rows
-
-
-def _read(path: Path) -> list[Row]:
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [msgspec.json.decode(line, type=Row) for line in lines]
 
 
 def _member(rank: int, ranks: int, sizes: tuple[int, ...], on_gpu: bool, directory: Path) -> None:
@@ -106,8 +84,7 @@ def _member(rank: int, ranks: int, sizes: tuple[int, ...], on_gpu: bool, directo
 
     def tell(row: Row) -> None:
         if rank == 0:
-            with (directory / "rows.jsonl").open("ab") as file:
-                file.write(msgspec.json.encode(row) + b"\n")
+            append_row(directory / "rows.jsonl", row)
 
     note = "world size 1: a launch, and nothing to add" if ranks == 1 else ""
     for size in sizes:
@@ -162,6 +139,7 @@ def _row(ranks: int, way: str, size: int, took: float, chosen: bool, note: str) 
         f"collectives/{ranks}/{way.replace(' ', '-')}/{size}",
         f"sum of {size >> 10} KiB over {ranks}, {way}",
         round(took * 1e6, 2),
+        "us",
         note=f"{rate}; {note}" if note else rate,
     )
 
@@ -178,7 +156,7 @@ def _checked_time(
     assert torch.equal(tensor.float(), expected), f"a sum of {size} bytes is wrong on rank {plain.rank}"
     _check_bits(sum_, size, device, plain)
     work = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-    return _in_graph(sum_, work) if device.type == "cuda" else _on_cpu(sum_, work)
+    return graph_seconds([partial(sum_, work)] * IN_GRAPH, device, REPLAYS)
 
 
 def _check_bits(
@@ -194,40 +172,3 @@ def _check_bits(
     everybody[plain.rank] = weighed
     plain.all_reduce(everybody)
     assert len(set(everybody.tolist())) == 1, f"the ranks differ in a sum of {size} bytes"
-
-
-def _in_graph(sum_: Callable[[torch.Tensor], object], work: torch.Tensor) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        sum_(work)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(IN_GRAPH):
-            sum_(work)
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / (IN_GRAPH * REPLAYS)
-
-
-def _on_cpu(sum_: Callable[[torch.Tensor], object], work: torch.Tensor) -> float:
-    sum_(work)
-    began = time.perf_counter()
-    for _ in range(5):
-        sum_(work)
-    return (time.perf_counter() - began) / 5
-
-
-def main() -> None:
-    for row in collective_speed(tiny="--tiny" in sys.argv[1:]):
-        figure = "-" if row.figure is None else f"{row.figure:.2f} {row.unit}"
-        print(f"{row.what:45} {figure:>14}  {row.note}")
-
-
-if __name__ == "__main__":
-    main()

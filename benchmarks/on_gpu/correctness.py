@@ -11,16 +11,17 @@ sampling     tokens drawn on the device against those that the host draws
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from msgspec import structs
 
+from benchmarks.engine.steps import Row as Sequence
+from benchmarks.engine.steps import step_plan
 from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.kernel_shard import run_shards
-from benchmarks.on_gpu.machine import release
 from benchmarks.on_gpu.served import GREEDY, Served, generate, plain_model, prefill_plan, served
 from benchmarks.on_gpu.shapes import BLOCK, MIDDLE, TINY
 from services.executor.core.step_plan import StepPlan, to_bytes
@@ -63,26 +64,12 @@ SHARDS = 14
 
 def models(bench: Bench) -> None:
     """All but the kernels."""
-    _run(bench, (_models, _bf16, _graphs, _sampling))
+    bench.each("correctness", (_models, _bf16, _graphs, _sampling), wrong=True)
 
 
 def kernels(bench: Bench) -> None:
     """Each kernel on its own."""
-    _run(bench, (_kernels,))
-
-
-def _run(bench: Bench, parts: Sequence[Callable[[Bench], None]]) -> None:
-    """Part after part; one that fails is a row that says so."""
-    for part in parts:
-        name = part.__name__.lstrip("_")
-        if bench.left() <= 0:
-            bench.missing(f"correctness/{name}", name, "no time was left")
-            continue
-        try:
-            part(bench)
-        except Exception as error:
-            bench.failed(f"correctness/{name}", name, error, wrong=True)
-        release(bench.device)
+    bench.each("correctness", (_kernels,), wrong=True)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -150,18 +137,8 @@ def _plans(ids: list[int], ring: Served) -> Iterator[StepPlan]:
     prompt = prefill_plan(PROMPT, 0, ring.spec.num_blocks, ring.spec.num_cold, last=True)
     yield structs.replace(prompt, token_ids=to_bytes(ids[:PROMPT]), sample_rows=to_bytes(np.arange(PROMPT)))
     for at in range(PROMPT, len(ids)):
-        yield structs.replace(
-            prompt,
-            step=at,
-            num_decodes=1,
-            token_ids=to_bytes([ids[at]]),
-            positions=to_bytes([at]),
-            slots=to_bytes([at]),
-            query_lens=to_bytes([1]),
-            context_lens=to_bytes([at + 1]),
-            block_tables=to_bytes(np.arange(at // BLOCK + 1)),
-            sample_rows=to_bytes([0]),
-        )
+        row = Sequence(at + 1, 1, range(at // BLOCK + 1))
+        yield step_plan([row], BLOCK, token_ids=to_bytes([ids[at]]))
 
 
 def _all_logits(ring: Served, plan: StepPlan) -> torch.Tensor:

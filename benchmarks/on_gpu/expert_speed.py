@@ -4,14 +4,15 @@ ask for: `python -m benchmarks.gpu --only experts`.
 Rows go to other experts each time, so that what they read is in no cache.
 """
 
-import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.on_gpu.product_speed import seconds_of
+from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked, rate
+from benchmarks.on_gpu.machine import graph_seconds
 from benchmarks.random_model import random_rows
 from services.executor.kv_cache.codecs import FP8
 from services.executor.model.lowered_experts import Choice, Routing
@@ -23,10 +24,6 @@ FORMS = ("bf16", "fp8", "int4")
 ROWS = (1, 8, 64, 512, 2048)
 BATCHES = 4
 """Of rows that are computed in turn."""
-ROUNDED = 0.02
-"""Largest root mean square of the errors, in parts of the values': bf16 rounds in between."""
-
-Row = dict[str, Any]
 
 
 class Shape(NamedTuple):
@@ -41,25 +38,17 @@ QWEN = Shape(128, 8, 2048, 768)
 TINY = Shape(6, 2, 64, 32)
 
 
-def expert_speed(
-    device: torch.device,
-    tiny: bool = False,
-    bandwidth: float | None = None,
-    matrix_rate: float | None = None,
-) -> Iterator[Row]:
+def run(bench: Bench) -> Iterator[Row]:
     """Rows of `experts/...`: errors; GB/s of the experts that are read where rows are few, TFLOP/s where they are many;
-    and of which limit. Without a GPU the kernels are interpreted."""
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    shape = TINY if tiny else QWEN
+    and of which limit."""
+    shape = TINY if bench.tiny else QWEN
     for form in FORMS:
-        layer = _Layer(shape, form, device)
-        for count in (1, 5) if tiny else ROWS:
-            batches = [
-                torch.randn(count, shape.hidden, dtype=torch.bfloat16, device=device) for _ in range(BATCHES)
-            ]
+        layer = _Layer(shape, form, bench.device)
+        for count in (1, 5) if bench.tiny else ROWS:
+            size = (BATCHES, count, shape.hidden)
+            batches = [*torch.randn(size, dtype=torch.bfloat16, device=bench.device)]
             yield layer.error(batches[0])
-            yield layer.speed(batches, bandwidth, matrix_rate)
+            yield layer.speed(batches, bench.bandwidth, bench.matrix_rate("bf16"))
 
 
 class _Layer:
@@ -97,35 +86,20 @@ class _Layer:
         return self._mixture(x, slots, None)
 
     def error(self, x: Tensor) -> Row:
-        expected, found = self._expected(x.float()), self(x).float()
-        off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-        return {
-            "key": f"experts/right/{self._form}/{len(x)}",
-            "what": f"{self._form} experts by {len(x)} rows, against PyTorch in float32",
-            "figure": off,
-            "unit": "error",
-            "limit": ROUNDED,
-            "ok": off <= ROUNDED,
-        }
+        what = f"{self._form} experts by {len(x)} rows, against PyTorch in float32"
+        key = f"experts/right/{self._form}/{len(x)}"
+        return checked(key, what, self(x), self._expected(x.float()), ROUNDED)
 
     def speed(self, batches: list[Tensor], bandwidth: float | None, matrix_rate: float | None) -> Row:
         shape, rows = self._shape, len(batches[0])
         device = batches[0].device
-        seconds = seconds_of([lambda x=x: self(x) for x in batches], device)  # type: ignore[misc]
+        seconds = graph_seconds([partial(self, x) for x in batches], device)
         read = sum(len(self._chosen(x.float())[1].unique()) for x in batches) / len(batches) * self._bytes
         few = rows * shape.chosen <= 8 * shape.experts
         done = read if few else 6 * rows * shape.chosen * shape.hidden * shape.inner
-        scale, unit = (1e9, "GB/s") if few else (1e12, "TFLOP/s")
-        limit = bandwidth if few else matrix_rate
-        return {
-            "key": f"experts/speed/{self._form}/{rows}",
-            "what": f"a layer of {shape.chosen} of {shape.experts} {self._form} experts, {rows} rows",
-            "figure": done / seconds / scale,
-            "unit": unit,
-            "limit": limit / scale if limit else None,
-            "share": done / seconds / limit if limit else None,
-            "note": f"{seconds * 1e6:.1f} us",
-        }
+        limit, unit = (bandwidth, "GB/s") if few else (matrix_rate, "TFLOP/s")
+        what = f"a layer of {shape.chosen} of {shape.experts} {self._form} experts, {rows} rows"
+        return rate(f"experts/speed/{self._form}/{rows}", what, done, seconds, limit, unit)
 
     def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = (x @ self._router.t()).softmax(-1).topk(self._shape.chosen)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.on_gpu.bench import Bench, Row
 from benchmarks.on_gpu.machine import release, took, wait
 from benchmarks.on_gpu.served import decode_plan, served_model
 from benchmarks.on_gpu.shapes import BLOCK, LLAMA_8B, TINY, Shape
@@ -25,7 +26,6 @@ from services.executor.model import lowering
 from services.executor.sampling.sampler import Sampler
 from shared.messages import SamplingParams
 
-Rows = Iterator[dict[str, Any]]
 MEMORY = 4 << 30
 KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("greedy", {"temperature": 0.0}),
@@ -35,15 +35,14 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def graph_speed(device: torch.device, tiny: bool = False) -> Rows:
-    """Rows with `key`, `what`, `figure`, `unit` and `note`, each as soon as it is known. `tiny`: small shapes, on a CPU
-    as a dry run."""
-    yield from _steps(device, tiny)
-    release(device)  # of the model, which is gone
-    yield from _sampling(device, tiny)
+def run(bench: Bench) -> Iterator[Row]:
+    """Rows of `graphs/...`."""
+    yield from _steps(bench.device, bench.tiny)
+    release(bench.device)  # of the model, which is gone
+    yield from _sampling(bench.device, bench.tiny)
 
 
-def _steps(device: torch.device, tiny: bool) -> Rows:
+def _steps(device: torch.device, tiny: bool) -> Iterator[Row]:
     shape = TINY if tiny else LLAMA_8B
     batches, context = ((1, 2), 20) if tiny else ((1, 8, 32, 128), 1024)
     dtype = torch.float32 if tiny else torch.bfloat16
@@ -71,7 +70,7 @@ def _steps(device: torch.device, tiny: bool) -> Rows:
         yield _row(f"step/gain/{batch}", f"eager over graph, {batch} sequences", gain, "times")
 
 
-def _sampling(device: torch.device, tiny: bool) -> Rows:
+def _sampling(device: torch.device, tiny: bool) -> Iterator[Row]:
     count, vocabulary = (2, 100) if tiny else (128, 128256)
     random = torch.Generator(device).manual_seed(1)
     logits = torch.randn((count, vocabulary), generator=random, device=device) * 3
@@ -137,5 +136,5 @@ def _used(device: torch.device) -> int:
     return total - free
 
 
-def _row(key: str, what: str, figure: float, unit: str, note: str = "") -> dict[str, Any]:
-    return {"key": f"graphs/{key}", "what": what, "figure": figure, "unit": unit, "note": note}
+def _row(key: str, what: str, figure: float, unit: str, note: str = "") -> Row:
+    return Row(f"graphs/{key}", what, figure, unit, note=note)

@@ -1,4 +1,4 @@
-"""How fast a model comes from the page cache to the device: `python -m benchmarks.on_gpu.loading_speed`.
+"""How fast a model comes from the page cache to the device: `python -m benchmarks.gpu --only loading`.
 
 plain copy    as many bytes from pinned memory to the device, again and again from one buffer: what the bus gives
 reading       the loader's copying, from the first report of its progress to the last
@@ -6,19 +6,18 @@ load_model    all of it: configuration, empty model, files, copying
 fp8           the same, with weights quantised as they come
 """
 
-import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
 
-from benchmarks.on_gpu.machine import release
+from benchmarks.harness import timed
+from benchmarks.on_gpu.bench import Bench, Row
+from benchmarks.on_gpu.machine import release, wait
 from benchmarks.random_model import SHAPES, LlamaShape, bytes_of, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
@@ -31,19 +30,18 @@ ROUNDS = 3
 """The best of so many counts: the first also makes the files' pages warm."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # the page cache itself, on purpose
 
-Row = dict[str, Any]
 
-
-def loading_speed(device: torch.device, directory: Path | None = None, tiny: bool = False) -> Iterator[Row]:
-    """Rows of `loading/...`, each as soon as it is known. `directory`: a model; None: one of random weights in shared
-    memory, of the shape of a 13B model, or of one that is tiny."""
-    if directory is not None:
-        yield from _measured(device, directory)
+def run(bench: Bench) -> Iterator[Row]:
+    """Rows of `loading/...`: of random weights in shared memory, in the shape of a 13B model."""
+    shape = SHAPES["tiny" if bench.tiny else "13b"]
+    try:
+        room = _room_for(shape)
+    except OSError as error:
+        yield Row("loading/load", "loading a 13B", None, note=str(error))
         return
-    shape = SHAPES["tiny" if tiny else "13b"]
-    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-", dir=_room_for(shape)) as scratch:
+    with tempfile.TemporaryDirectory(prefix="ryzanstein-loading-", dir=room) as scratch:
         write_checkpoint(Path(scratch), shape)
-        yield from _measured(device, Path(scratch))
+        yield from _measured(bench.device, Path(scratch))
 
 
 def _room_for(shape: LlamaShape) -> Path:
@@ -71,15 +69,8 @@ def _measured(device: torch.device, directory: Path) -> Iterator[Row]:
 
 
 def _row(key: str, what: str, seconds: float, limit: float, total: int) -> Row:
-    return {
-        "key": f"loading/{key}",
-        "what": what,
-        "figure": seconds,
-        "unit": "s",
-        "limit": limit,
-        "share": limit / seconds,
-        "note": f"{total / 1e9:.2f} GB, {total / seconds / 1e9:.1f} GB/s",
-    }
+    note = f"{total / 1e9:.2f} GB, {total / seconds / 1e9:.1f} GB/s"
+    return Row(f"loading/{key}", what, seconds, "s", limit, limit / seconds, note)
 
 
 def _best_load(device: torch.device, directory: Path, codec: Codec | None) -> tuple[int, float, float]:
@@ -94,7 +85,7 @@ def _best_load(device: torch.device, directory: Path, codec: Codec | None) -> tu
 
         begin = time.perf_counter()
         model = load_model(directory, torch.bfloat16, layout, SingleRank(), device, told, codec)
-        _wait(device)
+        wait(device)
         found.append((reports[-1][1], reports[-1][0] - reports[0][0], time.perf_counter() - begin))
         del model
         release(device)
@@ -107,38 +98,12 @@ def _plain_copy(device: torch.device, total: int) -> float:
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(size, dtype=torch.uint8, device=device)
     target.copy_(source)
-    _wait(device)
-    return _timed(lambda: _copy(source, target, total), device)
+    wait(device)
 
+    def copy() -> None:
+        for begin in range(0, total, len(source)):
+            count = min(len(source), total - begin)
+            target[:count].copy_(source[:count], non_blocking=True)
+        wait(device)
 
-def _copy(source: torch.Tensor, target: torch.Tensor, total: int) -> None:
-    for begin in range(0, total, len(source)):
-        count = min(len(source), total - begin)
-        target[:count].copy_(source[:count], non_blocking=True)
-
-
-def _timed(work: Callable[[], None], device: torch.device) -> float:
-    begin = time.perf_counter()
-    work()
-    _wait(device)
-    return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def main(
-    directory: Annotated[
-        Path | None, typer.Argument(help="A model; without one a random 13B is written to shared memory.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu, ...")] = "cuda",
-    tiny: Annotated[bool, typer.Option(help="A tiny random model, to see that it runs.")] = False,
-) -> None:
-    """Loading from the page cache against a plain copy, as JSON."""
-    print(json.dumps(list(loading_speed(torch.device(device), directory, tiny)), indent=2))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    return timed(copy)()

@@ -8,7 +8,7 @@ added. Products are of random numbers: of zeros they are faster, since less curr
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,6 +61,21 @@ def _walls(call: Callable[[], object], repeats: int, most: float) -> list[float]
     return walls
 
 
+def graph_seconds(works: Sequence[Callable[[], object]], device: torch.device, replays: int = 20) -> float:
+    """Of one of them, the median of replays of all in a graph: no host is in it, for launching takes longer than the
+    work. On a CPU: of the first one."""
+    for work in works:
+        work()
+    if device.type != "cuda":
+        return took(works[0], device, 3, warm=0).wall
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for work in works:
+            work()
+    return took(graph.replay, device, replays, warm=1).device / len(works)
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -78,13 +93,7 @@ GB, TERA = 1e9, 1e12
 
 def run(bench: Bench) -> None:
     """Every rate on its own: one that this machine does not have leaves the others."""
-    parts: tuple[Callable[[Bench], None], ...] = (_copy, _bf16, _fp8, _read, _to_device, _launch)
-    for part in parts:
-        try:
-            part(bench)
-        except Exception as error:
-            name = part.__name__.lstrip("_")
-            bench.failed(f"machine/{name}", name, error)
+    bench.each("machine", (_copy, _bf16, _fp8, _read, _to_device, _launch))
 
 
 def _copy(bench: Bench) -> None:

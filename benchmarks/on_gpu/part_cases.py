@@ -10,16 +10,15 @@ sums        over as many GPUs as there are, by NCCL and by symmetric memory, cap
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.bench import Bench, Row
-from benchmarks.on_gpu.collective_speed import collective_speed
-from benchmarks.on_gpu.machine import release
-from benchmarks.on_gpu.sparse_speed import sparse_errors
+from benchmarks.on_gpu import collective_speed, sparse_speed
+from benchmarks.on_gpu.bench import Bench, Row, checked
 from benchmarks.random_model import SHAPES, LlamaShape, random_rows, write_checkpoint
 from services.executor.collectives.base import SingleRank
 from services.executor.core.sharding import ShardLayout
@@ -45,22 +44,12 @@ MODEL = LlamaShape(1024, 8, 2, 3584, 8, 32000)
 
 
 def run(bench: Bench) -> None:
-    parts: tuple[Callable[[Bench], None], ...] = (products, blocks, sparse, loading, sums)
-    for part in parts:
-        name = part.__name__
-        if bench.left() <= 0:
-            bench.missing(f"correctness/{name}", name, "no time was left")
-            continue
-        try:
-            part(bench)
-        except Exception as error:  # one that fails leaves the others
-            bench.failed(f"correctness/{name}", name, error, wrong=True)
-        release(bench.device)
+    bench.each("correctness", (products, blocks, sparse, loading, sums), wrong=True)
 
 
 def sparse(bench: Bench) -> None:
-    for row in sparse_errors(bench.device, bench.tiny):
-        bench.wrong_or_right(f"correctness/{row['key']}", row["what"], row["ok"], row["figure"], row["limit"])
+    for row in sparse_speed.errors(bench):
+        bench.report(msgspec.structs.replace(row, key=f"correctness/{row.key}"))
 
 
 def products(bench: Bench) -> None:
@@ -73,12 +62,10 @@ def products(bench: Bench) -> None:
     for rows in (1, 3, 17) if bench.tiny else ROWS:
         x = torch.randn((rows, inputs), generator=generator, device=bench.device).bfloat16()
         for name, found, expected, limit in _products(x, weight, bias):
-            off = float((found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-            key, what = (
-                f"correctness/products/{name}/{rows}",
-                f"{name} weights by {rows} rows, against float64",
+            key = f"correctness/products/{name}/{rows}"
+            bench.report(
+                checked(key, f"{name} weights by {rows} rows, against float64", found, expected, limit)
             )
-            bench.wrong_or_right(key, what, off <= limit, off, limit)
 
 
 def _products(x: Tensor, weight: Tensor, bias: Tensor) -> Iterator[tuple[str, Tensor, Tensor, float]]:
@@ -183,7 +170,7 @@ def _same(model: torch.nn.Module, name: str, stored: Tensor, codec: Codec | None
 
 def sums(bench: Bench) -> None:
     """Each is checked before it is timed; what is not offered here (symmetric memory, say) is told, and not wrong."""
-    for one in collective_speed(bench.device, bench.tiny, sizes=(8192, 1 << 20)):
+    for one in collective_speed.run(bench, sizes=(8192, 1 << 20)):
         what = one.what if one.figure is None else f"{one.what}: right, and the same bits on all ranks"
         key = one.key.replace("collectives/", "correctness/sums/")
         bench.report(Row(key, what, None if one.figure is None else 0.0, "error", note=one.note, ok=one.ok))

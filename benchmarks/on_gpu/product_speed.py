@@ -4,18 +4,22 @@ It shows where `services/executor/gpu/quantized_matmul.py` should change from on
 of few rows reaches of the rate at which weights can be read.
 """
 
-import json
+import math
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
 import typer
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks import harness
+from benchmarks.on_gpu.bench import Bench, Row, rate
+from benchmarks.on_gpu.machine import graph_seconds
 from benchmarks.random_model import random_rows
 from services.executor.kv_cache.codecs import FP8, INT8
 from services.executor.model.quantizing import CODECS
@@ -26,55 +30,32 @@ SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096),
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512, 2048)
 BRIEF_ROWS = (1, 256, 4096)
 GROUPED = ("int4", "q4_k", "q6_k", "q8_0")
-ROUNDS = 20
 COLD = 512 << 20
 """Bytes of weights to go round in, so that none of them are in the processor's cache."""
 
-Row = dict[str, Any]
+
+def run(bench: Bench) -> Iterator[Row]:
+    """Of one shape, with a few numbers of rows."""
+    return product_speed(bench, {"gate_up": SHAPES["gate_up"]}, BRIEF_ROWS)
 
 
 def product_speed(
-    device: torch.device,
-    tiny: bool = False,
-    brief: bool = False,
-    bandwidth: float | None = None,
-    matrix_rate: float | None = None,
+    bench: Bench, shapes: Mapping[str, tuple[int, int]] = SHAPES, counts: Sequence[int] = ROWS
 ) -> Iterator[Row]:
-    """Rows of `products/...`: GB/s of weights with one row of activations, TFLOP/s with more, and of which limit.
-    `brief`: of one shape, with a few numbers of rows. Without a GPU the kernels are interpreted."""
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    shapes = {"tiny": (32, 64)} if tiny else {"gate_up": SHAPES["gate_up"]} if brief else SHAPES
-    rows = (1, 3, 17) if tiny else BRIEF_ROWS if brief else ROWS
-    for name, shape in shapes.items():
-        for count in rows:
-            yield from _products(device, name, *shape, count, bandwidth, matrix_rate)
-
-
-def _products(
-    device: torch.device,
-    name: str,
-    outputs: int,
-    inputs: int,
-    rows: int,
-    bandwidth: float | None,
-    matrix_rate: float | None,
-) -> Iterator[Row]:
-    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
-    for way, (size, works) in _ways(device, outputs, inputs, rows).items():
-        seconds = seconds_of([lambda work=work: work(x) for work in works], device)
-        scale, unit = (1e9, "GB/s") if rows == 1 else (1e12, "TFLOP/s")
-        figure = (size if rows == 1 else 2 * rows) * outputs * inputs / seconds / scale
-        limit = bandwidth if rows == 1 else matrix_rate
-        yield {
-            "key": f"products/{name}/{rows}/{way}",
-            "what": f"{name} of 8B, {rows} rows: {way}",
-            "figure": figure,
-            "unit": unit,
-            "limit": limit / scale if limit else None,
-            "share": figure * scale / limit if limit else None,
-            "note": f"{seconds * 1e6:.1f} us",
-        }
+    """Rows of `products/...`: GB/s of weights with one row of activations, TFLOP/s with more, and of which limit."""
+    if bench.tiny:
+        shapes, counts = {"tiny": (32, 64)}, (1, 3, 17)
+    for name, (outputs, inputs) in shapes.items():
+        for rows in counts:
+            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=bench.device)
+            for way, (size, works) in _ways(bench.device, outputs, inputs, rows).items():
+                seconds = graph_seconds([partial(work, x) for work in works], bench.device)
+                done = (size if rows == 1 else 2 * rows) * outputs * inputs
+                limit, unit = (
+                    (bench.bandwidth, "GB/s") if rows == 1 else (bench.matrix_rate("bf16"), "TFLOP/s")
+                )
+                key, what = f"products/{name}/{rows}/{way}", f"{name} of 8B, {rows} rows: {way}"
+                yield rate(key, what, done, seconds, limit, unit)
 
 
 def _ways(
@@ -120,37 +101,16 @@ def _ways(
     return ways
 
 
-def seconds_of(works: list[Callable[[], Tensor]], device: torch.device) -> float:
-    """Of one, in the middle of `ROUNDS`, captured in a graph on a GPU: launching takes longer than the work."""
-    for work in works:
-        work()
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        works[0]()
-        return time.perf_counter() - begin
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) / 1000 / len(works))
-    return statistics.median(found)
-
-
 def main(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu, ...")] = "cuda",
     tiny: Annotated[bool, typer.Option(help="A tiny product, to see that it runs.")] = False,
 ) -> None:
     """Products by shape, rows and way, as JSON."""
-    print(json.dumps(list(product_speed(torch.device(device), tiny)), indent=2))
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    bench = Bench(torch.device(device), tiny, Path(os.devnull), math.inf)
+    print(msgspec.json.format(msgspec.json.encode(list(product_speed(bench))), indent=2).decode())
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    harness.run(main)

@@ -209,7 +209,8 @@ def main() -> None:
     deadline = began + soft_limit(options.limit)
     bench = Bench(device, options.tiny, options.rows, deadline, options.known)
     module, _, function = options.section.code.partition(":")
-    getattr(importlib.import_module(module), function)(bench)
+    rows = getattr(importlib.import_module(module), function)(bench)
+    bench.tell(rows or (), options.section.name)
     # What threads or libraries still hold must not keep a section that is done.
     sys.stdout.flush()
     sys.stderr.flush()

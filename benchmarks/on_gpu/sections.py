@@ -69,7 +69,7 @@ CORRECTNESS = (
     Section("kernels", "whether attention is right", 100, 40, f"{HERE}.correctness:kernels", beside=True),
     Section("parts", "whether each other part is right", 100, 40, f"{HERE}.part_cases:run", beside=True),
 )
-PRODUCTS = Section("products", "products with quantized weights", 50, 25, f"{HERE}.partners:products")
+PRODUCTS = Section("products", "products with quantized weights", 50, 25, f"{HERE}.product_speed:run")
 SECTIONS = (
     MACHINE,
     *CORRECTNESS,
@@ -77,16 +77,16 @@ SECTIONS = (
     Section("prefill", "prefill, 8B", 60, 30, f"{HERE}.throughput:prefill"),
     Section("overhead", "what a served step costs besides", 80, 35, f"{HERE}.overhead:overhead"),
     Section("transformers", "against transformers", 90, 40, f"{HERE}.against_transformers:run"),
-    Section("loading", "loading, 13B", 75, 45, f"{HERE}.partners:loading"),
+    Section("loading", "loading, 13B", 75, 45, f"{HERE}.loading_speed:run"),
     Section("decode-fp8", "decode, 8B, quantized weights", 110, 35, f"{HERE}.throughput:coded_8b"),
     PRODUCTS,
-    Section("experts", "mixtures of experts", 40, 25, f"{HERE}.partners:experts"),
-    Section("adapters", "LoRA adapters", 40, 25, f"{HERE}.partners:adapters"),
+    Section("experts", "mixtures of experts", 40, 25, f"{HERE}.expert_speed:run"),
+    Section("adapters", "LoRA adapters", 40, 25, f"{HERE}.adapter_speed:run"),
     Section("training", "fine-tuning, 7B, base of 4 bits", 60, 30, f"{HERE}.training_speed:run"),
     Section("decode-13b", "decode, 13B", 80, 35, f"{HERE}.throughput:all_13b"),
-    Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.partners:graphs"),
-    Section("attention", "attention alone", 60, 25, f"{HERE}.partners:attention"),
-    Section("sparse", "sparse attention beside dense", 50, 25, f"{HERE}.partners:sparse"),
+    Section("graphs", "graphs against eager launches", 45, 25, f"{HERE}.graph_speed:run"),
+    Section("attention", "attention alone", 60, 25, f"{HERE}.attention_speed:run"),
+    Section("sparse", "sparse attention beside dense", 50, 25, f"{HERE}.sparse_speed:run"),
     Section(
         "invariance",
         "--batch-invariant: is it exact, and what it costs",
@@ -94,7 +94,7 @@ SECTIONS = (
         25,
         f"{HERE}.overhead:invariance",
     ),
-    Section("collectives", "sums over ranks", 40, 25, f"{HERE}.partners:collectives"),
+    Section("collectives", "sums over ranks", 40, 25, f"{HERE}.collective_speed:run"),
 )
 """What may fail for good (a wrong address in one kernel ends all work of its process on the GPU) has a section of its
 own."""

@@ -24,6 +24,8 @@ from msgspec import structs
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from benchmarks.engine.in_process import ring_in
+from benchmarks.engine.steps import Row, step_plan
 from benchmarks.on_gpu.shapes import BLOCK, Shape
 from benchmarks.random_model import random_rows
 from services.executor.collectives.base import SingleRank
@@ -32,8 +34,6 @@ from services.executor.core.sampling_state import SamplingState
 from services.executor.core.settings import ExecutorSettings
 from services.executor.core.sharding import ShardLayout
 from services.executor.core.step_plan import StepPlan, to_bytes
-from services.executor.ipc.board import RingBoard
-from services.executor.ipc.rank_pipe import RankSpec
 from services.executor.model.attention import register_attention
 from services.executor.model.loading import loader
 from services.executor.model.parallel.layers import VocabParallelEmbedding, VocabParallelHead, WeightShard
@@ -43,7 +43,6 @@ from services.executor.model.quantizing import RowsCodec
 from services.executor.scheduler.admission import BatchSettings
 from services.executor.scheduler.batcher import ContinuousBatcher
 from services.executor.worker import backend
-from services.executor.worker import engine as ring_engine
 from shared.config import load_settings
 from shared.messages import GenerationRequest, SamplingParams
 
@@ -207,11 +206,7 @@ def served(
             dtype="fp32" if dtype == torch.float32 else "bf16",
             **{"block_size": BLOCK, "threads": 1 if device.type == "cpu" else 0, "warm_up": "off", **wanted},
         )
-        board = Path(scratch, "board")
-        spec = RankSpec(0, 1, "benchmark", "benchmark", 1, str(board), {})
-        engine = ring_engine.RingEngine(
-            settings, spec, RingBoard(board, 1, create=True), lambda rendezvous: None
-        )
+        engine = ring_in(Path(scratch), settings)
         with random_weights(config), gpu_path(device, settings):
             engine_spec = engine.load(lambda done, total: None)
         try:
@@ -290,21 +285,12 @@ def decode_plan(batch: int, context: int, num_hot: int, num_cold: int, seed: int
         raise ValueError(
             f"{batch} x {context} tokens need {batch * (full + 1)} blocks of {num_hot + num_cold}"
         )
-    last = np.arange(batch)[:, None]
-    kept = first + np.arange(batch * full).reshape(batch, full)
+    kept = first + np.arange(batch * full)
     # Blocks of one sequence are seldom neighbours in a server that has run for a while.
-    kept = np.random.default_rng(seed).permutation(kept.ravel()).reshape(batch, full)
-    return StepPlan(
-        step=1,
-        num_decodes=batch,
-        token_ids=to_bytes(np.random.default_rng(seed).integers(0, 200, batch)),
-        positions=to_bytes([context - 1] * batch),
-        slots=to_bytes(last[:, 0] * BLOCK + (context - 1) % BLOCK),
-        query_lens=to_bytes([1] * batch),
-        context_lens=to_bytes([context] * batch),
-        block_tables=to_bytes(np.concatenate((kept, last), axis=1).ravel()),
-        sample_rows=to_bytes(np.arange(batch)),
-    )
+    kept = np.random.default_rng(seed).permutation(kept).reshape(batch, full)
+    rows = [Row(context, 1, np.append(kept[at], at)) for at in range(batch)]
+    tokens = np.random.default_rng(seed).integers(0, 200, batch)
+    return step_plan(rows, BLOCK, num_decodes=batch, token_ids=to_bytes(tokens))
 
 
 def prefill_plan(tokens: int, before: int, num_hot: int, num_cold: int, *, last: bool) -> StepPlan:
@@ -316,15 +302,11 @@ def prefill_plan(tokens: int, before: int, num_hot: int, num_cold: int, *, last:
     table = np.concatenate((first + np.arange(past), np.arange(own)))
     if first + past > num_hot + num_cold or own > num_hot:
         raise ValueError(f"{before} + {tokens} tokens need {past + own} blocks of {num_hot + num_cold}")
-    return StepPlan(
-        step=1,
+    return step_plan(
+        [Row(before + tokens, tokens, table)],
+        BLOCK,
         num_decodes=0,
         token_ids=to_bytes(np.random.default_rng(1).integers(0, 200, tokens)),
-        positions=to_bytes(np.arange(before, before + tokens)),
-        slots=to_bytes(np.arange(tokens)),
-        query_lens=to_bytes([tokens]),
-        context_lens=to_bytes([before + tokens]),
-        block_tables=to_bytes(table),
         sample_rows=to_bytes([tokens - 1] if last else []),
     )
 

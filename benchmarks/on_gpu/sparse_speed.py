@@ -5,16 +5,19 @@ Layers of an 8B over int8 blocks; as many as their blocks are several times a ch
 scores, and what is read for them, are as far apart as chance has it.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.on_gpu.product_speed import seconds_of
+from benchmarks.engine.steps import Row as Sequence
+from benchmarks.engine.steps import step_plan
+from benchmarks.on_gpu.bench import ROUNDED, Bench, Row, checked
+from benchmarks.on_gpu.machine import graph_seconds
 from services.executor.core.sparse_attention import Choice
 from services.executor.core.step_plan import StepPlan, to_bytes
 from services.executor.kv_cache.codecs import INT8
@@ -24,14 +27,9 @@ from services.executor.model.attention import attend
 from services.executor.model.step_context import ScoreRule, StepContext
 from shared.messages import SparseAttention
 
-ROUNDED = 0.02
-"""Largest root mean square of the errors, in parts of the values': a page that is read for another, which scores the
-same but for rounding, is less, and one table that is wrong is far more."""
 CACHE = 256 << 20
 """Bytes of keys and values that steps go through in turns."""
 LAYERS = 32
-
-Row = dict[str, Any]
 
 
 class Shape(NamedTuple):
@@ -49,30 +47,26 @@ QUICK = LLAMA._replace(contexts=(16_384,))
 TINY = Shape(2, 2, 32, 4, (90,), SparseAttention(threshold=18, sinks=3, recent=6, budget=8, share=0.3))
 
 
-def sparse_speed(device: torch.device, tiny: bool = False, bandwidth: float | None = None) -> Iterator[Row]:
-    """Rows of `sparse/...`: errors, and ms of a step's attention. Without a GPU the kernels are interpreted."""
-    for held in _held(TINY if tiny else LLAMA, device):
+def run(bench: Bench) -> Iterator[Row]:
+    """Rows of `sparse/...`: errors, and ms of a step's attention. An error of a page that is read for another, which
+    scores the same but for rounding, is less than what is allowed, and of one table that is wrong far more."""
+    for held in _held(TINY if bench.tiny else LLAMA, bench.device):
         yield held.error()
-        dense, sparse = held.speed(None, bandwidth), held.speed(held.shape.choice, bandwidth)
+        dense, sparse = (held.speed(choice, bench.bandwidth) for choice in (None, held.shape.choice))
         yield from (dense, sparse)
-        yield {
-            "key": f"sparse/times/{held.context}",
-            "what": f"dense attention over sparse, decode at {held.context} tokens",
-            "figure": dense["figure"] / sparse["figure"],
-            "unit": "times",
-        }
+        assert dense.figure is not None, "it was measured"
+        assert sparse.figure is not None, "it was measured"
+        what = f"dense attention over sparse, decode at {held.context} tokens"
+        yield Row(f"sparse/times/{held.context}", what, dense.figure / sparse.figure, "times")
 
 
-def sparse_errors(device: torch.device, tiny: bool = False) -> Iterator[Row]:
+def errors(bench: Bench) -> Iterator[Row]:
     """Whether it is right, alone: for a first look at a machine."""
-    return (held.error() for held in _held(TINY if tiny else QUICK, device))
+    return (held.error() for held in _held(TINY if bench.tiny else QUICK, bench.device))
 
 
 def _held(shape: Shape, device: torch.device) -> Iterator["_Held"]:
-    if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-    for context in shape.contexts:
-        yield _Held(shape, context, device)
+    return (_Held(shape, context, device) for context in shape.contexts)
 
 
 class _Held:
@@ -120,18 +114,8 @@ class _Held:
 
     def _plan(self, choice: SparseAttention | None) -> StepPlan:
         """A decode of the last token."""
-        return StepPlan(
-            step=0,
-            num_decodes=1,
-            token_ids=to_bytes([0]),
-            positions=to_bytes([self.context - 1]),
-            slots=to_bytes([(self.context - 1) % self.shape.block]),
-            query_lens=to_bytes([1]),
-            context_lens=to_bytes([self.context]),
-            block_tables=to_bytes(self._table),
-            sample_rows=to_bytes([0]),
-            sparse=to_bytes(list(Choice.of(choice))),
-        )
+        row, size = Sequence(self.context, 1, self._table), self.shape.block
+        return step_plan([row], size, token_ids=to_bytes([0]), sparse=to_bytes(list(Choice.of(choice))))
 
     @property
     def _rule(self) -> ScoreRule:
@@ -153,30 +137,20 @@ class _Held:
             step, 0, self._query, (line, line), self._rule, None, self.shape.width, reads_only=True,
             choosing=self.shape.choice.dense_layers,
         ).float()  # fmt: skip
-        off = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-        return {
-            "key": f"sparse/right/{self.context}",
-            "what": f"sparse attention of a decode at {self.context} tokens, against PyTorch's choice and attention",
-            "figure": off,
-            "unit": "error",
-            "limit": ROUNDED,
-            "ok": off <= ROUNDED,
-        }
+        what = (
+            f"sparse attention of a decode at {self.context} tokens, against PyTorch's choice and attention"
+        )
+        return checked(f"sparse/right/{self.context}", what, found, expected, ROUNDED)
 
     def speed(self, choice: SparseAttention | None, bandwidth: float | None) -> Row:
         """Of a model's layers, all of them sparse where there is a choice."""
         step = self._kernels.begin(self._plan(choice))
-        works = [lambda layer=layer: self._attended(step, layer) for layer in self._layers]
-        seconds, how = seconds_of(works, self._device), "dense" if choice is None else "sparse"
-        read = self._layer_bytes * self._share(choice)
-        return {
-            "key": f"sparse/{how}/{self.context}",
-            "what": f"{how} attention of a decode at {self.context} tokens, {LAYERS} layers of an 8B, int8 KV",
-            "figure": seconds * LAYERS * 1e3,
-            "unit": "ms",
-            "limit": read * LAYERS / bandwidth * 1e3 if bandwidth else None,
-            "share": read / seconds / bandwidth if bandwidth else None,
-        }
+        works = [partial(self._attended, step, layer) for layer in self._layers]
+        seconds, how = graph_seconds(works, self._device), "dense" if choice is None else "sparse"
+        least = self._layer_bytes * self._share(choice) / bandwidth if bandwidth else None
+        what = f"{how} attention of a decode at {self.context} tokens, {LAYERS} layers of an 8B, int8 KV"
+        limit, share = (least * LAYERS * 1e3, least / seconds) if least else (None, None)
+        return Row(f"sparse/{how}/{self.context}", what, seconds * LAYERS * 1e3, "ms", limit, share)
 
     def _share(self, choice: SparseAttention | None) -> float:
         """Of a layer's keys and values, with the summaries of the blocks that are scored."""

@@ -3,9 +3,10 @@ of each optimisation on an H200. Pure.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
+from msgspec import structs
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,7 @@ class Aim:
 def aims(report: Report) -> list[Aim]:
     """All of them. A dry run has measured none."""
     if report.dry_run:
-        report = replace(report, sections=[])
+        report = structs.replace(report, sections=[])
     decode = "decode/8b/bf16/kv-bf16/1024/1"
     return [
         _share("85% of the bandwidth limit at batch 1 (8B, bf16, context 1024)", report.row(decode), 0.85),

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.on_gpu.bench import Bench, read_rows, told
+from tests.unit.benchmarks.on_gpu.bench_on_cpu import dry_bench
 
 
 def bench_of(path: Path) -> Bench:
-    return Bench(torch.device("cpu"), True, path / "rows.jsonl", 1.0, clock=lambda: 0.0)
+    return dry_bench(path / "rows.jsonl")
 
 
 def fail(error: Exception) -> None:

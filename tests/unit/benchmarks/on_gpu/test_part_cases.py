@@ -9,10 +9,11 @@ pytest.importorskip("triton", reason="the GPU's parts are checked where Triton i
 
 from benchmarks.on_gpu import part_cases
 from benchmarks.on_gpu.bench import Bench, Row, read_rows
+from tests.unit.benchmarks.on_gpu.bench_on_cpu import dry_bench
 
 
 def bench_of(path: Path) -> Bench:
-    return Bench(torch.device("cpu"), True, path / "rows.jsonl", 1.0, clock=lambda: 0.0)
+    return dry_bench(path / "rows.jsonl")
 
 
 def rows_of(bench: Bench) -> list[Row]:

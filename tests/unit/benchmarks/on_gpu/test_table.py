@@ -1,14 +1,13 @@
 """What a run prints, and what becomes of it in docs/gpu.md."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from benchmarks.on_gpu.bench import Report, Row, SectionResult, data_sheet, line, shown
-from benchmarks.on_gpu.partners import rows_from
 from benchmarks.on_gpu.table import BEGIN, END, aims, markdown, predictions, put_into, show
 
 PAGE = Path(__file__).parents[4] / "docs/gpu.md"
@@ -95,15 +94,3 @@ def test_known_cards_have_their_data_sheet() -> None:
     assert data_sheet("NVIDIA GH200 480GB", 0) == 4.0e12
     assert data_sheet("NVIDIA A100-SXM4-80GB", 2) is None
     assert data_sheet("another", 0) is None
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"what": "a", "figure": 1.0, "more": 2},
-        [Row("", "a", 1.0)],
-        {"a": 1.0},
-    ],
-)
-def test_what_parts_say_becomes_rows(found: object) -> None:
-    assert list(rows_from(found, "loading")) == [Row("loading/a", "a", 1.0)]
